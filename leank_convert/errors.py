@@ -1,0 +1,46 @@
+"""Errors a user can act on: one message, one hint, one exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+class LeanKError(Exception):
+    """A mistake or a fault that is told in one sentence, with a remedy where there is one.
+
+    `str(error)` is the message. The command line prints ``error: <message>`` and, where a hint is given,
+    ``hint: <hint>``, and leaves with `exit_code`.
+
+    Args:
+        message: What is wrong; names the file, tensor or key, and the value.
+        hint: What to do about it.
+        exit_code: The process's exit code: 2 for what the user can fix.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.exit_code = exit_code
+
+
+class RecipeError(LeanKError):
+    """Everything that is wrong with one recipe, at once.
+
+    Args:
+        path: The recipe's file or name.
+        problems: One sentence per problem, without the recipe's name.
+        hint: What to do about them.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], problems: Sequence[str], hint: str | None = None
+    ) -> None:
+        self.path = os.fspath(path)
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            message = f"recipe `{self.path}`: {self.problems[0]}"
+        else:
+            listed = "".join(f"\n  {problem}" for problem in self.problems)
+            message = f"recipe `{self.path}`: {len(self.problems)} problems:{listed}"
+        super().__init__(message, hint)
