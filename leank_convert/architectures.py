@@ -151,7 +151,7 @@ class ModelFacts:
     num_key_value_heads: int
     head_dim: int
     hidden_size: int
-    rope_parameters: Mapping[str, object]
+    rope_parameters: dict[str, Any]
     qkv_bias: bool
     tie_word_embeddings: bool
     dtype: str | None
@@ -203,7 +203,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         The facts, with the defaults of the family's config class filled in.
 
     Raises:
-        LeanKError: If the family is unknown, a key is missing or makes no sense, or layers use a sliding window.
+        LeanKError: If the family is unknown, a key makes no sense, or layers attend within a sliding window.
     """
     architecture = find_architecture(config.get("model_type"), origin=origin)
     values: dict[str, object] = {**architecture.config_defaults, **config}
@@ -220,8 +220,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     if values.get("head_dim") is None:
         if hidden_size % heads:
             raise LeanKError(
-                f"`{origin}`: `hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {heads}, "
-                "and there is no `head_dim`"
+                f"`{origin}`: there is no `head_dim`, and `hidden_size` {hidden_size} is not a multiple of "
+                f"`num_attention_heads` {heads}"
             )
         values["head_dim"] = hidden_size // heads
     _refuse_sliding_layers(values, layers, origin)
@@ -233,7 +233,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         num_key_value_heads=kv_heads,
         head_dim=_positive_int(values, "head_dim", origin),
         hidden_size=hidden_size,
-        rope_parameters=MappingProxyType(read_rope_parameters(values, origin=origin)),
+        rope_parameters=read_rope_parameters(values, origin=origin),
         qkv_bias={"always": True, "never": False}.get(
             architecture.qkv_bias, bool(values.get("attention_bias", False))
         ),
@@ -245,8 +245,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
 def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[str, Any]:
     """Read a config's rope parameters, in the form that transformers 5 writes.
 
-    The older form (`rope_theta` and `rope_scaling` as keys of the config) reads the same as the newer, so that two
-    configs can be compared.
+    The older form (`rope_theta` and `rope_scaling` as keys of the config) reads the same as the newer, so
+    that two configs can be compared.
 
     Raises:
         LeanKError: If they are not an object.
@@ -271,12 +271,14 @@ def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[s
     return dict(sorted(rope.items()))
 
 
-def apply_config_overrides(config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+def apply_config_overrides(
+    config: Mapping[str, object], overrides: Mapping[str, object]
+) -> dict[str, object]:
     """Apply a recipe's `model.config_overrides` to a config.json.
 
-    A key replaces the config's. Rope parameters are merged: they may leave out `rope_theta`, which then stays the
-    model's; every other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`,
-    whichever of the two forms the config or the overrides were in.
+    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's; every
+    other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`, whichever
+    of the two forms the config or the overrides were in.
 
     Args:
         config: The parsed config.json.
@@ -292,14 +294,17 @@ def apply_config_overrides(config: Mapping[str, object], overrides: Mapping[str,
     if fixed:
         raise LeanKError(
             f"`config_overrides.{fixed[0]}`: the weights fix this key; it cannot be overridden",
-            hint="override what the weights leave open, such as `rope_parameters` or `max_position_embeddings`",
+            hint="what the weights leave open can be, such as `rope_parameters` or `max_position_embeddings`",
         )
     result = {**config, **overrides}
-    given = {key: overrides[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if key in overrides}
+    given = {key: overrides[key] for key in _ROPE_KEYS if key in overrides}
     if given:
         before = read_rope_parameters(config, origin="config.json")
         # The model's own trained length, where the overrides name a longer one.
-        base = {"rope_theta": before["rope_theta"], "max_position_embeddings": config.get("max_position_embeddings")}
+        base: dict[str, object] = {
+            "rope_theta": before["rope_theta"],
+            "max_position_embeddings": config.get("max_position_embeddings"),
+        }
         if given.keys() == {"rope_theta"}:
             base["rope_parameters"] = {key: value for key, value in before.items() if key != "rope_theta"}
         result.pop("rope_scaling", None)
@@ -308,6 +313,7 @@ def apply_config_overrides(config: Mapping[str, object], overrides: Mapping[str,
     return result
 
 
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _FIXED_KEYS = frozenset(
     {
         "model_type",

@@ -1,0 +1,322 @@
+"""The mask: which channels of each KV head's cached key are kept, and where that knowledge comes from.
+
+A mask is learned by training or imported. It names heads in the ORIGINAL order of the model; the order within
+a checkpoint is `head_layout`'s.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.errors import LeanKError
+from leank_convert.safetensors_file import encode_header, read_header
+
+MASK_FORMAT = "leank-mask"
+MASK_FORMAT_VERSION = 1
+MASK_FILE_NAME = "channel_mask.safetensors"
+
+
+def package_versions() -> dict[str, str]:
+    """The versions that a learned mask depends on."""
+    return {name: importlib.metadata.version(name) for name in ("leank-convert", "torch", "transformers")}
+
+
+@dataclass(frozen=True)
+class MaskProvenance:
+    """Where a mask comes from and which model it fits; the header metadata of a mask file.
+
+    Attributes:
+        model: Hub id, or the name of a local folder.
+        model_type: The family.
+        num_hidden_layers: L.
+        num_attention_heads: H.
+        num_key_value_heads: H_kv.
+        head_dim: D.
+        rope_parameters: The rope under which the mask holds, as `read_rope_parameters` gives it.
+        method: How the mask was made, such as `leank`, or `imported`.
+        sink_size: First tokens that keep every channel.
+        recent_size: Last tokens that keep every channel.
+        flush_size: Tokens pruned at once.
+        pruning_ratio_asked: Fraction of channels to remove, None for an imported mask.
+        width_multiple: What training rounded widths to, None for an imported mask.
+        recipe: The training recipe, verbatim.
+        seed: The training run's seed.
+        versions: Package versions at the time.
+    """
+
+    model: str
+    model_type: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_parameters: Mapping[str, Any]
+    method: str
+    sink_size: int
+    recent_size: int
+    flush_size: int
+    pruning_ratio_asked: float | None = None
+    width_multiple: int | None = None
+    recipe: str | None = None
+    seed: int | None = None
+    versions: Mapping[str, str] = field(default_factory=package_versions)
+
+    @classmethod
+    def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
+        """Fill the architecture's fields from a model's facts."""
+        return cls(
+            model=model,
+            model_type=facts.model_type,
+            num_hidden_layers=facts.num_hidden_layers,
+            num_attention_heads=facts.num_attention_heads,
+            num_key_value_heads=facts.num_key_value_heads,
+            head_dim=facts.head_dim,
+            rope_parameters=facts.rope_parameters,
+            **rest,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelMask:
+    """The channels that are kept.
+
+    Attributes:
+        channel_mask: Bool [L, H_kv, D], ORIGINAL head order, True where kept.
+        scaling_factors: Float32 [L, H_kv, D], the α that training ended with, or None.
+        provenance: None for an imported mask.
+    """
+
+    channel_mask: Tensor
+    scaling_factors: Tensor | None = None
+    provenance: MaskProvenance | None = None
+
+    def __post_init__(self) -> None:
+        mask, factors = self.channel_mask, self.scaling_factors
+        if mask.dtype != torch.bool or mask.ndim != 3 or mask.numel() == 0:
+            raise LeanKError(
+                f"a channel mask is a bool tensor [layers, KV heads, head_dim], got {_describe(mask)}"
+            )
+        if factors is not None and (factors.dtype != torch.float32 or factors.shape != mask.shape):
+            raise LeanKError(
+                f"scaling factors are a float32 tensor of the mask's shape {list(mask.shape)}, "
+                f"got {_describe(factors)}"
+            )
+
+    @property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """Kept channels `[layer][head]`, original head order."""
+        return tuple(tuple(layer) for layer in self.channel_mask.sum(-1).tolist())
+
+    @property
+    def pruning_ratio(self) -> float:
+        """Fraction of channels removed, over the whole model."""
+        return 1 - int(self.channel_mask.sum()) / self.channel_mask.numel()
+
+
+def all_channels_mask(facts: ModelFacts) -> ChannelMask:
+    """The mask that keeps every channel."""
+    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    return ChannelMask(torch.ones(shape, dtype=torch.bool))
+
+
+def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, model_origin: str) -> None:
+    """Check that a mask belongs to a model.
+
+    Args:
+        mask: The mask.
+        facts: The model's facts, overrides of its config applied.
+        mask_origin: The mask's file, for messages.
+        model_origin: The model, for messages.
+
+    Raises:
+        LeanKError: If its shape is another, or it was trained for another family or other rope parameters.
+    """
+    expected = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    if mask.channel_mask.shape != expected:
+        raise LeanKError(
+            f"mask `{mask_origin}` has shape {list(mask.channel_mask.shape)}; model `{model_origin}` needs "
+            f"{list(expected)} (layers, KV heads, head_dim)",
+            hint="a mask fits only the model it was made for",
+        )
+    known = mask.provenance
+    if known is None:
+        return
+    for key in ("model_type", "num_attention_heads"):
+        if getattr(known, key) != getattr(facts, key):
+            raise LeanKError(
+                f"mask `{mask_origin}` was made for a model with `{key}` {getattr(known, key)}; "
+                f"model `{model_origin}` has {getattr(facts, key)}",
+                hint="a mask fits only the model it was made for",
+            )
+    if dict(known.rope_parameters) != facts.rope_parameters:
+        raise LeanKError(
+            f"mask `{mask_origin}` was made under rope parameters `{_compact(known.rope_parameters)}`; "
+            f"model `{model_origin}` has `{_compact(facts.rope_parameters)}`",
+            hint="export with the `model.config_overrides` the mask was trained with, or train a mask for these",
+        )
+
+
+def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
+    """Write a mask file: safetensors, the provenance in its header metadata.
+
+    The file appears whole or not at all; equal masks give equal bytes.
+
+    Raises:
+        LeanKError: If the file cannot be written.
+    """
+    path = Path(path)
+    metadata = {"format": MASK_FORMAT, "format_version": str(MASK_FORMAT_VERSION)}
+    metadata["pruning_ratio"] = json.dumps(mask.pruning_ratio)
+    if mask.provenance is not None:
+        for entry in fields(mask.provenance):
+            value = getattr(mask.provenance, entry.name)
+            if value is not None:
+                metadata[entry.name] = value if isinstance(value, str) else _compact(value)
+    parts = [("channel_mask", "BOOL", mask.channel_mask)]
+    if mask.scaling_factors is not None:
+        # Floats first, so that they stay aligned.
+        parts.insert(0, ("scaling_factors", "F32", mask.scaling_factors))
+    data = [tensor.detach().cpu().contiguous().numpy().tobytes() for _, _, tensor in parts]
+    header = encode_header(
+        (
+            (name, dtype, tuple(tensor.shape), len(content))
+            for (name, dtype, tensor), content in zip(parts, data, strict=True)
+        ),
+        metadata,
+    )
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines((header, *data))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise LeanKError(f"cannot write mask `{path}`: {error.strerror}") from error
+
+
+def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
+    """Read a mask file of ours, or import a 0/1 or bool tensor.
+
+    Args:
+        path: `.safetensors` (ours, or any file of one tensor), `.pth` or `.pt` (a pickle of one plain tensor)
+            or `.npy`. Any number of channels per head, from none to all, may be kept.
+
+    Raises:
+        LeanKError: If the file cannot be read, holds something else, or a value is neither 0 nor 1.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise LeanKError(
+            f"mask `{path}` does not exist" if not path.exists() else f"mask `{path}` is a folder"
+        )
+    if path.suffix == ".safetensors":
+        return _load_safetensors(path)
+    if path.suffix in (".pth", ".pt"):
+        return ChannelMask(_to_bool(_load_pickle(path), path))
+    if path.suffix == ".npy":
+        try:
+            array = np.load(path, allow_pickle=False)
+            return ChannelMask(_to_bool(torch.from_numpy(array), path))
+        except (ValueError, TypeError, EOFError) as error:
+            raise LeanKError(f"mask `{path}` is not an array of numbers: {error}") from error
+    raise LeanKError(
+        f"mask `{path}`: unknown file type `{path.suffix}`",
+        hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file",
+    )
+
+
+def _load_safetensors(path: Path) -> ChannelMask:
+    from safetensors.torch import load_file
+
+    header = read_header(path)
+    tensors = load_file(path)
+    if header.metadata.get("format") == MASK_FORMAT:
+        version = header.metadata.get("format_version")
+        if version != str(MASK_FORMAT_VERSION):
+            raise LeanKError(
+                f"mask `{path}` has format version {version}; this release reads {MASK_FORMAT_VERSION}",
+                hint="update leank-convert",
+            )
+        if "channel_mask" not in tensors:
+            raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
+        return ChannelMask(
+            _to_bool(tensors["channel_mask"], path),
+            tensors.get("scaling_factors"),
+            _read_provenance(header.metadata, path),
+        )
+    if len(tensors) != 1:
+        names = ", ".join(f"`{name}`" for name in sorted(tensors)[:4])
+        raise LeanKError(f"mask `{path}` holds {len(tensors)} tensors ({names}), not one")
+    return ChannelMask(_to_bool(next(iter(tensors.values())), path))
+
+
+def _load_pickle(path: Path) -> Tensor:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise LeanKError(
+            f"mask `{path}` is not a pickle of one plain tensor",
+            hint="save it with `torch.save(tensor, path)`",
+        ) from error
+    if not isinstance(value, Tensor):
+        raise LeanKError(
+            f"mask `{path}` holds a `{type(value).__name__}`, not one plain tensor",
+            hint="save it with `torch.save(tensor, path)`",
+        )
+    return value.detach()
+
+
+def _to_bool(values: Tensor, path: Path) -> Tensor:
+    if values.ndim != 3 or values.numel() == 0:
+        raise LeanKError(
+            f"mask `{path}` is a tensor of shape {list(values.shape)}, not [layers, KV heads, head_dim]"
+        )
+    if values.dtype == torch.bool:
+        return values.clone()
+    other = ((values != 0) & (values != 1)).nonzero()
+    if len(other):
+        position = other[0].tolist()
+        raise LeanKError(
+            f"mask `{path}`: value {values[tuple(position)].item()} at {position} is not 0 or 1",
+            hint="a mask says which channels are kept; scaling factors have to be selected from first",
+        )
+    return values == 1
+
+
+def _read_provenance(metadata: Mapping[str, str], path: Path) -> MaskProvenance | None:
+    if "model" not in metadata:
+        return None
+    values: dict[str, Any] = {}
+    for entry in fields(MaskProvenance):
+        text = metadata.get(entry.name)
+        if text is None:
+            if entry.default is MISSING and entry.default_factory is MISSING:
+                raise LeanKError(f"mask `{path}`: its header metadata has no `{entry.name}`")
+            continue
+        try:
+            values[entry.name] = text if str(entry.type).startswith("str") else json.loads(text)
+        except ValueError as error:
+            raise LeanKError(f"mask `{path}`: header metadata `{entry.name}` is `{text}`") from error
+    return MaskProvenance(**values)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
