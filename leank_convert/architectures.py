@@ -15,6 +15,8 @@ from leank_convert.errors import LeanKError
 
 LEANK_PREFIX = "leank_"
 
+Bias = Literal["always", "never", "config"]
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -27,6 +29,7 @@ class Architecture:
         base_class: The family's model without a head.
         causal_lm_class: The family's model with a language-modelling head.
         qkv_bias: Whether q, k and v projections have a bias; `config` asks `attention_bias`.
+        o_bias: Whether the output projection has one.
         head_norms: Norms inside attention with one weight `[head_dim]` shared by the heads.
         config_defaults: What the config class assumes for a key that config.json leaves out.
         attention_prefix: Where a layer's attention lives.
@@ -41,7 +44,8 @@ class Architecture:
     config_class: str
     base_class: str
     causal_lm_class: str
-    qkv_bias: Literal["always", "never", "config"]
+    qkv_bias: Bias
+    o_bias: Bias
     head_norms: tuple[str, ...] = ()
     config_defaults: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     attention_prefix: str = "model.layers.{layer}.self_attn"
@@ -69,7 +73,8 @@ class Architecture:
 def _row(
     model_type: str,
     stem: str,
-    qkv_bias: Literal["always", "never", "config"],
+    qkv_bias: Bias,
+    o_bias: Bias,
     head_norms: tuple[str, ...] = (),
     **config_defaults: object,
 ) -> Architecture:
@@ -80,6 +85,7 @@ def _row(
         base_class=f"{stem}Model",
         causal_lm_class=f"{stem}ForCausalLM",
         qkv_bias=qkv_bias,
+        o_bias=o_bias,
         head_norms=head_norms,
         config_defaults=MappingProxyType(config_defaults),
     )
@@ -89,10 +95,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         row.model_type: row
         for row in (
-            _row("llama", "Llama", "config", max_position_embeddings=2048),
+            _row("llama", "Llama", "config", "config", max_position_embeddings=2048),
             _row(
                 "mistral",
                 "Mistral",
+                "never",
                 "never",
                 num_key_value_heads=8,
                 sliding_window=4096,
@@ -102,6 +109,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "qwen2",
                 "Qwen2",
                 "always",
+                "never",
                 num_key_value_heads=32,
                 max_window_layers=28,
                 use_sliding_window=False,
@@ -110,6 +118,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _row(
                 "qwen3",
                 "Qwen3",
+                "config",
                 "config",
                 ("q_norm", "k_norm"),
                 num_key_value_heads=32,
@@ -141,6 +150,7 @@ class ModelFacts:
         hidden_size: Width of the residual stream.
         rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
         qkv_bias: Whether q, k and v projections have a bias.
+        o_bias: Whether the output projection has one.
         tie_word_embeddings: Whether the head shares the embedding's weight.
         dtype: The config's dtype, such as `bfloat16`, or None where it names none.
     """
@@ -153,6 +163,7 @@ class ModelFacts:
     hidden_size: int
     rope_parameters: dict[str, Any]
     qkv_bias: bool
+    o_bias: bool
     tie_word_embeddings: bool
     dtype: str | None
 
@@ -234,9 +245,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         head_dim=_positive_int(values, "head_dim", origin),
         hidden_size=hidden_size,
         rope_parameters=read_rope_parameters(values, origin=origin),
-        qkv_bias={"always": True, "never": False}.get(
-            architecture.qkv_bias, bool(values.get("attention_bias", False))
-        ),
+        qkv_bias=_has_bias(architecture.qkv_bias, values),
+        o_bias=_has_bias(architecture.o_bias, values),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
     )
@@ -276,9 +286,9 @@ def apply_config_overrides(
 ) -> dict[str, object]:
     """Apply a recipe's `model.config_overrides` to a config.json.
 
-    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's; every
-    other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`, whichever
-    of the two forms the config or the overrides were in.
+    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's;
+    every other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`,
+    whichever of the two forms the config or the overrides were in.
 
     Args:
         config: The parsed config.json.
@@ -331,6 +341,10 @@ _FIXED_KEYS = frozenset(
         "attention_bias",
     }
 )
+
+
+def _has_bias(bias: Bias, values: Mapping[str, object]) -> bool:
+    return bias == "always" or (bias == "config" and bool(values.get("attention_bias", False)))
 
 
 def _positive_int(values: Mapping[str, object], key: str, origin: str) -> int:

@@ -94,7 +94,7 @@ class ChannelMask:
 
     Attributes:
         channel_mask: Bool [L, H_kv, D], ORIGINAL head order, True where kept.
-        scaling_factors: Float32 [L, H_kv, D], the α that training ended with, or None.
+        scaling_factors: Float32 [L, H_kv, D], as training ended with them, or None.
         provenance: None for an imported mask.
     """
 
@@ -164,7 +164,7 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
         raise LeanKError(
             f"mask `{mask_origin}` was made under rope parameters `{_compact(known.rope_parameters)}`; "
             f"model `{model_origin}` has `{_compact(facts.rope_parameters)}`",
-            hint="export with the `model.config_overrides` the mask was trained with, or train a mask for these",
+            hint="export with the `model.config_overrides` of its training, or train a mask for these",
         )
 
 
@@ -287,14 +287,15 @@ def _to_bool(values: Tensor, path: Path) -> Tensor:
         )
     if values.dtype == torch.bool:
         return values.clone()
-    other = ((values != 0) & (values != 1)).nonzero()
+    numbers = values.to(torch.float64)
+    other = ((numbers != 0) & (numbers != 1)).nonzero()
     if len(other):
         position = other[0].tolist()
         raise LeanKError(
-            f"mask `{path}`: value {values[tuple(position)].item()} at {position} is not 0 or 1",
+            f"mask `{path}`: value {numbers[tuple(position)].item()} at {position} is not 0 or 1",
             hint="a mask says which channels are kept; scaling factors have to be selected from first",
         )
-    return values == 1
+    return numbers == 1
 
 
 def _read_provenance(metadata: Mapping[str, str], path: Path) -> MaskProvenance | None:

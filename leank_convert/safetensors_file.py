@@ -1,8 +1,8 @@
 """The safetensors format as bytes: read and check a header, write a file.
 
-The `safetensors` package loads a file's tensors and serialises them again. Conversion moves most bytes without
-looking at them and must not hold a shard in memory, so it works on offsets; and this writer puts the same
-bytes for the same content every time.
+The `safetensors` package loads a file's tensors and serialises them again. Conversion moves most bytes
+without looking at them and must not hold a shard in memory, so it works on offsets; and this writer puts
+the same bytes for the same content every time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from leank_convert.errors import LeanKError
 
@@ -149,9 +150,9 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_entry(name: str, entry: Mapping[str, object]) -> TensorInfo:
-    start, stop = entry["data_offsets"]  # type: ignore[misc]
-    shape = tuple(entry["shape"])  # type: ignore[arg-type]
+def _read_entry(name: str, entry: Mapping[str, Any]) -> TensorInfo:
+    start, stop = entry["data_offsets"]
+    shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
         raise ValueError(name)
     return TensorInfo(name, str(entry["dtype"]), shape, start, stop)

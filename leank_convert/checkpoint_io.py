@@ -1,0 +1,222 @@
+"""Model folders: find them, read what they hold from headers alone, refuse what is incomplete.
+
+A folder is opened once, and opening it checks everything that can be known without reading weights: the
+config, the index, every shard's header against its size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leank_convert.errors import LeanKError
+from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
+
+CONFIG_NAME = "config.json"
+SINGLE_FILE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+TESTBED = "testbed"
+
+# Small files that travel with a model's weights: all that a tokenizer may need, and the licence.
+COMPANION_PATTERNS = (
+    "tokenizer*",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+_DOWNLOADED_PATTERNS = (
+    CONFIG_NAME,
+    SINGLE_FILE_NAME,
+    INDEX_NAME,
+    "model-*.safetensors",
+    *COMPANION_PATTERNS,
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder whose headers have been read and checked.
+
+    Attributes:
+        folder: The folder.
+        config: The parsed config.json.
+        shards: The shards' headers by file name, in the order of the index.
+        index: The parsed index, None for a single file.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    shards: Mapping[str, SafetensorsHeader]
+    index: Mapping[str, Any] | None
+
+    @property
+    def num_data_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(header.num_data_bytes for header in self.shards.values())
+
+    def shard_of(self, tensor: str) -> str | None:
+        """The name of the shard that holds a tensor, None where none does."""
+        return next((name for name, header in self.shards.items() if tensor in header.tensors), None)
+
+    def find(self, tensor: str) -> TensorInfo | None:
+        """A tensor's header entry, None where no shard holds it."""
+        shard = self.shard_of(tensor)
+        return None if shard is None else self.shards[shard].tensors[tensor]
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Turn what a user calls a model into a local folder.
+
+    Args:
+        model: A local folder, a hub id (downloaded to the hub's cache), or `testbed`, the model that ships
+            with this package.
+
+    Raises:
+        LeanKError: If there is no such folder, or the hub does not give the model.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise LeanKError(f"model `{model}` is a file", hint="name the folder that holds config.json")
+    if str(model) == TESTBED:
+        from leank_convert.testbed import MODEL_DIR
+
+        return Path(MODEL_DIR)
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise LeanKError(f"model folder `{model}` does not exist")
+    return _download(model)
+
+
+def model_name(model: str | Path) -> str:
+    """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else str(model)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED_PATTERNS)))
+    except GatedRepoError as error:
+        raise LeanKError(
+            f"model `{model}` is gated on the hub",
+            hint=f"accept its terms at https://huggingface.co/{model}, then run `hf auth login`",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise LeanKError(
+            f"model `{model}` is neither a local folder nor a model on the hub",
+            hint="a private model needs `hf auth login`",
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise LeanKError(
+            f"model `{model}` is no local folder, and the hub cannot be reached: {_first_line(error)}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        LeanKError: If the file is missing, cannot be read or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LeanKError(f"cannot read `{path}`: {error.strerror}") from error
+    except ValueError as error:
+        raise LeanKError(f"`{path}` is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LeanKError(f"`{path}` holds a `{type(value).__name__}`, not an object")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a model folder's config.json.
+
+    Raises:
+        LeanKError: If there is none, or it is not a JSON object.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise LeanKError(
+            f"`{folder}` has no `{CONFIG_NAME}`", hint="name the folder of a model in Hugging Face's layout"
+        )
+    return read_json(path)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read a model folder's config, index and shard headers, and check that they belong together.
+
+    Raises:
+        LeanKError: If anything is missing, truncated or contradicts the index.
+    """
+    config = read_config(folder)
+    single, index_path = folder / SINGLE_FILE_NAME, folder / INDEX_NAME
+    # The order in which transformers looks.
+    if single.is_file():
+        return Checkpoint(folder, config, {SINGLE_FILE_NAME: read_header(single)}, None)
+    if not index_path.is_file():
+        raise _no_weights(folder)
+    index = read_json(index_path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LeanKError(f"`{index_path}` has no `weight_map`")
+    shards: dict[str, SafetensorsHeader] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise LeanKError(f"`{index_path}`: tensor `{tensor}` is in `{name}`, which is no file name")
+        if name not in shards:
+            if not (folder / name).is_file():
+                raise LeanKError(
+                    f"shard `{name}` is missing in `{folder}`; `{INDEX_NAME}` names it for tensor `{tensor}`",
+                    hint="download the model again",
+                )
+            shards[name] = read_header(folder / name)
+        if tensor not in shards[name].tensors:
+            raise LeanKError(
+                f"`{folder / name}` has no tensor `{tensor}`, which `{INDEX_NAME}` says is there"
+            )
+    holder: dict[str, str] = {}
+    for name, header in shards.items():
+        for tensor in header.tensors:
+            if tensor in holder:
+                raise LeanKError(f"`{folder}`: tensor `{tensor}` is in both `{holder[tensor]}` and `{name}`")
+            holder[tensor] = name
+    return Checkpoint(folder, config, shards, index)
+
+
+def _no_weights(folder: Path) -> LeanKError:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        return LeanKError(
+            f"`{folder}` holds only pickled weights (`{pickled[0]}`)",
+            hint="convert them to safetensors: load the model with transformers and save it with "
+            "`save_pretrained`",
+        )
+    return LeanKError(f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

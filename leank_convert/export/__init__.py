@@ -1,0 +1,232 @@
+"""Write a self-describing checkpoint from a model and a mask.
+
+Plan on headers alone, then stream shard by shard into a folder beside the target, check it, rename it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
+from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.checkpoint_io import (
+    COMPANION_PATTERNS,
+    CONFIG_NAME,
+    INDEX_NAME,
+    Checkpoint,
+    model_name,
+    open_checkpoint,
+    resolve_model,
+)
+from leank_convert.errors import LeanKError
+from leank_convert.export.apply import write_shard
+from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
+from leank_convert.export.model_card import build_model_card
+from leank_convert.export.plan import ExportPlan, plan_export
+from leank_convert.export.publish import check_replaceable, staged_folder, write_file
+from leank_convert.export.runtime_files import copy_runtime_files, sha256_of
+from leank_convert.mask import (
+    MASK_FILE_NAME,
+    ChannelMask,
+    MaskProvenance,
+    check_mask_fits,
+    load_mask,
+    save_mask,
+)
+
+__all__ = ["export_checkpoint"]
+
+_logger = logging.getLogger("leank_convert")
+
+
+def export_checkpoint(
+    model: str | Path,
+    mask: ChannelMask,
+    out: Path,
+    *,
+    sink_size: int | None = None,
+    recent_size: int | None = None,
+    flush_size: int | None = None,
+    prune: str = "eager",
+    config_overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    mask_origin: str | Path = "mask",
+    recipe_text: str | None = None,
+) -> Path:
+    """Write a checkpoint that prunes its K cache with a mask.
+
+    Args:
+        model: A local folder or a hub id.
+        mask: Which channels are kept, in the model's own head order.
+        out: The folder to write. A training run that lies there is kept.
+        sink_size: First tokens that keep every channel; by default the mask's, else 128.
+        recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
+        flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
+        prune: `eager` or `deferred`.
+        config_overrides: Keys of config.json to replace, such as `rope_parameters`.
+        overwrite: Whether to replace a checkpoint in `out`.
+        mask_origin: The mask's file, for messages.
+        recipe_text: The recipe to show where the mask carries none.
+
+    Returns:
+        `out`.
+
+    Raises:
+        LeanKError: If anything about the source, the mask or the target is wrong; `out` is then as before.
+    """
+    folder = resolve_model(model)
+    _refuse_overlap(folder, out)
+    checkpoint = open_checkpoint(folder)
+    if "quantization_config" in checkpoint.config:
+        raise LeanKError(
+            f"`{model}` is quantized (`quantization_config` in its config.json); it cannot be converted",
+            hint="convert the model it was quantized from",
+        )
+    config = apply_config_overrides(checkpoint.config, config_overrides or {})
+    facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+    check_mask_fits(mask, facts, mask_origin=str(mask_origin), model_origin=str(model))
+    windows = _choose_windows(mask, sink_size, recent_size, flush_size, prune)
+    plan = plan_export(checkpoint, mask, facts)
+    _refuse_to_lose_mask(out, mask, overwrite=overwrite)
+
+    name = model_name(model)
+    if mask.provenance is None:
+        provenance = MaskProvenance.for_model(
+            name,
+            facts,
+            method="imported",
+            sink_size=windows.sink_size,
+            recent_size=windows.recent_size,
+            flush_size=windows.flush_size,
+            recipe=recipe_text,
+        )
+        mask = dataclasses.replace(mask, provenance=provenance)
+    elif "/" in mask.provenance.model:
+        # A local copy of a model on the hub is still that model.
+        name = mask.provenance.model
+    leank = build_leank_facts(mask, plan.layout, windows)
+    try:
+        with staged_folder(out, overwrite=overwrite) as partial:
+            _write_weights(checkpoint, plan, leank, partial)
+            _copy_companions(folder, partial)
+            files = copy_runtime_files(partial)
+            save_mask(mask, partial / MASK_FILE_NAME)
+            digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
+            write_file(
+                partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
+            )
+            write_file(partial / "README.md", _describe(name, mask, facts, windows, checkpoint).encode())
+            _check_written(checkpoint, plan, partial)
+    except OSError as error:
+        raise _cannot_write(error, out, checkpoint) from error
+    return out
+
+
+def _choose_windows(
+    mask: ChannelMask, sink_size: int | None, recent_size: int | None, flush_size: int | None, prune: str
+) -> Windows:
+    given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    known = mask.provenance
+    trained = {key: getattr(known, key) for key in given} if known is not None else {}
+    return Windows(**{**trained, **chosen}, prune=prune)
+
+
+def _refuse_overlap(folder: Path, out: Path) -> None:
+    source, target = folder.resolve(), out.resolve()
+    if source == target or source in target.parents or target in source.parents:
+        raise LeanKError(
+            f"`{out}` overlaps the source `{folder}`", hint="name a folder outside the model's own"
+        )
+
+
+def _refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
+    check_replaceable(out, overwrite=overwrite)
+    kept = out / MASK_FILE_NAME
+    if kept.exists() and not overwrite and not load_mask(kept).channel_mask.equal(mask.channel_mask):
+        raise LeanKError(
+            f"`{kept}` is another mask than the one to export; it would be lost",
+            hint="name another folder, or pass `--overwrite`",
+        )
+
+
+def _write_weights(checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str, Any], partial: Path) -> None:
+    facts_json = json.dumps(leank, separators=(",", ":"))
+    for name, header in checkpoint.shards.items():
+        metadata = {"format": "pt", **header.metadata, "leank": facts_json}
+        write_shard(header, partial / name, edits=plan.edits, added=plan.added[name], metadata=metadata)
+    if checkpoint.index is None:
+        return
+    weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
+    weight_map.update({new.tensor: name for name, tensors in plan.added.items() for new in tensors})
+    index = {
+        **checkpoint.index,
+        "metadata": {
+            **(checkpoint.index.get("metadata") or {}),
+            "total_size": checkpoint.num_data_bytes + _num_added_bytes(plan),
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_file(partial / INDEX_NAME, encode_json(index))
+
+
+def _copy_companions(folder: Path, partial: Path) -> None:
+    found = sorted(
+        {path for pattern in COMPANION_PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    )
+    for path in found:
+        target = partial / path.relative_to(folder)
+        target.parent.mkdir(exist_ok=True)
+        write_file(target, path.read_bytes())
+    if not any(path.name.startswith(("tokenizer", "vocab", "tekken")) for path in found):
+        _logger.warning("`%s` has no tokenizer; the checkpoint will have none either", folder)
+
+
+def _describe(
+    name: str, mask: ChannelMask, facts: ModelFacts, windows: Windows, checkpoint: Checkpoint
+) -> str:
+    key = checkpoint.find(facts.architecture.attention_tensor(0, "k_proj.weight"))
+    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (key.dtype if key else ""), 2)
+    return build_model_card(
+        name,
+        mask,
+        facts,
+        windows,
+        count_cache_bytes(mask.widths, facts.head_dim, element_bytes),
+        element_bytes=element_bytes,
+        recipe=mask.provenance.recipe if mask.provenance else None,
+    )
+
+
+def _check_written(source: Checkpoint, plan: ExportPlan, partial: Path) -> None:
+    """Check headers, sizes and the index of what was written; the weights are `verify`'s work."""
+    written = open_checkpoint(partial)
+    expected = source.num_data_bytes + _num_added_bytes(plan)
+    if written.shards.keys() != source.shards.keys() or written.num_data_bytes != expected:
+        raise LeanKError(
+            f"`{partial}` holds {written.num_data_bytes} bytes of tensors, not {expected}",
+            hint="this is a fault of leank-convert, please report it",
+            exit_code=1,
+        )
+
+
+def _num_added_bytes(plan: ExportPlan) -> int:
+    return sum(len(new.data) for tensors in plan.added.values() for new in tensors)
+
+
+def _cannot_write(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKError:
+    file = error.filename or str(out)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed = checkpoint.num_data_bytes / 1e9
+        return LeanKError(
+            f"no space left while writing `{file}`; nothing was left behind, and `{out}` is as it was",
+            hint=f"the checkpoint needs {needed:.1f} GB beside what lies in `{out}` now",
+        )
+    return LeanKError(f"cannot write `{file}`: {os.strerror(error.errno) if error.errno else error}")

@@ -1,0 +1,101 @@
+"""The `leank` block and the config.json of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from leank_convert.architectures import Architecture
+from leank_convert.errors import LeanKError
+from leank_convert.export.runtime_files import auto_map
+from leank_convert.head_layout import HeadLayout
+from leank_convert.mask import ChannelMask
+
+FORMAT_VERSION = 1
+PRUNE_MODES = ("eager", "deferred")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a checkpoint prunes while it decodes.
+
+    Attributes:
+        sink_size: First tokens that keep every channel.
+        recent_size: Last tokens that keep every channel.
+        flush_size: Tokens that leave the recent window at once.
+        prune: `eager` prunes after every forward of several tokens, `deferred` when decoding begins.
+
+    Raises:
+        LeanKError: If a size or the mode makes no sense.
+    """
+
+    sink_size: int = 128
+    recent_size: int = 1024
+    flush_size: int = 32
+    prune: str = "eager"
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise LeanKError(f"`{name}` is `{value!r}`; it is a whole number from {least} up")
+        if self.prune not in PRUNE_MODES:
+            raise LeanKError(f"`prune` is `{self.prune}`; it is `eager` or `deferred`")
+
+
+def build_leank_facts(mask: ChannelMask, layout: HeadLayout, windows: Windows) -> dict[str, Any]:
+    """Build the `leank` block without its digests, as every shard's header metadata carries it."""
+    known = mask.provenance
+    return {
+        "format_version": FORMAT_VERSION,
+        "widths": [list(layer) for layer in layout.widths],
+        "head_permutation": [list(layer) for layer in layout.head_permutation],
+        "sink_size": windows.sink_size,
+        "recent_size": windows.recent_size,
+        "flush_size": windows.flush_size,
+        "prune": windows.prune,
+        "pruning_ratio_asked": None if known is None else known.pruning_ratio_asked,
+        "pruning_ratio": mask.pruning_ratio,
+        "width_multiple": None if known is None else known.width_multiple,
+    }
+
+
+def build_config(
+    config: Mapping[str, Any], architecture: Architecture, leank: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Build a checkpoint's config.json from its source's.
+
+    Args:
+        config: The source's, overrides applied.
+        architecture: The source's family.
+        leank: The `leank` block without digests.
+        files: SHA-256 by file name.
+    """
+    return {
+        **config,
+        "model_type": architecture.leank_model_type,
+        "architectures": [f"LeanK{architecture.causal_lm_class}"],
+        "auto_map": auto_map(architecture),
+        "leank": {**leank, "files": dict(sorted(files.items()))},
+    }
+
+
+def encode_json(value: object) -> bytes:
+    """Encode a JSON file; lists of plain numbers stay on one line."""
+    return (_encode(value, 0) + "\n").encode()
+
+
+def _encode(value: object, depth: int) -> str:
+    plain = isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
+    if not isinstance(value, dict | list) or not value or plain:
+        return json.dumps(value, ensure_ascii=False)
+    inner, outer = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        lines = [
+            f"{inner}{json.dumps(str(key), ensure_ascii=False)}: {_encode(item, depth + 1)}"
+            for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{outer}}}"
+    return "[\n" + ",\n".join(inner + _encode(item, depth + 1) for item in value) + f"\n{outer}]"

@@ -1,0 +1,160 @@
+"""What an export changes, decided before anything is written: config + mask + architecture → tensor edits.
+
+Pure data. Every tensor the model must have is looked up in the headers here, so that what follows can only
+fail for want of a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import Checkpoint
+from leank_convert.errors import LeanKError
+from leank_convert.head_layout import HeadLayout, plan_head_layout
+from leank_convert.mask import ChannelMask
+from leank_convert.safetensors_file import TensorInfo
+
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class TensorEdit:
+    """One tensor whose heads are put in another order.
+
+    Attributes:
+        tensor: Its name.
+        dim: The dimension that runs over heads: 0 for rows, 1 for columns.
+        permutation: `[new] = old` over the blocks of that dimension, one block per KV head.
+    """
+
+    tensor: str
+    dim: int
+    permutation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AddedTensor:
+    """A bool tensor that the checkpoint has and its source has not."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Everything that an export does to weights.
+
+    Attributes:
+        layout: The heads' order and widths.
+        edits: Permuted tensors by name; every other tensor is copied as it is.
+        added: New tensors per shard name.
+    """
+
+    layout: HeadLayout
+    edits: Mapping[str, TensorEdit]
+    added: Mapping[str, Sequence[AddedTensor]]
+
+
+def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) -> ExportPlan:
+    """Plan an export and check the source's headers against it.
+
+    Args:
+        checkpoint: The source.
+        mask: A mask that fits the model.
+        facts: The source's facts.
+
+    Raises:
+        LeanKError: If a tensor is missing or has another shape or a quantized dtype.
+    """
+    layout = plan_head_layout(mask.widths)
+    edits: dict[str, TensorEdit] = {}
+    added: dict[str, list[AddedTensor]] = {name: [] for name in checkpoint.shards}
+    _check_unedited(checkpoint, facts)
+    for layer, permutation in enumerate(layout.head_permutation):
+        for edit in plan_layer(checkpoint, facts, layer, permutation):
+            edits[edit.tensor] = edit
+        query = facts.architecture.attention_tensor(layer, "q_proj.weight")
+        reordered = mask.channel_mask[layer][list(permutation)]
+        added[checkpoint.shard_of(query) or ""].append(
+            AddedTensor(
+                tensor=facts.architecture.attention_tensor(layer, "channel_mask"),
+                shape=tuple(reordered.shape),
+                data=reordered.cpu().contiguous().numpy().tobytes(),
+            )
+        )
+    for new in (tensor.tensor for tensors in added.values() for tensor in tensors):
+        if checkpoint.find(new) is not None:
+            raise LeanKError(f"`{checkpoint.folder}` already has a tensor `{new}`")
+    return ExportPlan(layout, edits, added)
+
+
+def plan_layer(
+    checkpoint: Checkpoint, facts: ModelFacts, layer: int, permutation: tuple[int, ...]
+) -> list[TensorEdit]:
+    """Plan the edits of one layer and check its attention tensors.
+
+    Q rows move in blocks of G·D, K and V rows in blocks of D, biases likewise, O columns in blocks of G·D:
+    one block per KV head each. O's bias is added after the heads are mixed, and a norm `[D]` is shared by
+    all heads: both stay.
+
+    Raises:
+        LeanKError: If a tensor is missing or has another shape or a quantized dtype.
+    """
+    queries, keys = facts.num_attention_heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
+    name = facts.architecture.attention_tensor
+    edits = [TensorEdit(name(layer, "o_proj.weight"), 1, permutation)]
+    _expect(checkpoint, edits[0].tensor, (facts.hidden_size, queries))
+    for projection, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        weight, bias = name(layer, f"{projection}.weight"), name(layer, f"{projection}.bias")
+        _expect(checkpoint, weight, (rows, facts.hidden_size))
+        edits.append(TensorEdit(weight, 0, permutation))
+        if facts.qkv_bias or checkpoint.find(bias) is not None:
+            _expect(checkpoint, bias, (rows,))
+            edits.append(TensorEdit(bias, 0, permutation))
+    if facts.o_bias:
+        _expect(checkpoint, name(layer, "o_proj.bias"), (facts.hidden_size,))
+    for norm in facts.architecture.head_norms:
+        _expect(checkpoint, name(layer, f"{norm}.weight"), (facts.head_dim,))
+    return edits
+
+
+def _check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    architecture = facts.architecture
+    names = list(architecture.model_tensors)
+    if not facts.tie_word_embeddings:
+        names.append(architecture.head_tensor)
+    for layer in range(facts.num_hidden_layers):
+        prefix = architecture.layer_prefix.format(layer=layer)
+        names += [f"{prefix}.{name}" for name in architecture.layer_tensors]
+    for name in names:
+        if checkpoint.find(name) is None:
+            raise _missing(checkpoint, name)
+
+
+def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    found = checkpoint.find(name)
+    if found is None:
+        raise _missing(checkpoint, name)
+    file = checkpoint.folder / (checkpoint.shard_of(name) or "")
+    if found.shape != shape:
+        raise LeanKError(
+            f"`{file}`: tensor `{name}` has shape {list(found.shape)}; config.json asks for {list(shape)}"
+        )
+    if found.dtype not in _FLOAT_DTYPES:
+        raise LeanKError(
+            f"`{file}`: tensor `{name}` has dtype {found.dtype}; quantized weights cannot be converted",
+            hint="convert the model it was quantized from",
+        )
+    return found
+
+
+def _missing(checkpoint: Checkpoint, name: str) -> LeanKError:
+    files = ", ".join(f"`{shard}`" for shard in list(checkpoint.shards)[:3])
+    more = len(checkpoint.shards) - 3
+    return LeanKError(
+        f"`{checkpoint.folder}`: tensor `{name}` is missing; looked in {files}"
+        + (f" and {more} more" if more > 0 else "")
+    )
