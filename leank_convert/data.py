@@ -1,0 +1,232 @@
+"""Training samples: a long context, a question on it, and the answer, for any model with a chat template.
+
+Two tasks, as in the paper (section "Training stage 1"), in wording of our own: `retrieval`, where every
+line of the context gives a key and its value and one is asked, and `multi_value`, where values of several
+keys are strewn over running text and all values of one are asked. Keys and values are random and every
+step's sample is a fresh one, a function of the recipe's seed and the step alone, so a resumed run sees what
+an uninterrupted one sees. The shipped model has a small language of its own (`wording: testbed`, see
+`testbed.tasks`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from leank_convert.errors import LeanKError
+from leank_convert.haystack import FIRST_NAMES, LAST_NAMES, draw_sentence
+from leank_convert.recipe import DataSection
+
+_VALUES_PER_KEY = 4
+_NUM_OTHER_NAMES = 3
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One sample, tokenised.
+
+    The end-of-turn token is not part of it: it is what the answer's last token predicts, and generation
+    never feeds it, so no query of it is to be trained.
+
+    Attributes:
+        task: The task it was drawn from.
+        input_ids: Prompt and answer, int64 [N].
+        answer_start: Place of the first answer token; all before it is the prompt through the chat template.
+    """
+
+    task: str
+    input_ids: Tensor
+    answer_start: int
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Draws the sample of any step.
+
+    Args:
+        tokenizer: The model's own, with a chat template.
+        data: The recipe's section.
+        seed: The recipe's seed.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataSection
+    seed: int
+
+    def draw(self, step: int) -> TrainingSample:
+        """Draw a step's sample: tasks in turn, lengths uniform over the recipe's range.
+
+        Args:
+            step: Counted from 0 over both stages.
+
+        Returns:
+            A sample of at most the drawn length, and close to it.
+
+        Raises:
+            LeanKError: If the tokenizer has no chat template, or a length leaves no room for the task.
+        """
+        rng = random.Random(f"{self.seed}/{step}")
+        task = self.data.tasks[step % len(self.data.tasks)]
+        budget = rng.randint(self.data.min_length, self.data.max_length)
+        if self.data.wording == "testbed":
+            return self._draw_testbed(task, rng, budget)
+        draft = _RetrievalDraft(rng) if task == "retrieval" else _MultiValueDraft(rng)
+        return _fit(lambda num_lines: self._tokenise(task, *draft.render(num_lines)), budget)
+
+    def _draw_testbed(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
+        from leank_convert.testbed.tasks import build_sample
+
+        try:
+            drawn = build_sample(task, rng, budget)
+        except ValueError as error:
+            raise LeanKError(
+                f"no sample of {budget} tokens: {error}", hint="raise `data.min_length`"
+            ) from None
+        sample = self._tokenise(task, drawn.prompt, drawn.answer)
+        if len(sample) > budget:
+            raise LeanKError(
+                f"a testbed sample asked for in {budget} tokens has {len(sample)} by this model's tokenizer",
+                hint="`wording: testbed` is for the shipped model; take `wording: general`",
+            )
+        return sample
+
+    def _tokenise(self, task: str, prompt: str, answer: str) -> TrainingSample:
+        """Prompt and answer are tokenised apart, so no token can straddle the border between them."""
+        prompt_ids = self._apply_template([{"role": "user", "content": prompt}])
+        answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return TrainingSample(
+            task=task, input_ids=torch.tensor(prompt_ids + answer_ids), answer_start=len(prompt_ids)
+        )
+
+    @cached_property
+    def _apply_template(self) -> Callable[[list[dict[str, str]]], list[int]]:
+        if self.tokenizer.chat_template is None:
+            raise LeanKError(
+                f"the tokenizer of `{self.tokenizer.name_or_path}` has no chat template",
+                hint="train on an instruct model, or put a `chat_template.jinja` beside its tokenizer",
+            )
+
+        def apply(messages: list[dict[str, str]]) -> list[int]:
+            # The template writes the special tokens itself: a second BOS is never added.
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            return list(ids)
+
+        return apply
+
+
+def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample:
+    """Find the number of context lines whose sample fills the budget to within about one line.
+
+    Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
+    need one per line.
+    """
+    fits, best = 0, render(0)
+    if len(best) > budget:
+        raise LeanKError(
+            f"a sample of {budget} tokens leaves no room for `{best.task}`: its shortest has {len(best)}",
+            hint="raise `data.min_length`",
+        )
+    exceeds, exceeding = None, best
+    guess = 16
+    while exceeds is None or exceeds - fits > 1:
+        sample = render(guess)
+        low, low_length = fits, len(best)
+        if len(sample) <= budget:
+            fits, best = guess, sample
+        else:
+            exceeds, exceeding = guess, sample
+        if exceeds is None:
+            per_line = (len(best) - low_length) / (fits - low)
+        else:
+            per_line = (len(exceeding) - len(best)) / (exceeds - fits)
+        if budget - len(best) < per_line:
+            break
+        guess = fits + max(1, int((budget - len(best)) / per_line))
+        if exceeds is not None:
+            guess = min(guess, exceeds - 1)
+    return best
+
+
+class _RetrievalDraft:
+    """Lines of lockers and codes; one locker is asked for."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = random.Random(rng.getrandbits(64))
+        self._key, self._value = self._draw_pair()
+        self._place = self._rng.random()
+        self._others: list[str] = []
+
+    def _draw_pair(self) -> tuple[str, str]:
+        digits = f"{self._rng.getrandbits(144):036x}"
+        key = "-".join(digits[i : i + 4] for i in (0, 4, 8))
+        return key, "-".join(digits[i : i + 6] for i in (12, 18, 24, 30))
+
+    def render(self, num_lines: int) -> tuple[str, str]:
+        """Prompt and answer with this many lines beside the asked one."""
+        while len(self._others) < num_lines:
+            self._others.append(self._line(*self._draw_pair()))
+        lines = self._others[:num_lines]
+        lines.insert(int(self._place * (num_lines + 1)), self._line(self._key, self._value))
+        prompt = (
+            "Here is the register of a storage hall. Each line names a locker and the code that opens it.\n\n"
+            + "\n".join(lines)
+            + f"\n\nWhich code opens locker {self._key}? Answer with the code alone."
+        )
+        return prompt, self._value
+
+    @staticmethod
+    def _line(key: str, value: str) -> str:
+        return f"Locker {key} opens with code {value}."
+
+
+class _MultiValueDraft:
+    """Running text that mentions, here and there, a parcel for somebody; all parcels of one are asked for."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = random.Random(rng.getrandbits(64))
+        names = [
+            f"{first} {last}"
+            for first, last in zip(
+                self._rng.sample(FIRST_NAMES, 1 + _NUM_OTHER_NAMES),
+                self._rng.sample(LAST_NAMES, 1 + _NUM_OTHER_NAMES),
+                strict=True,
+            )
+        ]
+        counts = [_VALUES_PER_KEY, *(self._rng.randint(1, _VALUES_PER_KEY) for _ in names[1:])]
+        parcels = iter(self._rng.sample(range(10**6, 10**7), sum(counts)))
+        facts = [
+            (self._rng.random(), name, next(parcels))
+            for name, count in zip(names, counts, strict=True)
+            for _ in range(count)
+        ]
+        self._facts = sorted(facts)
+        self._asked = names[0]
+        self._sentences: list[str] = []
+
+    def render(self, num_lines: int) -> tuple[str, str]:
+        """Prompt and answer with this many sentences beside those that mention parcels."""
+        while len(self._sentences) < num_lines:
+            self._sentences.append(draw_sentence(self._rng))
+        sentences = self._sentences[:num_lines]
+        for offset, (place, name, parcel) in enumerate(self._facts):
+            mention = f"That day the courier left parcel {parcel} for {name}."
+            sentences.insert(int(place * (num_lines + 1)) + offset, mention)
+        prompt = (
+            "Read the following chronicle of a small town with care.\n\n"
+            + " ".join(sentences)
+            + f"\n\nWhich parcels did the courier leave for {self._asked}? Give the numbers of all of them "
+            "in the order of the text, separated by commas, and nothing else."
+        )
+        answer = ", ".join(str(parcel) for _, name, parcel in self._facts if name == self._asked)
+        return prompt, answer

@@ -1,0 +1,36 @@
+"""What training minimises, and at what rate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def distillation_loss(teacher: Tensor, student: Tensor) -> Tensor:
+    """Mean over answer tokens of the mean over hidden dims of the squared difference, in float32.
+
+    Args:
+        teacher: Final-norm hidden states of the dense model at the answer tokens [B, N, hidden_size].
+        student: Those of the pruned model, same shape.
+
+    Returns:
+        A scalar.
+    """
+    return (teacher.float() - student.float()).square().mean()
+
+
+def l1_penalty(scaling_factors: Tensor) -> Tensor:
+    """Mean absolute scaling factor over the whole model, a scalar."""
+    return scaling_factors.abs().mean()
+
+
+def learning_rate_factor(step: int, num_steps: int) -> float:
+    """What the stage's learning rate is multiplied by at a step.
+
+    It rises over the first fifth of the steps, falls over the last, and never goes under a tenth.
+
+    Args:
+        step: Counted from 0.
+        num_steps: Steps of the stage.
+    """
+    ramp = num_steps / 5
+    return max(0.1, min(1.0, (step + 1) / ramp, (num_steps - step) / ramp))

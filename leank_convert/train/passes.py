@@ -1,0 +1,61 @@
+"""The two forward passes of a training step: dense over everything, pruned over the answer alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank_convert.train.attention import AnswerPass, StoredContext
+
+
+@dataclass(frozen=True)
+class DensePass:
+    """What one dense forward leaves for teacher and student.
+
+    Attributes:
+        context: Keys and values of the context, per layer.
+        hidden_states: The teacher: final-norm hidden states of the answer tokens [B, A, hidden_size].
+    """
+
+    context: StoredContext
+    hidden_states: Tensor
+
+
+@torch.no_grad()
+def run_dense_pass(model: PreTrainedModel, input_ids: Tensor, answer_start: int) -> DensePass:
+    """Run the dense model once over context and answer.
+
+    Context queries are dense in training as in deployment, so the context's keys and values do not depend
+    on the scaling factors and serve the student as they are. The language-modelling head is not run.
+
+    Args:
+        model: A causal language model loaded with `attention.ATTENTION_NAME`.
+        input_ids: Context and answer [B, N], all rows with the same split.
+        answer_start: P, the number of context tokens.
+    """
+    context = StoredContext(answer_start)
+    output = model.base_model(input_ids=input_ids, use_cache=False, leank_pass=context)
+    return DensePass(context, output.last_hidden_state[:, answer_start:].clone())
+
+
+def run_answer_pass(model: PreTrainedModel, input_ids: Tensor, answer_pass: AnswerPass) -> Tensor:
+    """Run the answer tokens alone against the stored context, with gradient.
+
+    Args:
+        model: The same model.
+        input_ids: Context and answer [B, N].
+        answer_pass: The stored context and the scaling factors.
+
+    Returns:
+        The student: final-norm hidden states of the answer tokens [B, A, hidden_size].
+    """
+    start = answer_pass.context.num_tokens
+    position_ids = torch.arange(start, input_ids.shape[1], device=input_ids.device)[None]
+    output = model.base_model(
+        input_ids=input_ids[:, start:], position_ids=position_ids, use_cache=False, leank_pass=answer_pass
+    )
+    hidden_states: Tensor = output.last_hidden_state
+    return hidden_states

@@ -1,0 +1,86 @@
+"""From scaling factors to a mask: the paper's Top_{s%, r} (section "Training stage 2").
+
+Selection is by rank over the whole model, never by a threshold: many factors end at exactly 0, and a
+threshold of 0 would keep every one of them. Ties go to the lower layer, then head, then channel.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leank_convert.errors import LeanKError
+
+
+def select_channels(
+    scaling_factors: Tensor,
+    *,
+    pruning_ratio: float,
+    width_multiple: int,
+    rounding: Literal["nearest", "budget"] = "nearest",
+) -> Tensor:
+    """Choose the channels to keep.
+
+    `nearest` is the paper's: the best channels of the whole model are counted per head, and each head's
+    count is rounded to the nearest multiple (halves up), so the ratio that is reached lies near the asked
+    one on either side. `budget` hands out whole multiples instead, best first by the sum of their factors,
+    and stops before the reached ratio would fall below the asked one.
+
+    Args:
+        scaling_factors: Float [L, H_kv, D].
+        pruning_ratio: Fraction of channels to remove, in [0, 1).
+        width_multiple: Every head keeps a multiple of this many channels, from none to the largest one in D.
+        rounding: See above.
+
+    Returns:
+        Bool [L, H_kv, D], True where kept.
+
+    Raises:
+        LeanKError: If a scaling factor is not finite, or `width_multiple` exceeds D.
+    """
+    head_dim = scaling_factors.shape[-1]
+    if width_multiple > head_dim:
+        raise LeanKError(
+            f"`width_multiple` {width_multiple} exceeds the model's `head_dim` {head_dim}: every head would "
+            "lose all of its channels",
+            hint=f"choose a divisor of {head_dim}",
+        )
+    if not bool(torch.isfinite(scaling_factors).all()):
+        raise LeanKError("a scaling factor is not finite; no channels can be selected")
+    factors = scaling_factors.detach()
+    # str: 0.7 means seven tenths, not the double just below them.
+    kept_fraction = 1 - Fraction(str(pruning_ratio))
+    if rounding == "nearest":
+        widths = _round_to_nearest(factors, kept_fraction, width_multiple)
+    else:
+        widths = _fill_budget(factors, kept_fraction, width_multiple)
+    return _ranks(factors) < widths[..., None]
+
+
+def _ranks(factors: Tensor) -> Tensor:
+    """Each channel's place within its head, best first, ties to the lower channel: [..., D]."""
+    order = torch.sort(factors, dim=-1, descending=True, stable=True).indices
+    return torch.argsort(order, dim=-1)
+
+
+def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int) -> Tensor:
+    """Widths [L, H_kv]: the head's share of the model's best channels, rounded halves up."""
+    num_kept = math.floor(kept_fraction * factors.numel() + Fraction(1, 2))
+    selected = (_ranks(factors.flatten()) < num_kept).view_as(factors).sum(-1)
+    rounded = (2 * selected + multiple) // (2 * multiple) * multiple
+    return rounded.clamp(max=factors.shape[-1] // multiple * multiple)
+
+
+def _fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int) -> Tensor:
+    """Widths [L, H_kv]: as many whole multiples as fit, those of the largest sum of factors first."""
+    num_layers, num_heads, head_dim = factors.shape
+    best_first = torch.sort(factors.double(), dim=-1, descending=True).values
+    per_head = head_dim // multiple
+    chunks = best_first[..., : per_head * multiple].view(num_layers, num_heads, per_head, multiple).sum(-1)
+    num_chunks = math.floor(kept_fraction * factors.numel()) // multiple
+    # Sums fall within a head, so counting a head's chosen chunks chooses its best ones.
+    return (_ranks(chunks.flatten()) < num_chunks).view_as(chunks).sum(-1) * multiple

@@ -1,0 +1,142 @@
+"""The resumable state of a run: one file, replaced whole.
+
+There is no random state in it: a step's sample is a function of the recipe's seed and the step, and nothing
+else in training is random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
+from leank_convert.train.subject import Subject
+
+STATE_FILE_NAME = "training_state.safetensors"
+
+# Settings that change how a run is watched or what becomes of the mask, not the mask itself. `model.id` is
+# a name: the model itself is compared.
+_FREE_SETTINGS = ("save_every", "mask", "model.id")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run stands between two steps.
+
+    Attributes:
+        step: Steps done, over both stages.
+        scaling_factors: Float32 [L, H_kv, D].
+        optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
+        fingerprint: What the run depends on, as flat keys and values.
+    """
+
+    step: int
+    scaling_factors: Tensor
+    optimizer: Mapping[str, Tensor]
+    fingerprint: Mapping[str, str]
+
+
+def fingerprint_run(recipe: Recipe, subject: Subject, samples: SampleSource) -> dict[str, str]:
+    """Everything that the result depends on: recipe, model and data."""
+    settings = _flatten(recipe.model_dump(mode="json"))
+    for key in _FREE_SETTINGS:
+        settings.pop(key, None)
+    found = {f"recipe: {key}": value for key, value in settings.items()}
+    found |= {f"model: config.json: {key}": value for key, value in _flatten(subject.config).items()}
+    found["model: weights"] = subject.weights_digest[:16]
+    if recipe.stage1.steps + recipe.stage2.steps:
+        # One sample stands for the tokenizer, the chat template and the generator.
+        sample = samples.draw(0)
+        content = f"{sample.answer_start}:{sample.input_ids.tolist()}"
+        found["data: first sample"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return found
+
+
+def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: Path) -> None:
+    """Refuse to go on with other settings than a run began with.
+
+    Raises:
+        LeanKError: Names every difference.
+    """
+    differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    if not differing:
+        return
+    listed = "".join(
+        f"\n  {key} was `{saved.get(key, 'not set')}`, is `{current.get(key, 'not set')}`"
+        for key in differing
+    )
+    raise LeanKError(
+        f"`{path}` was saved by another run:{listed}",
+        hint="resume with what the run began with, or train into another folder",
+    )
+
+
+def save_state(state: TrainingState, path: Path) -> None:
+    """Write the state; whenever the process or the machine dies, `path` holds the old or the new one whole.
+
+    Raises:
+        LeanKError: If it cannot be written.
+    """
+    tensors = {"scaling_factors": state.scaling_factors.detach().cpu()}
+    tensors |= {f"optimizer.{name}": tensor.detach().cpu() for name, tensor in state.optimizer.items()}
+    metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(save(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise LeanKError(f"training state `{path}` cannot be written: {error.strerror}") from error
+
+
+def load_state(path: Path) -> TrainingState:
+    """Read a saved state.
+
+    Raises:
+        LeanKError: If it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return TrainingState(
+            step=int(metadata["step"]),
+            scaling_factors=tensors.pop("scaling_factors").to(torch.float32),
+            optimizer={name.removeprefix("optimizer."): tensor for name, tensor in tensors.items()},
+            fingerprint=json.loads(metadata["fingerprint"]),
+        )
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise LeanKError(
+            f"training state `{path}` is damaged: {error}",
+            hint="train again without `--resume` into another folder",
+        ) from error
+
+
+def _flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = json.dumps(value, sort_keys=True)
+    return flat

@@ -1,0 +1,143 @@
+"""The frozen model that is trained on, with its tokenizer and its facts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
+from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, resolve_model
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
+from leank_convert.train.attention import ATTENTION_NAME
+
+# Small files are hashed whole; of large ones both ends, where the header and the last tensors lie.
+_SAMPLED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model made ready for training.
+
+    Attributes:
+        name: What the user called it.
+        model: Frozen, in eval mode, with training's attention.
+        tokenizer: Its tokenizer.
+        facts: Its architecture, overrides applied.
+        config: Its config.json, overrides applied.
+        weights_digest: Tells its weights from others of the same shapes.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    facts: ModelFacts
+    config: Mapping[str, Any]
+    weights_digest: str
+
+
+def load_subject(recipe: Recipe, device: torch.device, model_override: str | None = None) -> Subject:
+    """Load the model of a recipe.
+
+    Args:
+        recipe: Names the model, its config's overrides and its dtype.
+        device: Where the weights go.
+        model_override: A model to take instead of the recipe's.
+
+    Raises:
+        LeanKError: If no model is named, it cannot be found or read, its family is not supported, or the
+            recipe's lengths exceed its positions.
+    """
+    name = model_override or recipe.model.id
+    if name is None:
+        raise LeanKError(
+            "the recipe names no model", hint="set `model.id`, or name a model on the command line"
+        )
+    checkpoint = open_checkpoint(resolve_model(name))
+    config = apply_config_overrides(checkpoint.config, recipe.model.config_overrides)
+    facts = read_model_facts(config, origin=name)
+    _check_positions(config, facts, recipe, name)
+    return Subject(
+        name=name,
+        model=_load_model(checkpoint.folder, config, facts, recipe, device, name),
+        tokenizer=_load_tokenizer(checkpoint.folder, name),
+        facts=facts,
+        config=config,
+        weights_digest=_digest_weights(checkpoint),
+    )
+
+
+def _load_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    facts: ModelFacts,
+    recipe: Recipe,
+    device: torch.device,
+    name: str,
+) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=CONFIG_MAPPING[facts.model_type].from_dict(dict(config)),
+        dtype=recipe.model.dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+    )
+    # transformers only warns, and goes on with random values.
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise LeanKError(f"model `{name}`: {len(missing)} tensors are missing, the first is `{missing[0]}`")
+    model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
+    return model
+
+
+def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LeanKError(
+            f"the tokenizer of model `{name}` cannot be loaded: {reason}",
+            hint="samples are made with the model's own tokenizer: put its files into the model's folder",
+        ) from error
+    return tokenizer
+
+
+def _check_positions(config: Mapping[str, Any], facts: ModelFacts, recipe: Recipe, name: str) -> None:
+    limit = config.get(
+        "max_position_embeddings", facts.architecture.config_defaults["max_position_embeddings"]
+    )
+    if not isinstance(limit, int) or recipe.data.max_length <= limit:
+        return
+    raise LeanKError(
+        f"`data.max_length` {recipe.data.max_length} exceeds the {limit} positions of model `{name}` "
+        "(`max_position_embeddings`)",
+        hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` and "
+        "`rope_parameters`)",
+    )
+
+
+def _digest_weights(checkpoint: Checkpoint) -> str:
+    digest = hashlib.sha256()
+    for name in checkpoint.shards:
+        path = checkpoint.folder / name
+        size = path.stat().st_size
+        digest.update(f"{name}:{size};".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            if size > _SAMPLED_BYTES:
+                file.seek(max(_SAMPLED_BYTES, size - _SAMPLED_BYTES), os.SEEK_SET)
+                digest.update(file.read())
+    return digest.hexdigest()
