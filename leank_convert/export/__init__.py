@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
-from leank_convert.export.publish import check_replaceable, staged_folder, write_file
+from leank_convert.export.publish import check_replaceable, staged_folder, sync_path, write_file
 from leank_convert.export.runtime_files import copy_runtime_files, sha256_of
 from leank_convert.mask import (
     MASK_FILE_NAME,
@@ -159,9 +160,15 @@ def _refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> No
 
 def _write_weights(checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str, Any], partial: Path) -> None:
     facts_json = json.dumps(leank, separators=(",", ":"))
-    for name, header in checkpoint.shards.items():
-        metadata = {"format": "pt", **header.metadata, "leank": facts_json}
-        write_shard(header, partial / name, edits=plan.edits, added=plan.added[name], metadata=metadata)
+    # The disk takes one shard while the next is copied.
+    with ThreadPoolExecutor(max_workers=1) as flusher:
+        flushed = []
+        for name, header in checkpoint.shards.items():
+            metadata = {"format": "pt", **header.metadata, "leank": facts_json}
+            write_shard(header, partial / name, edits=plan.edits, added=plan.added[name], metadata=metadata)
+            flushed.append(flusher.submit(sync_path, partial / name))
+        for future in flushed:
+            future.result()
     if checkpoint.index is None:
         return
     weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}

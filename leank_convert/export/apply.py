@@ -48,7 +48,7 @@ def write_shard(
     added: Sequence[AddedTensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write one shard and flush it to the disk.
+    """Write one shard; `sync_path` flushes it to the disk.
 
     Args:
         source: The source shard's header.
@@ -73,7 +73,6 @@ def write_shard(
                     _copy_columns(reader.fileno(), writer.fileno(), piece, source.path)
             for new in added:
                 _write(writer.fileno(), new.data)
-            os.fsync(writer.fileno())
         except OSError as error:
             # Writes through a descriptor do not know the file's name.
             raise OSError(error.errno, error.strerror, str(path)) from error

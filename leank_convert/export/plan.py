@@ -72,7 +72,7 @@ def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) ->
     layout = plan_head_layout(mask.widths)
     edits: dict[str, TensorEdit] = {}
     added: dict[str, list[AddedTensor]] = {name: [] for name in checkpoint.shards}
-    _check_unedited(checkpoint, facts)
+    check_unedited(checkpoint, facts)
     for layer, permutation in enumerate(layout.head_permutation):
         for edit in plan_layer(checkpoint, facts, layer, permutation):
             edits[edit.tensor] = edit
@@ -121,7 +121,12 @@ def plan_layer(
     return edits
 
 
-def _check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Check that every tensor outside attention is there.
+
+    Raises:
+        LeanKError: If one is missing.
+    """
     architecture = facts.architecture
     names = list(architecture.model_tensors)
     if not facts.tie_word_embeddings:

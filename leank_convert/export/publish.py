@@ -57,11 +57,11 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
                 dirs_exist_ok=True,
             )
         (partial / _MARKER).unlink()
-        _sync_folder(partial)
+        sync_path(partial)
         if out.exists():
             out.rename(previous)
         partial.rename(out)
-        _sync_folder(out.parent)
+        sync_path(out.parent)
         shutil.rmtree(previous, ignore_errors=True)
     except BaseException:
         if previous.exists() and not out.exists():
@@ -109,6 +109,21 @@ def write_file(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file or a folder to the disk.
+
+    Raises:
+        OSError: If that fails, as it may for want of space; carries the file's name.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
 
 
 def _recover(out: Path, previous: Path) -> None:
@@ -166,11 +181,3 @@ def _link_or_copy(source: str, destination: str) -> None:
         os.link(source, destination)
     except OSError:
         shutil.copy2(source, destination)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

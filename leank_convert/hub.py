@@ -1,0 +1,49 @@
+"""Upload a checkpoint to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.errors import LeanKError
+from leank_convert.export.publish import TRAINING_FOLDER
+
+
+def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload a checkpoint, without the training run that may lie beside it.
+
+    Args:
+        path: The checkpoint's folder.
+        repo_id: `owner/name` on the hub; made if it does not exist.
+        private: Whether a repository that is made is private.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    if not isinstance(read_config(Path(path)).get("leank"), dict):
+        raise LeanKError(f"`{path}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block")
+    api = HfApi()
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=str(path),
+            ignore_patterns=[f"{TRAINING_FOLDER}/**"],
+            commit_message="Upload a LeanK checkpoint",
+        )
+    except HFValidationError as error:
+        raise LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`") from error
+    except LocalTokenNotFoundError as error:
+        raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise LeanKError(
+            f"the hub refused `{repo_id}`: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
+            hint="check the name, and that `hf auth login` gave a token that may write",
+        ) from error
+    return str(address)

@@ -1,0 +1,157 @@
+"""What is in a mask file or a checkpoint: widths, ratio, bytes per token, provenance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from leank_convert.architectures import LEANK_PREFIX, read_model_facts
+from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.errors import LeanKError
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+
+_ASSUMED_ELEMENT_BYTES = 2
+
+
+def inspect_artifact(path: str | Path) -> dict[str, Any]:
+    """Describe a mask file, a checkpoint, or the folder of a training run.
+
+    Args:
+        path: The file or folder.
+
+    Returns:
+        JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's in its own.
+
+    Raises:
+        LeanKError: If `path` is neither.
+    """
+    path = Path(path)
+    if path.is_dir() and not (path / CONFIG_NAME).exists() and (path / MASK_FILE_NAME).exists():
+        path = path / MASK_FILE_NAME
+    return _inspect_checkpoint(path) if path.is_dir() else _inspect_mask(path)
+
+
+def _inspect_mask(path: Path) -> dict[str, Any]:
+    mask = load_mask(path)
+    known = mask.provenance
+    windows = None
+    if known is not None:
+        windows = {key: getattr(known, key) for key in ("sink_size", "recent_size", "flush_size")}
+    return {
+        "kind": "mask",
+        "path": str(path),
+        "model": known.model if known else None,
+        "model_type": known.model_type if known else None,
+        **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None),
+        "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
+        "pruning_ratio": mask.pruning_ratio,
+        "width_multiple": known.width_multiple if known else None,
+        "windows": windows,
+        "provenance": _describe_provenance(mask),
+    }
+
+
+def _inspect_checkpoint(path: Path) -> dict[str, Any]:
+    config = read_config(path)
+    leank = config.get("leank")
+    if not isinstance(leank, dict):
+        raise LeanKError(
+            f"`{path}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
+            hint="inspect takes a mask file or a checkpoint that `leank-convert export` wrote",
+        )
+    family = str(config.get("model_type")).removeprefix(LEANK_PREFIX)
+    facts = read_model_facts({**config, "model_type": family}, origin=str(path / CONFIG_NAME))
+    mask = load_mask(path / MASK_FILE_NAME)
+    try:
+        return {
+            "kind": "checkpoint",
+            "path": str(path),
+            "model": mask.provenance.model if mask.provenance else None,
+            "model_type": config["model_type"],
+            **_describe_widths(leank["widths"], facts.head_dim, facts.dtype),
+            "pruning_ratio_asked": leank["pruning_ratio_asked"],
+            "pruning_ratio": leank["pruning_ratio"],
+            "width_multiple": leank["width_multiple"],
+            "windows": {key: leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")},
+            "head_permutation": leank["head_permutation"],
+            "provenance": _describe_provenance(mask),
+        }
+    except KeyError as error:
+        raise LeanKError(
+            f"`{path / CONFIG_NAME}`: the `leank` block has no `{error.args[0]}`",
+            hint=f"`leank-convert verify {path}` lists everything that is wrong",
+        ) from error
+
+
+def _describe_widths(widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None) -> dict[str, Any]:
+    element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
+    cache = count_cache_bytes(widths, head_dim, element_bytes)
+    heads_per_width = Counter(width for layer in widths for width in layer)
+    return {
+        "num_hidden_layers": len(widths),
+        "num_key_value_heads": len(widths[0]),
+        "head_dim": head_dim,
+        "widths": [list(layer) for layer in widths],
+        "heads_per_width": {str(width): heads_per_width[width] for width in sorted(heads_per_width)},
+        "element_bytes": element_bytes,
+        "element_bytes_assumed": dtype not in BYTES_PER_ELEMENT,
+        "bytes_per_token": {**asdict(cache), "saved": cache.saved},
+    }
+
+
+def _describe_provenance(mask: ChannelMask) -> dict[str, Any] | None:
+    return None if mask.provenance is None else asdict(mask.provenance)
+
+
+def render_inspection(facts: Mapping[str, Any]) -> str:
+    """Render what `inspect_artifact` found as text for a person.
+
+    Args:
+        facts: The result of `inspect_artifact`.
+    """
+    cache, windows, provenance = facts["bytes_per_token"], facts["windows"], facts["provenance"]
+    asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
+    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    order = "original head order" if facts["kind"] == "mask" else "the checkpoint's head order"
+    rows = [
+        (facts["kind"], facts["path"]),
+        ("model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"),
+        (
+            "shape",
+            f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "
+            f"head_dim {facts['head_dim']}",
+        ),
+        (
+            "pruning ratio",
+            f"{facts['pruning_ratio']:.4f} reached, {'not known' if asked is None else asked} asked"
+            + (f", widths in multiples of {multiple}" if multiple is not None else ""),
+        ),
+        ("heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())),
+        (
+            "windows",
+            ", ".join(f"{key} {value}" for key, value in windows.items()) if windows else "not known",
+        ),
+        ("bytes per number", f"{facts['element_bytes']}{assumed}"),
+        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
+        ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
+    ]
+    if provenance:
+        rows.append(("made by", provenance["method"]))
+        if provenance["seed"] is not None:
+            rows.append(("seed", str(provenance["seed"])))
+        rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
+    label_size = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{label_size}}  {text}" for label, text in rows]
+    lines += ["", f"layer  kept  widths ({order})"]
+    per_layer = facts["num_key_value_heads"] * facts["head_dim"]
+    size = len(str(facts["head_dim"]))
+    for layer, row in enumerate(facts["widths"]):
+        widths = " ".join(f"{width:>{size}}" for width in row)
+        lines.append(f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}")
+    if provenance and provenance["recipe"]:
+        lines += ["", "recipe", *(f"  {line}" for line in provenance["recipe"].splitlines())]
+    return "\n".join(lines) + "\n"
