@@ -1,0 +1,218 @@
+import subprocess
+import sys
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.recipe import Recipe, list_recipes, load_recipe
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes `x.yaml` into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
+        return "x.yaml"
+
+    return write
+
+
+def problems_of(path, overrides=()):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return caught.value
+
+
+def test_unknown_key_is_named_with_a_suggestion(write):
+    error = problems_of(write("stage1: {step: 5}"))
+    assert str(error) == "recipe `x.yaml`: unknown key `stage1.step`"
+    assert error.hint == "did you mean `stage1.steps`?"
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("windows.sink", "windows.sink_size"),
+        ("learning_rate", "stage1.learning_rate"),
+        ("pruning_rato", "pruning_ratio"),
+        ("stage_1", "stage1"),
+        ("data.max_lenght", "data.max_length"),
+    ],
+)
+def test_suggestion_looks_beside_the_key_and_then_everywhere(write, key, suggestion):
+    *sections, leaf = key.split(".")
+    text = f"{leaf}: 1" if not sections else f"{sections[0]}: {{{leaf}: 1}}"
+    assert problems_of(write(text)).hint == f"did you mean `{suggestion}`?"
+
+
+def test_key_like_nothing_gets_no_suggestion(write):
+    assert problems_of(write("zzz: 1")).hint is None
+
+
+def test_every_problem_is_told_at_once(write):
+    path = write("stage1: {step: 5, learning_rate: fast}\npruning_ratio: 1.0\nrounding: up\n")
+    error = problems_of(path, ["seed=-1", "nonsense"])
+    text = str(error)
+    assert len(error.problems) == 6
+    for part in (
+        "unknown key `stage1.step` (did you mean `stage1.steps`?)",
+        "`stage1.learning_rate` is `fast`",
+        "`pruning_ratio` is `1.0`: input should be less than 1",
+        "`rounding` is `up`: input should be 'nearest' or 'budget'",
+        "`seed` is `-1`: input should be greater than or equal to 0 (from `--set seed=-1`)",
+        "`--set nonsense` is not of the form `key=value`",
+    ):
+        assert part in text
+
+
+def test_empty_recipe_is_the_defaults(write):
+    assert load_recipe(write("")).model_dump() == Recipe().model_dump()
+
+
+def test_defaults_yield_to_the_file_and_the_file_to_overrides_and_the_last_override_wins(write):
+    path = write("stage1: {steps: 7}\nwidth_multiple: 16\n")
+    recipe = load_recipe(path, ["stage1.steps=8", "stage1.steps=9", "windows.sink_size=4"])
+    assert recipe.stage1.steps == 9
+    assert recipe.width_multiple == 16
+    assert recipe.windows.sink_size == 4
+    assert recipe.windows.recent_size == Recipe().windows.recent_size
+
+
+def test_numbers_that_yaml_reads_as_strings_are_numbers(write):
+    # PyYAML wants a dot in a number with an exponent.
+    assert yaml.safe_load("2e-2") == "2e-2"
+    assert load_recipe(write("stage1: {learning_rate: 2e-2}")).stage1.learning_rate == 0.02
+    assert load_recipe(write(""), ["stage1.learning_rate=4e-2"]).stage1.learning_rate == 0.04
+
+
+@pytest.mark.parametrize("value", ["yes", "true", ".nan", ".inf", "-1", "[3]", "null", "''"])
+def test_what_is_not_a_positive_number_is_refused(write, value):
+    assert "`stage2.learning_rate` is" in str(problems_of(write(f"stage2: {{learning_rate: {value}}}")))
+
+
+@pytest.mark.parametrize("value", ["yes", "2.5", "-1", ".inf", "0"])
+def test_what_is_not_a_positive_count_is_refused(write, value):
+    assert "`save_every` is" in str(problems_of(write(f"save_every: {value}")))
+
+
+def test_key_given_twice_is_refused_with_its_line(write):
+    error = problems_of(write("seed: 1\nstage1:\n  steps: 1\n  steps: 2\n"))
+    assert str(error) == "recipe `x.yaml`: line 4, column 3: key `steps` is given twice"
+
+
+def test_broken_yaml_names_its_line(write):
+    assert "recipe `x.yaml`: line 2" in str(problems_of(write("seed: 1\nstage1: [")))
+
+
+def test_file_that_is_not_a_mapping_is_refused(write):
+    assert "holds a list, not a mapping" in str(problems_of(write("- 1\n- 2\n")))
+
+
+def test_section_that_is_not_a_mapping_is_refused(write):
+    assert str(problems_of(write("stage1: 5"))) == "recipe `x.yaml`: `stage1` is `5`, not a mapping of keys"
+
+
+def test_override_of_a_section_below_a_scalar_is_judged_as_a_whole(write):
+    assert load_recipe(write("stage1: 5"), ["stage1.steps=3"]).stage1.steps == 3
+    error = problems_of(write(""), ["stage1.steps.more=3"])
+    assert "`stage1.steps` is" in str(error)
+    assert "(from `--set stage1.steps.more=3`)" in str(error)
+
+
+def test_override_value_is_yaml(write):
+    overrides = ["data.tasks=[multi_value]", "model.config_overrides.rope_parameters={factor: 4.0}", "mask="]
+    recipe = load_recipe(write("mask: a.pth"), overrides)
+    assert recipe.data.tasks == ("multi_value",)
+    assert recipe.model.config_overrides == {"rope_parameters": {"factor": 4.0}}
+    assert recipe.mask is None
+    assert "the value is not YAML" in str(problems_of(write(""), ["seed=[1"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "data: {min_length: 5000, max_length: 4999}",
+            "`data`: `min_length` 5000 is above `max_length` 4999",
+        ),
+        ("data: {tasks: [variable_tracking]}", "exists only in `wording: testbed`"),
+        ("data: {min_length: 9, max_length: 1152}", "`data.max_length` 1152 leaves nothing to prune between"),
+        ("data: {tasks: []}", "`data.tasks` is `[]`"),
+    ],
+)
+def test_values_that_contradict_one_another_are_refused(write, text, message):
+    assert message in str(problems_of(write(text)))
+
+
+def test_missing_recipe_suggests_a_packaged_one():
+    with pytest.raises(LeanKError, match="recipe `quickstrat` is neither a file nor") as caught:
+        load_recipe("quickstrat")
+    assert caught.value.hint == "did you mean `quickstart`?"
+    with pytest.raises(LeanKError) as caught:
+        load_recipe("./elsewhere/zzz.yaml")
+    assert "quickstart" in caught.value.hint
+
+
+def test_folder_and_binary_file_are_refused(tmp_path):
+    with pytest.raises(LeanKError, match="cannot be read"):
+        load_recipe(tmp_path)
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LeanKError, match="cannot be read"):
+        load_recipe(tmp_path / "x.yaml")
+
+
+def test_local_file_goes_before_a_packaged_recipe_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("seed: 77")
+    assert load_recipe("quickstart").seed == 77
+
+
+def test_text_is_verbatim_with_overrides_as_comments(write):
+    text = "# why\nseed:   3 # spaced\n"
+    recipe = load_recipe(write(text), ["stage1.steps=4"])
+    assert recipe.text == text + "# --set stage1.steps=4\n"
+
+
+def test_text_ending_without_newline_keeps_overrides_on_lines_of_their_own(write):
+    recipe = load_recipe(write("seed: 3"), ["stage1.steps=4"])
+    assert recipe.text == "seed: 3\n# --set stage1.steps=4\n"
+
+
+def test_resolved_recipe_reads_back_as_itself(write):
+    recipe = load_recipe("qwen2.5-7b-instruct-yarn", ["seed=5", "stage1.learning_rate=2e-2"])
+    again = load_recipe(write(recipe.to_yaml()))
+    assert again.model_dump() == recipe.model_dump()
+    assert again.model.config_overrides["rope_parameters"]["factor"] == 4.0
+
+
+def test_recipe_made_in_code_has_a_text():
+    recipe = Recipe(seed=9)
+    assert yaml.safe_load(recipe.text)["seed"] == 9
+
+
+def test_recipe_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        Recipe().seed = 3
+    with pytest.raises(ValidationError):
+        Recipe().stage1.steps = 3
+
+
+def test_packaged_recipes_are_listed_with_their_first_line():
+    listed = {recipe.name: recipe for recipe in list_recipes()}
+    assert list(listed) == sorted(listed)
+    assert listed["quickstart"].model == "testbed"
+    assert listed["quickstart"].summary.startswith("The shipped model's K cache")
+    assert not listed["quickstart"].summary.startswith("#")
+
+
+def test_reading_recipes_does_not_import_torch():
+    code = (
+        "import sys; from leank_convert.recipe import list_recipes, load_recipe; list_recipes();"
+        "load_recipe('quickstart'); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

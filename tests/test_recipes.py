@@ -1,0 +1,64 @@
+"""Every recipe that ships is valid, and says what it is for, how to run it and what to expect."""
+
+from pathlib import Path
+
+import pytest
+
+from leank_convert.recipe import list_recipes, load_recipe
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+RECIPES = sorted(FOLDER.rglob("*.yaml"))
+PAPER = [path for path in RECIPES if path.stem != "quickstart"]
+
+
+def by_name(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+
+
+def test_all_recipes_are_packaged():
+    assert sorted(path.stem for path in RECIPES) == [recipe.name for recipe in list_recipes()]
+    assert len(RECIPES) >= 4
+
+
+@by_name(RECIPES)
+def test_recipe_is_valid(path):
+    recipe = load_recipe(path)
+    assert recipe == load_recipe(path.stem)
+    assert recipe.text == path.read_text(encoding="utf-8")
+
+
+@by_name(RECIPES)
+def test_recipe_opens_with_purpose_command_and_expectation(path):
+    opening = path.read_text(encoding="utf-8").partition("\n\n")[0]
+    assert all(line.startswith("#") for line in opening.splitlines())
+    model = load_recipe(path).model.id
+    assert f"#   leank-convert train {model} --recipe {path.stem} -o out/" in opening
+    assert "# Expect: " in opening
+
+
+@by_name(PAPER)
+def test_recipe_of_the_paper_says_that_its_figures_are_the_papers(path):
+    opening = " ".join(path.read_text(encoding="utf-8").replace("#", "").split())
+    assert "figures are the paper's own: this recipe has not been run on the real weights here" in opening
+
+
+@by_name(PAPER)
+def test_recipe_of_the_paper_has_the_papers_settings(path):
+    recipe = load_recipe(path)
+    assert (recipe.windows.sink_size, recipe.windows.recent_size) == (128, 1024)
+    assert (recipe.pruning_ratio, recipe.width_multiple, recipe.rounding) == (0.7, 32, "nearest")
+    assert (recipe.stage1.steps, recipe.stage2.steps, recipe.stage1.l1_weight) == (2000, 200, 0.06)
+    assert recipe.stage2.learning_rate == recipe.stage1.learning_rate / 2
+    assert recipe.stage1.learning_rate == (0.02 if path.stem.startswith("llama") else 0.04)
+    lengths = {
+        "llama-3.1-8b-instruct": (16, 96),
+        "qwen2.5-7b-instruct": (4, 32),
+        "qwen2.5-7b-instruct-yarn": (64, 96),
+    }[path.stem]
+    assert (recipe.data.min_length, recipe.data.max_length) == tuple(1024 * length for length in lengths)
+
+
+def test_yarn_is_switched_on_where_contexts_exceed_qwens_positions():
+    rope = load_recipe("qwen2.5-7b-instruct-yarn").model.config_overrides["rope_parameters"]
+    assert rope == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert load_recipe("qwen2.5-7b-instruct").model.config_overrides == {}
