@@ -1,0 +1,155 @@
+"""The attention function that transformers calls for a LeanK model, and the handle that its cache returns.
+
+transformers' attention modules pass whatever `past_key_values.update(k, v)` returned straight to the
+registered attention function. The LeanK cache returns an `AttentionHandle` in place of both tensors: the
+function sees either tensors (no cache: plain SDPA) or a handle, which knows what to do by itself. So two
+checkpoints loaded in one process, two copies of these files over one registry, do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .rows_leank import RowState, Step
+
+ATTENTION_NAME = "leank"
+
+
+class CacheLayer(Protocol):
+    """What a handle needs of a layer of the cache."""
+
+    rows: RowState
+
+    def extend_pending(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep prompt input whole and return all of it."""
+
+    def split(self, step: Step) -> None:
+        """Turn the pending prompt into sink, pruned and recent."""
+
+    def decode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
+    ) -> torch.Tensor:
+        """Append tokens and attend `[B, H, Q, D]`."""
+
+
+class AttentionHandle:
+    """Stands for the keys and values of one layer in one forward pass.
+
+    Attributes:
+        layer: The layer of the cache.
+        start: Columns it held before this pass.
+        key: New keys, after rotary embedding `[B, H_kv, Q, D]`.
+        value: New values `[B, H_kv, Q, D]`.
+    """
+
+    __slots__ = ("key", "layer", "start", "value")
+
+    def __init__(self, layer: CacheLayer, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer = layer
+        self.start = start
+        self.key = key
+        self.value = value
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend, and put the new tokens into the cache.
+
+        Prompt columns attend densely to the prompt so far; when it is complete (at once in `eager` mode)
+        it is split; later columns decode against the pruned cache.
+
+        Args:
+            module: The attention module, for SDPA's grouped-query settings.
+            query: `[B, H, Q, D]`.
+            attention_mask: What `leank_mask` made of the model's padding mask.
+            scaling: Factor on the logits; 1/√D if None.
+            **kwargs: Passed on to SDPA.
+
+        Returns:
+            Output `[B, Q, H, D]` and no attention weights.
+        """
+        batch_size, _, num_columns, head_dim = query.shape
+        step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
+        prompt = step.num_prefill
+        outputs = []
+        if prompt:
+            keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
+            if attention_mask is not None:
+                attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
+            dense, _ = sdpa_attention_forward(
+                module, query[:, :, :prompt], keys, values, attention_mask, scaling=scaling, **kwargs
+            )
+            outputs.append(dense)
+        if step.split is not None:
+            self.layer.split(step)
+        if step.num_decode:
+            scale = head_dim**-0.5 if scaling is None else scaling
+            decoded = self.layer.decode(
+                query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale
+            )
+            outputs.append(decoded.transpose(1, 2))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return out.contiguous(), None
+
+
+def leank_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | AttentionHandle,
+    value: torch.Tensor | AttentionHandle,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the LeanK cache, or with plain SDPA where there is no cache.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, Q, D]`.
+        key: `[B, H_kv, Q, D]`, or the handle that the cache returned.
+        value: As `key`.
+        attention_mask: What `leank_mask` returned.
+        **kwargs: `scaling`, `dropout` and whatever else the model passes to attention functions.
+
+    Raises:
+        ValueError: If keys come from a cache that is not LeanK's.
+    """
+    # No isinstance of our own class: another checkpoint in this process has its own copy of it.
+    if not isinstance(key, torch.Tensor):
+        return key.attend(module, query, attention_mask, **kwargs)
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
+            "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
+        )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+
+
+def leank_mask(
+    *, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make SDPA's mask for prompt columns, and hand the padding mask through for decoding.
+
+    Args:
+        kv_length: Keys that SDPA will see; the LeanK cache reports 0 while decoding.
+        attention_mask: Real columns `[B, columns]`, bool; None without padding.
+        **kwargs: The other arguments of transformers' mask functions.
+    """
+    if kv_length == 0:
+        return attention_mask
+    mask: torch.Tensor | None = sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, leank_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, leank_mask)

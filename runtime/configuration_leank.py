@@ -1,0 +1,192 @@
+"""Configs of converted models: the family's own config plus the `leank` block, checked when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+FORMAT_VERSION = 1
+PRUNE_MODES = ("eager", "deferred")
+
+
+@dataclass(frozen=True)
+class LeanKSettings:
+    """The part of the `leank` block that the runtime reads.
+
+    Attributes:
+        widths: Kept channels per layer and KV head `[L][H_kv]`, in the checkpoint's head order.
+        head_dim: Channels of a cached key before pruning.
+        sink_size: Tokens at the start of a row that keep every channel.
+        recent_size: Latest tokens that keep every channel.
+        flush_size: Tokens that leave the full-width part at a time while decoding.
+        prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
+    """
+
+    widths: tuple[tuple[int, ...], ...]
+    head_dim: int
+    sink_size: int
+    recent_size: int
+    flush_size: int
+    prune: str
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of every layer."""
+        return len(self.widths[0])
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the channels of one head, which a config states or leaves to hidden_size / heads."""
+    stated = getattr(config, "head_dim", None)
+    return int(stated) if stated is not None else int(config.hidden_size) // int(config.num_attention_heads)
+
+
+def read_settings(config: PreTrainedConfig) -> LeanKSettings:
+    """Check the `leank` block of a config and return what the runtime needs of it.
+
+    Args:
+        config: A `LeanK…Config`.
+
+    Raises:
+        ValueError: If the block is absent, of another format version, or does not fit the model.
+    """
+    block = getattr(config, "leank", None)
+    if block is None:
+        raise ValueError(
+            "config.json has no `leank` block, so this is no converted checkpoint; make one with "
+            "`leank-convert export MODEL --mask MASK -o OUT`, or load the dense model with its own class"
+        )
+    if not isinstance(block, Mapping):
+        raise ValueError(f"config.json: `leank` is {type(block).__name__}, not an object")
+    version = block.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"config.json: `leank.format_version` is {version!r}, these runtime files read {FORMAT_VERSION}; "
+            "load the checkpoint with the *_leank.py files that it was exported with"
+        )
+    required = ("widths", "head_permutation", "sink_size", "recent_size", "flush_size", "prune")
+    missing = [f"`{key}`" for key in required if key not in block]
+    if missing:
+        raise ValueError(
+            f"config.json: the `leank` block lacks {', '.join(missing)}; export the checkpoint again"
+        )
+
+    num_layers = int(config.num_hidden_layers)
+    num_heads = int(config.num_key_value_heads)
+    head_dim = head_dim_of(config)
+    widths = _int_table(block["widths"], "widths", num_layers, num_heads)
+    for layer, row in enumerate(widths):
+        for head, width in enumerate(row):
+            if not 0 <= width <= head_dim:
+                raise ValueError(
+                    f"config.json: `leank.widths[{layer}][{head}]` is {width}, not in 0…{head_dim} (head_dim)"
+                )
+    for layer, row in enumerate(
+        _int_table(block["head_permutation"], "head_permutation", num_layers, num_heads)
+    ):
+        if sorted(row) != list(range(num_heads)):
+            raise ValueError(
+                f"config.json: `leank.head_permutation[{layer}]` is {list(row)}, "
+                f"not a permutation of 0…{num_heads - 1}"
+            )
+    for key, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
+        if not _is_int(block[key]) or block[key] < least:
+            raise ValueError(
+                f"config.json: `leank.{key}` is {block[key]!r}, not an integer of at least {least}"
+            )
+    _refuse_sliding_windows(config)
+    return LeanKSettings(
+        widths=widths,
+        head_dim=head_dim,
+        sink_size=block["sink_size"],
+        recent_size=block["recent_size"],
+        flush_size=block["flush_size"],
+        prune=check_prune(block["prune"], "config.json: `leank.prune`"),
+    )
+
+
+def check_prune(value: object, origin: str) -> str:
+    """Return a prune mode, or raise a ValueError that names where it came from."""
+    if not isinstance(value, str) or value not in PRUNE_MODES:
+        raise ValueError(
+            f"{origin} is {value!r}, not one of {', '.join(f'`{mode}`' for mode in PRUNE_MODES)}"
+        )
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, Sequence) or len(value) != num_layers:
+        size = len(value) if isinstance(value, Sequence) else type(value).__name__
+        raise ValueError(f"config.json: `leank.{key}` has {size} layers, the model has {num_layers}")
+    for layer, row in enumerate(value):
+        if not isinstance(row, Sequence) or len(row) != num_heads or not all(map(_is_int, row)):
+            raise ValueError(
+                f"config.json: `leank.{key}[{layer}]` is {row!r}, not one integer for each of the "
+                f"{num_heads} KV heads"
+            )
+    return tuple(tuple(row) for row in value)
+
+
+def _refuse_sliding_windows(config: PreTrainedConfig) -> None:
+    sliding = [
+        layer
+        for layer, kind in enumerate(getattr(config, "layer_types", None) or ())
+        if kind != "full_attention"
+    ]
+    if sliding or getattr(config, "sliding_window", None) is not None:
+        where = f"layers {sliding}" if sliding else f"`sliding_window` {config.sliding_window}"
+        raise ValueError(
+            f"config.json: {where}: layers with a sliding window are not supported by this runtime"
+        )
+
+
+class LeanKConfigMixin:
+    """Adds the checked `leank` block to a family's config.
+
+    A config without the block can be built (transformers builds default configs to save a diff), but no
+    model can be made of it.
+    """
+
+    leank: dict[str, Any] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Let the family's config fill itself in, then check the `leank` block against it."""
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        if self.leank is not None:
+            assert isinstance(self, PreTrainedConfig)
+            read_settings(self)
+
+
+class LeanKLlamaConfig(LeanKConfigMixin, LlamaConfig):  # type: ignore[no-untyped-call]
+    """Llama config with a `leank` block."""
+
+    model_type = "leank_llama"
+    leank: dict[str, Any] | None = None
+
+
+class LeanKMistralConfig(LeanKConfigMixin, MistralConfig):  # type: ignore[no-untyped-call]
+    """Mistral config with a `leank` block."""
+
+    model_type = "leank_mistral"
+    leank: dict[str, Any] | None = None
+
+
+class LeanKQwen2Config(LeanKConfigMixin, Qwen2Config):  # type: ignore[no-untyped-call]
+    """Qwen2 config with a `leank` block."""
+
+    model_type = "leank_qwen2"
+    leank: dict[str, Any] | None = None
+
+
+class LeanKQwen3Config(LeanKConfigMixin, Qwen3Config):  # type: ignore[no-untyped-call]
+    """Qwen3 config with a `leank` block."""
+
+    model_type = "leank_qwen3"
+    leank: dict[str, Any] | None = None

@@ -1,0 +1,170 @@
+"""Where a layer's channels lie: kept channels first, cut into chunks, so that one kernel serves every mask.
+
+q·k does not change when q and k of a head share one channel order, so every head puts its kept channels
+first. A head's kept channels fill whole chunks of `chunk_size` lanes (the last one padded with zeros),
+its dropped channels fill chunks of their own, and which head a chunk belongs to is data:
+
+    head_dim 128, chunk_size 32    head 0, width 0   head 1, width 32   head 2, width 64
+    kept chunks                                      [0]                [1][2]
+    dropped chunks                 [0][1][2][3]      [4][5][6]          [7][8]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive heads of one width.
+
+    Attributes:
+        heads: First head and one past the last.
+        kept: First kept chunk and one past the last, `num_heads * kept_per_head` chunks.
+        dropped: The same for dropped chunks.
+        kept_per_head: Kept chunks of each head.
+        dropped_per_head: Dropped chunks of each head.
+    """
+
+    heads: tuple[int, int]
+    kept: tuple[int, int]
+    dropped: tuple[int, int]
+    kept_per_head: int
+    dropped_per_head: int
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the bucket."""
+        return self.heads[1] - self.heads[0]
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How the channels of one layer's KV heads are cut into chunks. Pure integers.
+
+    Attributes:
+        widths: Kept channels per KV head.
+        head_dim: Channels of a key before pruning, D.
+        chunk_size: Channels of a chunk, E.
+    """
+
+    widths: tuple[int, ...]
+    head_dim: int
+    chunk_size: int
+
+    @cached_property
+    def kept_chunks(self) -> tuple[int, ...]:
+        """Kept chunks of every head."""
+        return tuple(-(-width // self.chunk_size) for width in self.widths)
+
+    @cached_property
+    def dropped_chunks(self) -> tuple[int, ...]:
+        """Dropped chunks of every head."""
+        return tuple(-(-(self.head_dim - width) // self.chunk_size) for width in self.widths)
+
+    @cached_property
+    def num_kept_chunks(self) -> int:
+        """Kept chunks of the layer, C."""
+        return sum(self.kept_chunks)
+
+    @cached_property
+    def num_dropped_chunks(self) -> int:
+        """Dropped chunks of the layer, C_dropped."""
+        return sum(self.dropped_chunks)
+
+    @cached_property
+    def value_heads(self) -> tuple[int, ...]:
+        """Heads that see pruned tokens, whose V is kept for every token."""
+        return tuple(head for head, width in enumerate(self.widths) if width)
+
+    @cached_property
+    def window_heads(self) -> tuple[int, ...]:
+        """Heads of width 0, whose V is kept in the window alone."""
+        return tuple(head for head, width in enumerate(self.widths) if not width)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Runs of heads of equal width; in a converted checkpoint one run per width."""
+        runs: list[Bucket] = []
+        head = kept = dropped = 0
+        while head < len(self.widths):
+            stop = head
+            while stop < len(self.widths) and self.widths[stop] == self.widths[head]:
+                stop += 1
+            num_kept, num_dropped = self.kept_chunks[head], self.dropped_chunks[head]
+            kept_stop = kept + num_kept * (stop - head)
+            dropped_stop = dropped + num_dropped * (stop - head)
+            runs.append(
+                Bucket((head, stop), (kept, kept_stop), (dropped, dropped_stop), num_kept, num_dropped)
+            )
+            head, kept, dropped = stop, kept_stop, dropped_stop
+        return tuple(runs)
+
+    @cached_property
+    def head_table(self) -> tuple[tuple[int, int, int], ...]:
+        """Per head: first kept chunk, number of kept chunks, row of `values` or -1 for width 0."""
+        rows: list[tuple[int, int, int]] = []
+        chunk = value_row = 0
+        for num_chunks in self.kept_chunks:
+            rows.append((chunk, num_chunks, value_row if num_chunks else -1))
+            chunk += num_chunks
+            value_row += bool(num_chunks)
+        return tuple(rows)
+
+    def chunk_index(self, channel_order: torch.Tensor) -> torch.Tensor:
+        """Say which channel every lane of every chunk holds.
+
+        Args:
+            channel_order: Channels of every head, kept ones first `[R, H_kv, D]` (R is 1 or the batch).
+
+        Returns:
+            `head * D + channel`, or -1 for a lane of padding `[R, C + C_dropped, E]`; kept chunks first.
+        """
+        head_dim, size = self.head_dim, self.chunk_size
+        lanes: list[list[int]] = []
+        for first, counts, spans in (
+            (0, self.kept_chunks, self.widths),
+            (1, self.dropped_chunks, tuple(head_dim - width for width in self.widths)),
+        ):
+            for head, (count, span) in enumerate(zip(counts, spans, strict=True)):
+                start = head * head_dim + first * self.widths[head]
+                for chunk in range(count):
+                    offsets = range(chunk * size, (chunk + 1) * size)
+                    lanes.append([start + offset if offset < span else -1 for offset in offsets])
+        device = channel_order.device
+        lane = torch.tensor(lanes, dtype=torch.long, device=device).view(-1, size)
+        heads = torch.arange(len(self.widths), device=device)[:, None] * head_dim
+        flat = (channel_order + heads).flatten(1)
+        index = flat[:, lane.clamp(min=0)]
+        return index.masked_fill(lane < 0, -1)
+
+
+def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
+    """Put kept channels first, ascending, then dropped ones, ascending.
+
+    Args:
+        channel_mask: True where a channel is kept `[..., D]`.
+
+    Returns:
+        Channel indices `[..., D]`, int64.
+    """
+    return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
+
+
+def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:
+    """Choose one chunk size for all layers of a model, so that one compiled kernel can serve them.
+
+    32 where every width is a multiple of 32, else 16; heads of fewer than 64 channels take a quarter of
+    a head instead, so that a toy model still stores less than a dense one.
+
+    Args:
+        widths: Kept channels per layer and head.
+        head_dim: D.
+    """
+    aligned = all(width % 32 == 0 for layer in widths for width in layer)
+    largest = 32 if aligned and head_dim >= 64 else min(16, max(1, head_dim // 4))
+    return next(size for size in (32, 16, 8, 4, 2, 1) if size <= largest and head_dim % size == 0)

@@ -1,0 +1,361 @@
+"""Models of converted checkpoints: the stock classes of transformers, decoding from a LeanK cache.
+
+Each family is two thin classes at the end of this file. What they share: a `channel_mask` buffer in every
+attention module, the registered attention function, and a LeanK cache wherever the stock class would
+have built a dense one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralForCausalLM,
+    MistralModel,
+    PreTrainedConfig,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+from .attention_leank import ATTENTION_NAME
+from .cache_leank import LeanKCache
+from .configuration_leank import (
+    LeanKLlamaConfig,
+    LeanKMistralConfig,
+    LeanKQwen2Config,
+    LeanKQwen3Config,
+    check_prune,
+    read_settings,
+)
+
+logger = logging.get_logger(__name__)
+
+# Requests that mean "the usual attention": prompts run through SDPA, decoding through the LeanK cache.
+_USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
+_OWN_CACHE = (None, "dynamic")
+
+
+class LeanKMixin:
+    """What a LeanK model adds to a stock model, with or without a head."""
+
+    config: Any
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        """Build the stock model and give every attention module its `channel_mask` `[H_kv, D]`.
+
+        Raises:
+            ValueError: If the config has no valid `leank` block.
+        """
+        settings = read_settings(config)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        for attention in self._attention_modules():
+            # All true until a checkpoint is loaded; a mask that does not fit the config's widths is refused.
+            mask = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.bool)
+            attention.register_buffer("channel_mask", mask)
+
+    def _attention_modules(self) -> list[nn.Module]:
+        base_model = self.base_model  # type: ignore[attr-defined]
+        return [layer.self_attn for layer in base_model.layers]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fill in what a checkpoint lacks; an absent channel mask must not stay uninitialised memory."""
+        super()._init_weights(module)  # type: ignore[misc]
+        mask = module._buffers.get("channel_mask")
+        if mask is not None and not getattr(mask, "_is_hf_initialized", False):
+            mask.fill_(True)
+
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """Return `leank` for any usual request.
+
+        Raises:
+            ValueError: If another implementation is asked for: it would decode densely.
+        """
+        if requested_attention not in _USUAL_ATTENTION:
+            raise ValueError(
+                f"attn_implementation {requested_attention!r} does not know the pruned cache; leave it out, or "
+                "load the checkpoint with its stock class to run it densely"
+            )
+        if requested_attention == "eager":
+            logger.warning_once(
+                "attn_implementation `eager`: prompts of a LeanK model run through SDPA, attention weights are "
+                "not available"
+            )
+        return ATTENTION_NAME
+
+    def build_cache(self, prune: str | None = None) -> LeanKCache:
+        """Return an empty cache for this model, to pass as `past_key_values`.
+
+        Args:
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
+        """
+        masks = [attention.channel_mask for attention in self._attention_modules()]
+        return LeanKCache(self.config, [mask for mask in masks if isinstance(mask, torch.Tensor)], prune)
+
+    def _prepare_cache(
+        self,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        attention_mask: torch.Tensor | None,
+        output_attentions: bool | None,
+    ) -> tuple[Cache | None, bool]:
+        """Return the cache of a forward pass and whether there is one.
+
+        Raises:
+            ValueError: If the request cannot be served from a LeanK cache.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError(
+                "output_attentions: attention weights of a pruned cache are never formed; load the checkpoint "
+                'with its stock class and attn_implementation="eager" to see dense ones'
+            )
+        if self.config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attention implementation was changed to {self.config._attn_implementation!r}, which does not "
+                'know the pruned cache; call `model.set_attn_implementation("leank")`'
+            )
+        training: bool = self.training  # type: ignore[attr-defined]
+        if training and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "the model is in training mode and was asked to use a cache, which cannot be trained through; "
+                "call `model.eval()` first, or pass `use_cache=False`"
+            )
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not training
+        if past_key_values is None and not use_cache:
+            return None, False
+        if attention_mask is not None and (
+            not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2
+        ):
+            raise ValueError(
+                "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; pass one, "
+                " or `use_cache=False` for a custom mask"
+            )
+        return self._own_cache(past_key_values), use_cache
+
+    def _own_cache(self, past_key_values: Cache | None, prune: str | None = None) -> LeanKCache:
+        """Return `past_key_values` if it is a LeanK cache, a new one in place of nothing.
+
+        Raises:
+            ValueError: If it is a cache of another kind that holds tokens or serves another purpose.
+        """
+        if past_key_values is None:
+            return self.build_cache(prune)
+        # Not isinstance: the cache may come from another copy of these files.
+        if hasattr(past_key_values, "prefill_length"):
+            if prune is not None:
+                past_key_values.prune = prune  # type: ignore[attr-defined]
+            return past_key_values  # type: ignore[return-value]
+        name = type(past_key_values).__name__
+        if type(past_key_values) is not DynamicCache or past_key_values.offloading:
+            raise ValueError(
+                f"past_key_values is a {name}, which a LeanK model cannot use; leave it out, or pass "
+                "`model.build_cache()`"
+            )
+        if past_key_values.get_seq_length():
+            raise ValueError(
+                f"past_key_values is a {name} with {past_key_values.get_seq_length()} tokens of a dense model; run "
+                "the prompt through this model instead, or pass `model.build_cache()`"
+            )
+        logger.warning_once(
+            "An empty DynamicCache was passed to a LeanK model and is replaced by a LeanKCache: take the cache "
+            "to go on with from the output's `past_key_values`"
+        )
+        return self.build_cache(prune)
+
+
+class LeanKModelMixin(LeanKMixin):
+    """A LeanK model without a head."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the stock model on a LeanK cache; arguments as in the stock class."""
+        past_key_values, use_cache = self._prepare_cache(
+            past_key_values, use_cache, attention_mask, kwargs.pop("output_attentions", None)
+        )
+        output: BaseModelOutputWithPast = super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return output
+
+
+class LeanKForCausalLMMixin(LeanKMixin):
+    """A LeanK model with a language-modelling head."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Run the stock model on a LeanK cache; arguments as in the stock class."""
+        past_key_values, use_cache = self._prepare_cache(
+            past_key_values, use_cache, attention_mask, kwargs.pop("output_attentions", None)
+        )
+        output: CausalLMOutputWithPast = super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        return output
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        prune: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as the stock class does, from a LeanK cache.
+
+        Args:
+            inputs: Prompt, as in the stock class.
+            generation_config: As in the stock class; a field `prune` in it counts as the argument.
+            *args: As in the stock class.
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: the generation config's, else the
+                config's `leank.prune`.
+            **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
+
+        Raises:
+            ValueError: If another kind of cache is asked for.
+        """
+        configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
+        implementation = _first_given(kwargs, configs, "cache_implementation")
+        if implementation not in _OWN_CACHE:
+            raise ValueError(
+                f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its own, "
+                "so leave it out"
+            )
+        if prune is None:
+            prune = _first_given({}, configs, "prune")
+        if prune is not None:
+            prune = check_prune(prune, "`prune`")
+        if _first_given(kwargs, configs, "use_cache") is False:
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        cache = self._own_cache(kwargs.pop("past_key_values", None), prune)
+        cache.prefill_length = _prompt_columns(inputs, kwargs)
+        try:
+            return super().generate(  # type: ignore[misc]
+                inputs, generation_config, *args, past_key_values=cache, **kwargs
+            )
+        finally:
+            cache.prefill_length = None
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: continuous batching has a paged cache of its own, which is dense.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
+            "`generate`, or serve without continuous batching"
+        )
+
+
+def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:
+    """Return an option from where `generate` would take it: arguments, then generation configs."""
+    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+        if value is not None:
+            return value
+    return None
+
+
+def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
+    """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
+    for candidate in (
+        kwargs.get("attention_mask"),
+        kwargs.get("inputs_embeds"),
+        inputs,
+        kwargs.get("input_ids"),
+    ):
+        if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
+            return int(candidate.shape[1])
+    return None
+
+
+class LeanKLlamaModel(LeanKModelMixin, LlamaModel):  # type: ignore[no-untyped-call]
+    """Llama without a head, decoding from a LeanK cache."""
+
+    config_class = LeanKLlamaConfig
+
+
+class LeanKLlamaForCausalLM(LeanKForCausalLMMixin, LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """Llama, decoding from a LeanK cache."""
+
+    config_class = LeanKLlamaConfig
+
+
+class LeanKMistralModel(LeanKModelMixin, MistralModel):  # type: ignore[no-untyped-call]
+    """Mistral without a head, decoding from a LeanK cache."""
+
+    config_class = LeanKMistralConfig
+
+
+class LeanKMistralForCausalLM(LeanKForCausalLMMixin, MistralForCausalLM):  # type: ignore[no-untyped-call]
+    """Mistral, decoding from a LeanK cache."""
+
+    config_class = LeanKMistralConfig
+
+
+class LeanKQwen2Model(LeanKModelMixin, Qwen2Model):  # type: ignore[no-untyped-call]
+    """Qwen2 and Qwen2.5 without a head, decoding from a LeanK cache."""
+
+    config_class = LeanKQwen2Config
+
+
+class LeanKQwen2ForCausalLM(LeanKForCausalLMMixin, Qwen2ForCausalLM):  # type: ignore[no-untyped-call]
+    """Qwen2 and Qwen2.5, decoding from a LeanK cache."""
+
+    config_class = LeanKQwen2Config
+
+
+class LeanKQwen3Model(LeanKModelMixin, Qwen3Model):  # type: ignore[no-untyped-call]
+    """Qwen3 without a head, decoding from a LeanK cache."""
+
+    config_class = LeanKQwen3Config
+
+
+class LeanKQwen3ForCausalLM(LeanKForCausalLMMixin, Qwen3ForCausalLM):  # type: ignore[no-untyped-call]
+    """Qwen3, decoding from a LeanK cache."""
+
+    config_class = LeanKQwen3Config
