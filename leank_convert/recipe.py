@@ -192,6 +192,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         problems += found
     if recipe is None or problems:
         raise RecipeError(name, problems, hint)
+    if overrides and not text.endswith("\n"):
+        text += "\n"
     recipe._text = text + "".join(f"# --set {override}\n" for override in overrides)
     return recipe
 
@@ -205,7 +207,7 @@ def list_recipes() -> list[PackagedRecipe]:
             model=(yaml.safe_load(text).get("model") or {}).get("id"),
             text=text,
         )
-        for entry in sorted(_packaged_files(), key=lambda entry: entry.name)
+        for entry in sorted(_packaged_files(), key=lambda entry: entry.name.removesuffix(".yaml"))
         for text in [entry.read_text(encoding="utf-8")]
     ]
 
@@ -317,15 +319,17 @@ def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tupl
 
 
 def _closest_key(key: str) -> str | None:
-    """The known key that is most like an unknown one: a sibling first, then a leaf of that name, then any."""
+    """The known key an unknown one may stand for: misplaced first, then misspelt, then anything alike."""
     known = list(_known_keys(Recipe))
     section, _, leaf = key.rpartition(".")
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return same_leaf[0]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1)
     if close:
         return siblings[close[0]]
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = same_leaf[:1] or difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, known, n=1)
     return close[0] if close else None
 
 

@@ -3,8 +3,8 @@
 A step runs the model twice. The dense pass over context and answer, without gradient, leaves every layer's
 context keys and values in a `StoredContext`. The answer pass feeds the answer tokens alone, with gradient,
 and attends to what was stored; only there do the scaling factors act, and only on keys between sink and
-recent window (the paper's section "Training stage 1"). Which pass runs is a keyword argument of the model's forward,
-which transformers hands down to the attention function, so nothing is patched and nothing is global.
+recent window (the paper's section "Training stage 1"). Which pass runs is a keyword argument of the model's
+forward, which transformers hands down to the attention function, so nothing is patched or global.
 
 Letters: B batch, H query heads, H_kv KV heads, G = H / H_kv, D head_dim, P context tokens, A answer tokens,
 S = P + A.

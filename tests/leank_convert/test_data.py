@@ -1,0 +1,255 @@
+import json
+import random
+import re
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.haystack import draw_sentence
+from leank_convert.recipe import DataSection
+from leank_convert.testbed.tokenizer import build_tokenizer
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def corpus():
+    rng = random.Random(0)
+    return [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
+
+
+def wrap(tokenizer, template):
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=10**6,
+    )
+    fast.chat_template = template
+    return fast
+
+
+def byte_level():
+    """GPT-2's kind: leading spaces belong to words, digits merge freely."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return wrap(tokenizer, PLAIN_TEMPLATE)
+
+
+def metaspace():
+    """SentencePiece's kind: a space is put before every text, and merges run across words."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    alphabet = [chr(code) for code in range(32, 127)]
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    # What no piece covers, such as a newline, is spelt out in bytes.
+    described = json.loads(tokenizer.to_str())
+    pieces = described["model"]["vocab"]
+    for byte in range(256):
+        pieces[f"<0x{byte:02X}>"] = len(pieces)
+    tokenizer = Tokenizer.from_str(json.dumps(described))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return wrap(tokenizer, PLAIN_TEMPLATE)
+
+
+def with_bos():
+    """Llama 3's kind: the template writes the BOS, and the tokenizer adds one too where it is asked to."""
+    fast = byte_level()
+    bos = fast.convert_tokens_to_ids("<s>")
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bos)]
+    )
+    fast.chat_template = "{{ bos_token }}" + PLAIN_TEMPLATE
+    return fast
+
+
+TOKENIZERS = {"byte_level": byte_level, "metaspace": metaspace, "with_bos": with_bos}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+def section(**values):
+    return DataSection(**{"min_length": 2000, "max_length": 4000, **values})
+
+
+def split_text(tokenizer, sample):
+    prompt = tokenizer.decode(sample.input_ids[: sample.answer_start])
+    return prompt, tokenizer.decode(sample.input_ids[sample.answer_start :])
+
+
+def test_answer_span_holds_the_answer_and_nothing_else(tokenizer):
+    source = SampleSource(tokenizer, section(), seed=1)
+    for step in range(6):
+        sample = source.draw(step)
+        answer_ids = sample.input_ids[sample.answer_start :].tolist()
+        _, answer = split_text(tokenizer, sample)
+        assert answer_ids == tokenizer(answer, add_special_tokens=False)["input_ids"]
+        pattern = r"[0-9a-f]{6}(-[0-9a-f]{6}){3}" if sample.task == "retrieval" else r"\d{7}(, \d{7}){3}"
+        assert re.fullmatch(pattern, answer.strip())
+        assert not set(answer_ids) & set(tokenizer.all_special_ids)
+
+
+def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(tokenizer):
+    sample = SampleSource(tokenizer, section(), seed=1).draw(0)
+    prompt, _ = split_text(tokenizer, sample)
+    assert prompt.rstrip(" ").endswith("assistant\n")
+    bos = tokenizer.bos_token_id
+    expected = 1 if tokenizer.chat_template.startswith("{{ bos_token }}") else 0
+    assert sample.input_ids.tolist().count(bos) == expected
+    if expected:
+        assert sample.input_ids[0] == bos
+
+
+@pytest.mark.parametrize("task", ["retrieval", "multi_value"])
+def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task):
+    line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
+    longest_line = len(tokenizer(line)["input_ids"])
+    for length in (1500, 3001, 9999):
+        source = SampleSource(tokenizer, section(tasks=[task], min_length=length, max_length=length), seed=3)
+        for step in range(3):
+            sample = source.draw(step)
+            assert length - longest_line < len(sample) <= length
+
+
+def test_lengths_spread_over_the_whole_range():
+    source = SampleSource(byte_level(), section(min_length=1000, max_length=3000), seed=0)
+    lengths = [len(source.draw(step)) for step in range(40)]
+    assert min(lengths) < 1300
+    assert max(lengths) > 2700
+
+
+def test_few_tokenisations_find_the_length(monkeypatch):
+    calls = []
+    original = SampleSource._tokenise
+    monkeypatch.setattr(SampleSource, "_tokenise", lambda *args: calls.append(1) or original(*args))
+    source = SampleSource(byte_level(), section(min_length=20000, max_length=20000), seed=0)
+    for step in range(10):
+        source.draw(step)
+    assert len(calls) <= 10 * 6
+
+
+def test_sample_is_a_function_of_seed_and_step():
+    tokenizer = byte_level()
+    first, second = (SampleSource(tokenizer, section(), seed=7) for _ in range(2))
+    ahead = second.draw(5)  # drawing out of order changes nothing
+    for step in range(6):
+        sample = first.draw(step)
+        assert sample.input_ids.equal(second.draw(step).input_ids)
+    assert sample.input_ids.equal(ahead.input_ids)
+    assert not sample.input_ids.equal(SampleSource(tokenizer, section(), seed=8).draw(5).input_ids)
+
+
+def test_every_step_asks_something_fresh():
+    tokenizer = byte_level()
+    source = SampleSource(tokenizer, section(), seed=0)
+    answers = [split_text(tokenizer, source.draw(step))[1] for step in range(12)]
+    assert len(set(answers)) == 12
+
+
+def test_tasks_are_taken_in_turn():
+    source = SampleSource(byte_level(), section(tasks=["multi_value", "retrieval"]), seed=0)
+    assert [source.draw(step).task for step in range(4)] == ["multi_value", "retrieval"] * 2
+
+
+def test_retrieval_asks_one_of_many_lines_anywhere():
+    tokenizer = byte_level()
+    source = SampleSource(tokenizer, section(tasks=["retrieval"]), seed=0)
+    places = []
+    for step in range(30):
+        prompt, answer = split_text(tokenizer, source.draw(step))
+        lines = [line for line in prompt.splitlines() if line.startswith("Locker ")]
+        key = re.search(r"Which code opens locker (\S+)\?", prompt).group(1)
+        asked = [i for i, line in enumerate(lines) if key in line]
+        assert [lines[i] for i in asked] == [f"Locker {key} opens with code {answer}."]
+        assert len(lines) > 10
+        places.append(asked[0] / (len(lines) - 1))
+    assert min(places) < 0.2
+    assert max(places) > 0.8
+
+
+def test_multi_value_supervises_all_values_of_one_name_in_order():
+    tokenizer = byte_level()
+    source = SampleSource(tokenizer, section(tasks=["multi_value"]), seed=0)
+    for step in range(10):
+        prompt, answer = split_text(tokenizer, source.draw(step))
+        asked = re.search(r"parcels did the courier leave for ([A-Z]\w+ [A-Z]\w+)\?", prompt).group(1)
+        mentions = re.findall(r"courier left parcel (\d+) for ([A-Z]\w+ [A-Z]\w+)\.", prompt)
+        assert answer.split(", ") == [parcel for parcel, name in mentions if name == asked]
+        assert len(answer.split(", ")) == 4
+        assert len({name for _, name in mentions}) == 4
+
+
+def test_a_length_too_short_for_the_task_is_refused():
+    source = SampleSource(byte_level(), section(min_length=50, max_length=60), seed=0)
+    with pytest.raises(LeanKError, match=r"a sample of \d\d tokens leaves no room for `retrieval`") as caught:
+        source.draw(0)
+    assert "data.min_length" in caught.value.hint
+
+
+def test_the_shortest_possible_sample_is_drawn():
+    source = SampleSource(
+        byte_level(), section(min_length=10**5, max_length=10**5, tasks=["retrieval"]), seed=0
+    )
+    shortest = source._tokenise("retrieval", "", "").answer_start
+    for length in range(shortest, 2000):
+        tight = SampleSource(
+            source.tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
+        )
+        try:
+            sample = tight.draw(0)
+        except LeanKError:
+            continue
+        assert len(sample) == length
+        return
+    pytest.fail("no length fits")
+
+
+def test_tokenizer_without_chat_template_is_refused():
+    tokenizer = byte_level()
+    tokenizer.chat_template = None
+    with pytest.raises(LeanKError, match="has no chat template"):
+        SampleSource(tokenizer, section(), seed=0).draw(0)
+
+
+@pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
+def test_testbed_wording_is_the_shipped_models_language(task):
+    tokenizer = build_tokenizer()
+    data = DataSection(tasks=[task], wording="testbed", min_length=256, max_length=2048)
+    source = SampleSource(tokenizer, data, seed=0)
+    for step in range(10):
+        sample = source.draw(step)
+        assert sample.task == task
+        assert 200 <= len(sample) <= 2048
+        assert tokenizer.unk_token_id not in sample.input_ids.tolist()
+        prompt, answer = split_text(tokenizer, sample)
+        assert prompt.endswith("<|assistant|>")
+        assert len(answer.split()) == len(sample) - sample.answer_start >= 3
+
+
+def test_testbed_wording_with_another_tokenizer_is_refused():
+    data = DataSection(tasks=["retrieval"], wording="testbed", min_length=256, max_length=256)
+    with pytest.raises(LeanKError, match="a testbed sample asked for in 256 tokens has"):
+        SampleSource(byte_level(), data, seed=0).draw(0)
+
+
+def test_testbed_length_without_room_is_refused():
+    data = DataSection(tasks=["retrieval"], wording="testbed", min_length=64, max_length=64)
+    with pytest.raises(LeanKError, match="no sample of 64 tokens"):
+        SampleSource(build_tokenizer(), data, seed=0).draw(0)

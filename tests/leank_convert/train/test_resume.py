@@ -1,0 +1,216 @@
+"""A run that dies anywhere and is resumed ends as if nothing had happened."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from leank_convert.errors import LeanKError
+from leank_convert.mask import load_mask
+from leank_convert.recipe import Recipe
+from leank_convert.train import TrainingDirectory, train_mask
+from leank_convert.train.state import load_state
+
+# Arguments: recipe as JSON, model, out, where to die, at which call.
+DYING_RUN = """
+import json, os, pathlib, signal, sys
+import torch
+torch.set_num_threads(1)
+import leank_convert.train.loop as loop
+from leank_convert.recipe import Recipe
+
+recipe, model, out, place, at = sys.argv[1:]
+calls = 0
+
+def dying(function):
+    def wrapper(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return wrapper
+
+if place == "step":
+    loop._Run.advance = dying(loop._Run.advance)
+elif place == "optimizer":
+    torch.optim.Adam.step = dying(torch.optim.Adam.step)
+elif place == "fsync":
+    os.fsync = dying(os.fsync)
+elif place == "rename":
+    pathlib.Path.replace = dying(pathlib.Path.replace)
+elif place == "mask":
+    loop.save_mask = dying(loop.save_mask)
+loop.train_mask(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
+"""
+
+
+def read_log(out):
+    with (out / "leank" / "log.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return Recipe(
+        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
+        width_multiple=4,
+        data={
+            "tasks": ["retrieval", "multi_value"],
+            "wording": "testbed",
+            "min_length": 200,
+            "max_length": 280,
+        },
+        stage1={"steps": 7, "learning_rate": 0.1},
+        stage2={"steps": 6, "learning_rate": 0.05},
+        save_every=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe, retriever_folder, tmp_path_factory):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    train_mask(recipe, out, progress=False, model_override=str(retriever_folder))
+    torch.set_num_threads(before)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("step", 1),  # nothing but the first state
+        ("step", 6),  # between two saved states of stage 1
+        ("step", 8),  # between the stages
+        ("optimizer", 12),  # in the middle of a step of stage 2
+        ("fsync", 5),  # a state is written but not renamed
+        ("rename", 4),
+        ("mask", 1),  # trained to the end, no mask yet
+    ],
+)
+def test_killed_and_resumed_run_ends_with_the_same_bits(
+    place, at, recipe, retriever_folder, uninterrupted, tmp_path
+):
+    out = tmp_path / "out"
+    arguments = [json.dumps(recipe.model_dump(mode="json")), str(retriever_folder), str(out), place, str(at)]
+    died = subprocess.run([sys.executable, "-c", DYING_RUN, *arguments], check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    assert not TrainingDirectory(out).mask.exists()
+    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
+    assert without_times(read_log(out)) == without_times(read_log(uninterrupted))
+    assert not list(out.rglob("*.partial"))
+
+
+def test_two_runs_of_one_seed_are_bit_identical_and_of_two_seeds_differ(
+    recipe, retriever_folder, uninterrupted, tmp_path
+):
+    train_mask(recipe, tmp_path / "same", progress=False, model_override=str(retriever_folder))
+    same = TrainingDirectory(tmp_path / "same").mask
+    assert same.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
+    other = recipe.model_copy(update={"seed": 1})
+    mask = train_mask(other, tmp_path / "other", progress=False, model_override=str(retriever_folder))
+    assert not torch.equal(mask.scaling_factors, load_mask(same).scaling_factors)
+
+
+def test_finished_run_resumed_gives_its_mask_again(recipe, retriever_folder, uninterrupted):
+    path = TrainingDirectory(uninterrupted).mask
+    before, log = path.read_bytes(), read_log(uninterrupted)
+    train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+    assert path.read_bytes() == before
+    assert read_log(uninterrupted) == log
+
+
+def test_existing_run_is_not_overwritten_without_resume(recipe, retriever_folder, uninterrupted):
+    before = TrainingDirectory(uninterrupted).mask.read_bytes()
+    with pytest.raises(LeanKError, match="already holds a training run") as caught:
+        train_mask(recipe, uninterrupted, progress=False, model_override=str(retriever_folder))
+    assert "--resume" in caught.value.hint
+    assert TrainingDirectory(uninterrupted).mask.read_bytes() == before
+
+
+def test_resume_without_a_run_begins_one(recipe, retriever_folder, uninterrupted, tmp_path):
+    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    assert TrainingDirectory(tmp_path).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"seed": 3}, "recipe: seed was `0`, is `3`"),
+        ({"stage1": {"steps": 8, "learning_rate": 0.1}}, "recipe: stage1.steps was `7`, is `8`"),
+        ({"windows": {"sink_size": 5, "recent_size": 16}}, "recipe: windows.sink_size was `4`, is `5`"),
+    ],
+)
+def test_resume_refuses_another_recipe_and_names_the_difference(
+    change, difference, recipe, retriever_folder, uninterrupted
+):
+    other = Recipe(**{**recipe.model_dump(), **change})
+    with pytest.raises(LeanKError) as caught:
+        train_mask(other, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+    assert difference in str(caught.value)
+
+
+def copy_model(source, target):
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_resume_refuses_other_weights(recipe, retriever_folder, uninterrupted, tmp_path):
+    other = copy_model(retriever_folder, tmp_path / "other")
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    with pytest.raises(LeanKError, match="model: weights was"):
+        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+
+
+def test_resume_refuses_another_config(recipe, retriever_folder, uninterrupted, tmp_path):
+    other = copy_model(retriever_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-5
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LeanKError, match=r"model: config.json: rms_norm_eps was `1e-06`, is `1e-05`"):
+        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+
+
+def test_resume_refuses_other_data(recipe, retriever_folder, uninterrupted, tmp_path):
+    other = copy_model(retriever_folder, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"))
+    with pytest.raises(LeanKError, match="data: first sample was"):
+        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+
+
+def test_moved_model_and_another_save_interval_may_resume(recipe, retriever_folder, uninterrupted, tmp_path):
+    moved = copy_model(retriever_folder, tmp_path / "moved")
+    other = recipe.model_copy(update={"save_every": 2})
+    mask = train_mask(other, uninterrupted, resume=True, progress=False, model_override=str(moved))
+    assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)
+
+
+def test_damaged_state_is_refused(recipe, retriever_folder, tmp_path):
+    state = TrainingDirectory(tmp_path).state
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"nonsense")
+    with pytest.raises(LeanKError, match=r"training_state.safetensors` is damaged"):
+        train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+
+
+def test_state_holds_what_the_optimizer_needs(uninterrupted):
+    state = load_state(TrainingDirectory(uninterrupted).state)
+    assert state.step == 13
+    assert sorted(state.optimizer) == ["exp_avg", "exp_avg_sq", "step"]
+    assert state.optimizer["step"] == 6  # stage 2 begins with a fresh optimizer
+    assert state.scaling_factors.dtype == torch.float32

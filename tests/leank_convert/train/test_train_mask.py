@@ -1,0 +1,245 @@
+"""A whole short run: what it leaves behind, and what it refuses."""
+
+import csv
+import json
+
+import pytest
+import torch
+import yaml
+
+from leank_convert.errors import LeanKError
+from leank_convert.mask import load_mask
+from leank_convert.recipe import Recipe, load_recipe
+from leank_convert.train import TrainingDirectory, loop, train_mask
+from leank_convert.train.selection import select_channels
+from leank_convert.train.state import load_state
+
+
+def test_run_leaves_a_mask_a_log_events_plots_and_the_resolved_recipe(
+    short_recipe, retriever_folder, tmp_path
+):
+    recipe = short_recipe()
+    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    folder = tmp_path / "leank"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["channel_mask.safetensors", "leank"]
+    for name in ("scaling_factors.png", "kept_channels.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert Recipe(**yaml.safe_load((folder / "recipe.yaml").read_text())).model_dump() == recipe.model_dump()
+    assert [path.name for path in (folder / "state").iterdir()] == ["training_state.safetensors"]
+    saved = load_mask(tmp_path / "channel_mask.safetensors")
+    assert torch.equal(saved.channel_mask, mask.channel_mask)
+    assert torch.equal(saved.scaling_factors, mask.scaling_factors)
+
+
+def test_mask_is_the_selection_from_the_final_factors_with_provenance(
+    tmp_path, retriever_folder, monkeypatch
+):
+    text = (
+        "# a note\nmodel: {id: retriever}\nwidth_multiple: 4\npruning_ratio: 0.6\n"
+        "windows: {sink_size: 4, recent_size: 16, flush_size: 2}\nseed: 5\n"
+        "data: {wording: testbed, min_length: 200, max_length: 220}\nstage1: {steps: 3}\nstage2: {steps: 2}\n"
+    )
+    (tmp_path / "r.yaml").write_text(text)
+    monkeypatch.chdir(retriever_folder.parent)
+    mask = train_mask(load_recipe(tmp_path / "r.yaml"), tmp_path / "out", progress=False)
+    expected = select_channels(mask.scaling_factors, pruning_ratio=0.6, width_multiple=4)
+    assert torch.equal(mask.channel_mask, expected)
+    known = mask.provenance
+    assert (known.model, known.method, known.recipe, known.seed) == ("retriever", "leank", text, 5)
+    assert (known.pruning_ratio_asked, known.width_multiple) == (0.6, 4)
+    assert (known.sink_size, known.recent_size, known.flush_size) == (4, 16, 2)
+    assert (known.num_hidden_layers, known.num_attention_heads, known.num_key_value_heads) == (2, 4, 2)
+
+
+def read_log(out):
+    with (out / "leank" / "log.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_log_has_a_row_per_step_of_both_stages(short_recipe, retriever_folder, tmp_path):
+    train_mask(short_recipe(), tmp_path, progress=False, model_override=str(retriever_folder))
+    rows = read_log(tmp_path)
+    assert [int(row["step"]) for row in rows] == list(range(1, 14))
+    assert [row["stage"] for row in rows] == ["1"] * 7 + ["2"] * 6
+    assert [row["task"] for row in rows[:3]] == ["retrieval", "multi_value", "retrieval"]
+    assert all(150 <= int(row["num_tokens"]) <= 280 for row in rows)
+    assert all(float(row["distillation"]) >= 0 for row in rows)
+    assert {row["pruning_ratio"] for row in rows[:7]} == {""}
+    assert all(0.6 < float(row["pruning_ratio"]) < 0.8 for row in rows[7:])
+    assert float(rows[0]["mean_factor"]) == 1
+    assert float(rows[0]["distillation"]) < 1e-10
+    # Half of stage 1's rate, and each stage with its own ramp.
+    assert float(rows[3]["learning_rate"]) == pytest.approx(0.1)
+    assert float(rows[-1]["learning_rate"]) == pytest.approx(0.05 / 1.2)
+
+
+def test_tensorboard_reads_the_events(short_recipe, retriever_folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_mask(short_recipe(), tmp_path, progress=False, model_override=str(retriever_folder))
+    events = EventAccumulator(str(tmp_path / "leank" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("stage1/distillation")] == list(range(1, 8))
+    assert [e.step for e in events.Scalars("stage2/pruning_ratio")] == list(range(8, 14))
+
+
+def test_heads_that_leave_and_enter_are_logged(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    """Head 0.1 is made to lose its channels in stage 2's second step and to have them back in the third."""
+    calls = 0
+
+    def scripted(factors, **_):
+        nonlocal calls
+        calls += 1
+        mask = torch.ones(factors.shape, dtype=torch.bool)
+        # Calls: set-up, stage 2's beginning, then one after each step.
+        if calls == 4:
+            mask[0, 1] = False
+        return mask
+
+    monkeypatch.setattr(loop, "select_channels", scripted)
+    train_mask(
+        short_recipe(stage1={"steps": 0}), tmp_path, progress=False, model_override=str(retriever_folder)
+    )
+    rows = read_log(tmp_path)
+    assert [row["heads_leaving"] for row in rows] == ["", "0.1", "", "", "", ""]
+    assert [row["heads_entering"] for row in rows] == ["", "", "0.1", "", "", ""]
+    assert [row["empty_heads"] for row in rows] == ["0", "1", "0", "0", "0", "0"]
+
+
+def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
+    short_recipe, retriever_folder, tmp_path
+):
+    recipe = short_recipe(stage1={"steps": 20, "learning_rate": 0.3, "l1_weight": 5.0})
+    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    factors = mask.scaling_factors
+    assert factors.min() == 0
+    assert factors.max() <= 1
+    assert float(read_log(tmp_path)[19]["mean_factor"]) < 0.5
+
+
+def test_without_penalty_stage_two_moves_factors_of_pruned_channels_too(
+    short_recipe, retriever_folder, tmp_path
+):
+    recipe = short_recipe(stage1={"steps": 7, "learning_rate": 0.1}, stage2={"steps": 0})
+    first = train_mask(recipe, tmp_path / "a", progress=False, model_override=str(retriever_folder))
+    recipe = short_recipe(stage1={"steps": 7, "learning_rate": 0.1})
+    second = train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
+    moved = first.scaling_factors != second.scaling_factors
+    pruned_but_alive = ~first.channel_mask & first.channel_mask.any(-1, keepdim=True)
+    assert moved[pruned_but_alive].any()
+
+
+def test_budget_rounding_never_ends_below_the_asked_ratio(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(rounding="budget", pruning_ratio=0.55)
+    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    assert mask.pruning_ratio == 1 - 28 / 64  # 28.8 of 64 channels, in fours
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
+    short_recipe, retriever_folder, tmp_path, monkeypatch
+):
+    steps = 0
+    original = loop.distillation_loss
+
+    def failing(teacher, student):
+        nonlocal steps
+        steps += 1
+        return original(teacher, student) * (float("nan") if steps == 5 else 1.0)
+
+    recipe = short_recipe()
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "distillation_loss", failing)
+        with pytest.raises(LeanKError, match=r"step 5: the loss is nan and not finite") as caught:
+            train_mask(recipe, tmp_path / "a", progress=False, model_override=str(retriever_folder))
+    assert caught.value.exit_code == 1
+    state = load_state(TrainingDirectory(tmp_path / "a").state)
+    assert state.step == 4
+    assert torch.isfinite(state.scaling_factors).all()
+    assert len(read_log(tmp_path / "a")) == 4
+    train_mask(recipe, tmp_path / "a", resume=True, progress=False, model_override=str(retriever_folder))
+    train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
+    assert (tmp_path / "a/channel_mask.safetensors").read_bytes() == (
+        tmp_path / "b/channel_mask.safetensors"
+    ).read_bytes()
+
+
+def test_data_longer_than_the_models_positions_is_refused(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(data={"wording": "testbed", "min_length": 200, "max_length": 513})
+    with pytest.raises(LeanKError, match=r"`data.max_length` 513 exceeds the 512 positions") as caught:
+        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
+    assert "config_overrides" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_overrides_apply_to_the_model_and_the_provenance(short_recipe, retriever_folder, tmp_path):
+    overrides = {
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
+    }
+    plain = train_mask(short_recipe(), tmp_path / "a", progress=False, model_override=str(retriever_folder))
+    recipe = short_recipe(model={"config_overrides": overrides})
+    yarn = train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
+    assert yarn.provenance.rope_parameters["rope_type"] == "yarn"
+    assert yarn.provenance.rope_parameters["factor"] == 2.0
+    assert plain.provenance.rope_parameters["rope_type"] == "default"
+    assert not torch.equal(plain.scaling_factors, yarn.scaling_factors)
+
+
+def test_recipe_without_a_model_is_refused(short_recipe, tmp_path):
+    with pytest.raises(LeanKError, match="names no model"):
+        train_mask(short_recipe(), tmp_path / "out", progress=False)
+
+
+def test_unsupported_family_is_refused(short_recipe, retriever_folder, tmp_path):
+    for path in retriever_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(LeanKError, match="unknown architecture"):
+        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+
+
+def test_model_with_a_tensor_missing_is_refused(short_recipe, retriever_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in retriever_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LeanKError, match=r"`model.layers.1.self_attn.k_proj.weight`"):
+        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+
+
+def test_model_without_tokenizer_is_refused(short_recipe, retriever_folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((retriever_folder / name).read_bytes())
+    with pytest.raises(LeanKError, match="tokenizer of model"):
+        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+
+
+def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(
+    short_recipe, retriever_folder, tmp_path
+):
+    with pytest.raises(LeanKError, match="`width_multiple` 32 exceeds"):
+        train_mask(
+            short_recipe(width_multiple=32),
+            tmp_path / "out",
+            progress=False,
+            model_override=str(retriever_folder),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_bfloat16_weights_train_with_float32_factors(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(model={"dtype": "bfloat16"})
+    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    assert mask.scaling_factors.dtype == torch.float32
+    assert (mask.scaling_factors != mask.scaling_factors.bfloat16()).any()
+
+
+def test_progress_goes_to_stderr_alone(short_recipe, retriever_folder, tmp_path, capfd):
+    train_mask(short_recipe(), tmp_path, model_override=str(retriever_folder))
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "13/13" in captured.err
+    assert "pruned" in captured.err
