@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from leank_convert.checkpoint_io import model_name
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, save_mask
@@ -252,7 +253,7 @@ class _Run:
             channel_mask=self._select().cpu(),
             scaling_factors=self.factors.detach().cpu(),
             provenance=MaskProvenance.for_model(
-                self.subject.name,
+                model_name(self.subject.name),
                 self.subject.facts,
                 method=METHOD,
                 sink_size=windows.sink_size,
