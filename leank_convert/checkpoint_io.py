@@ -131,7 +131,7 @@ def _download(model: str) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise LeanKError(
-            f"model `{model}` is no local folder, and the hub cannot be reached: {_first_line(error)}"
+            f"model `{model}` is no local folder, and the hub cannot be reached: {first_line(error)}"
         ) from error
 
 
@@ -218,5 +218,6 @@ def _no_weights(folder: Path) -> LeanKError:
     return LeanKError(f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; the hub's errors go on with request ids and advice."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

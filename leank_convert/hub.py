@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.checkpoint_io import CONFIG_NAME, first_line, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import TRAINING_FOLDER
 
@@ -28,6 +28,8 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
 
     if not isinstance(read_config(Path(path)).get("leank"), dict):
         raise LeanKError(f"`{path}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block")
+    # The base error of the HTTP client that the installed huggingface_hub is built on: no connection, say.
+    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -41,9 +43,9 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
         raise LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`") from error
     except LocalTokenNotFoundError as error:
         raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, transport_error, OSError) as error:
         raise LeanKError(
-            f"the hub refused `{repo_id}`: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
+            f"uploading to `{repo_id}` failed: {first_line(error)}",
             hint="check the name, and that `hf auth login` gave a token that may write",
         ) from error
     return str(address)

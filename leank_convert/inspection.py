@@ -127,7 +127,7 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
         ),
         (
             "pruning ratio",
-            f"{facts['pruning_ratio']:.4f} reached, {'not known' if asked is None else asked} asked"
+            f"{facts['pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
             + (f", widths in multiples of {multiple}" if multiple is not None else ""),
         ),
         ("heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())),

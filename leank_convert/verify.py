@@ -173,9 +173,10 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
                 f"`leank.head_permutation[{layer}]` is {permutation}, not stable within a bucket"
             )
     reached = 1 - sum(map(sum, widths)) / (facts.num_hidden_layers * len(heads) * facts.head_dim)
-    if not math.isclose(reached, leank["pruning_ratio"], abs_tol=1e-9):
-        raise LeanKError(f"`leank.pruning_ratio` is {leank['pruning_ratio']}; the widths give {reached}")
-    if MASK_FILE_NAME not in leank["files"]:
+    told = leank["pruning_ratio"]
+    if not isinstance(told, int | float) or not math.isclose(reached, told, abs_tol=1e-9):
+        raise LeanKError(f"`leank.pruning_ratio` is {told}; the widths give {reached}")
+    if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     return f"{config['model_type']}, pruning ratio {reached:.4f}"
 

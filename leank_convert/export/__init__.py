@@ -97,10 +97,9 @@ def export_checkpoint(
     plan = plan_export(checkpoint, mask, facts)
     _refuse_to_lose_mask(out, mask, overwrite=overwrite)
 
-    name = model_name(model)
     if mask.provenance is None:
         provenance = MaskProvenance.for_model(
-            name,
+            str(model),
             facts,
             method="imported",
             sink_size=windows.sink_size,
@@ -109,9 +108,6 @@ def export_checkpoint(
             recipe=recipe_text,
         )
         mask = dataclasses.replace(mask, provenance=provenance)
-    elif "/" in mask.provenance.model:
-        # A local copy of a model on the hub is still that model.
-        name = mask.provenance.model
     leank = build_leank_facts(mask, plan.layout, windows)
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
@@ -123,7 +119,9 @@ def export_checkpoint(
             write_file(
                 partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
             )
-            write_file(partial / "README.md", _describe(name, mask, facts, windows, checkpoint).encode())
+            write_file(
+                partial / "README.md", _describe(model_name(model), mask, facts, windows, checkpoint).encode()
+            )
             _check_written(checkpoint, plan, partial)
     except OSError as error:
         raise _cannot_write(error, out, checkpoint) from error

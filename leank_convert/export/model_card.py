@@ -107,7 +107,7 @@ def build_model_card(
         else known.pruning_ratio_asked,
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
-        method="imported" if known is None else known.method,
+        method="imported" if known is None else f"`{known.method}`, made for {known.model}",
         cache=cache,
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,

@@ -1,0 +1,84 @@
+"""Small model folders as a hub would hold them, written by transformers itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "mistral": {"sliding_window": None, "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 6},
+}
+
+
+@pytest.fixture
+def source_model(tmp_path: Path) -> Callable[..., Path]:
+    """Write a random model of one family: 3 layers, 8 query heads, 4 KV heads, hidden size 32."""
+
+    def build(family: str = "llama", *, dtype: str = "float32", shards: bool = True, **config: Any) -> Path:
+        torch.manual_seed(5)
+        options = {**FAMILIES[family], **config}
+        configuration = AutoConfig.for_model(
+            family,
+            **{
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "vocab_size": 64,
+                "max_position_embeddings": 512,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                **options,
+            },
+        )
+        model = AutoModelForCausalLM.from_config(configuration, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.3)
+        folder = tmp_path / f"{family}-model"
+        model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer_config.json").write_text('{"added": 1}')
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        return folder
+
+    return build
+
+
+@pytest.fixture
+def ragged_mask() -> Callable[..., torch.Tensor]:
+    """Bool [layers, heads, head_dim] with widths that differ, an empty and a full head in every layer."""
+
+    def build(layers: int = 3, heads: int = 4, head_dim: int = 12, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.zeros(layers, heads, head_dim, dtype=torch.bool)
+        for layer in range(layers):
+            widths = [head_dim, 0, *(torch.randint(1, head_dim, (heads - 2,), generator=generator).tolist())]
+            order = torch.randperm(heads, generator=generator).tolist()
+            for head, width in zip(order, widths, strict=True):
+                mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+        return mask
+
+    return build
+
+
+@pytest.fixture
+def edit_json() -> Callable[..., None]:
+    """Replace keys of a JSON file; a value of `...` removes the key."""
+
+    def edit(path: Path, **changes: Any) -> None:
+        value = json.loads(path.read_text())
+        value.update(changes)
+        path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
+
+    return edit

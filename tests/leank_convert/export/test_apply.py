@@ -1,0 +1,138 @@
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from leank_convert.errors import LeanKError
+from leank_convert.export import apply
+from leank_convert.export.apply import write_shard
+from leank_convert.export.plan import AddedTensor, TensorEdit
+from leank_convert.safetensors_file import read_header
+
+ORDER = (2, 0, 1)
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "rows": torch.rand(9, 5),
+        "columns": torch.rand(7, 12).to(torch.bfloat16),
+        "bias": torch.rand(6).to(torch.float16),
+        "kept": torch.rand(4, 3),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 2),
+        "odd": torch.arange(5, dtype=torch.uint8),
+    }
+
+
+EDITS = {
+    "rows": TensorEdit("rows", 0, ORDER),
+    "columns": TensorEdit("columns", 1, ORDER),
+    "bias": TensorEdit("bias", 0, ORDER),
+    "elsewhere": TensorEdit("elsewhere", 0, ORDER),
+}
+ADDED = [AddedTensor("mask", (1, 3), b"\1\0\1")]
+
+
+def permute(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    order = list(ORDER)
+    return {
+        **tensors,
+        "rows": tensors["rows"].view(3, 3, 5)[order].view(9, 5),
+        "columns": tensors["columns"].view(7, 3, 4)[:, order].reshape(7, 12),
+        "bias": tensors["bias"].view(3, 2)[order].view(6),
+        "mask": torch.tensor([[True, False, True]]),
+    }
+
+
+def run(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    save_file(tensors, tmp_path / "in.safetensors")
+    source = read_header(tmp_path / "in.safetensors")
+    write_shard(source, tmp_path / "out.safetensors", edits=EDITS, added=ADDED, metadata={"format": "pt"})
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    return load_file(tmp_path / "out.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("buffer", [1, 24, 60, 1 << 20])
+def test_rows_and_columns_are_permuted_whatever_fits_the_buffer(
+    buffer: int, tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apply, "_BUFFER_BYTES", buffer)
+    assert_equal(run(tmp_path, tensors), permute(tensors))
+
+
+@pytest.mark.parametrize("copies", [0, 1, 3])
+def test_a_kernel_that_cannot_copy_is_made_do_without(
+    copies: int, tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = os.copy_file_range
+
+    def refuse(source: int, target: int, count: int, **options: Any) -> int:
+        calls.append(count)
+        if len(calls) > copies:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return real(source, target, max(1, count // 2), **options)
+
+    monkeypatch.setattr(apply, "_BUFFER_BYTES", 7)
+    monkeypatch.setattr("os.copy_file_range", refuse)
+    assert_equal(run(tmp_path, tensors), permute(tensors))
+    assert calls
+
+
+def short(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, moving a byte at a time."""
+
+    def call(descriptor: int, what: Any, *rest: Any) -> Any:
+        return function(descriptor, min(what, 1) if isinstance(what, int) else bytes(what[:1]), *rest)
+
+    return call
+
+
+def test_short_reads_and_writes_are_continued(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.pread", short(os.pread))
+    monkeypatch.setattr("os.write", short(os.write))
+    assert_equal(run(tmp_path, tensors), permute(tensors))
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_a_source_that_shrinks_under_the_export_is_an_error(
+    in_kernel: bool, tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not in_kernel:
+        monkeypatch.setattr("os.copy_file_range", refuse)
+    save_file(tensors, tmp_path / "in.safetensors")
+    source = read_header(tmp_path / "in.safetensors")
+    os.truncate(source.path, source.data_start + 10)
+    with pytest.raises(LeanKError, match="became shorter while it was read"):
+        write_shard(source, tmp_path / "out.safetensors", edits=EDITS, added=ADDED, metadata={})
+
+
+def test_a_failed_write_names_the_file(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.copy_file_range", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(tmp_path, tensors)
+    assert caught.value.filename == str(tmp_path / "out.safetensors")

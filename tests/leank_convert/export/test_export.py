@@ -1,0 +1,666 @@
+"""The whole way from a model and a mask to a folder."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from leank_convert.architectures import ARCHITECTURES, ModelFacts, read_model_facts
+from leank_convert.checkpoint_io import INDEX_NAME, read_json
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask, save_mask
+from leank_convert.verify import verify_checkpoint
+
+FAMILIES = list(ARCHITECTURES)
+LEANK_KEYS = [
+    "format_version",
+    "widths",
+    "head_permutation",
+    "sink_size",
+    "recent_size",
+    "flush_size",
+    "prune",
+    "pruning_ratio_asked",
+    "pruning_ratio",
+    "width_multiple",
+    "files",
+]
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in shard_files(folder) for name, tensor in load_file(file).items()}
+
+
+def shard_files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "channel_mask.safetensors"]
+
+
+def facts_of(folder: Path) -> ModelFacts:
+    return read_model_facts(read_json(folder / "config.json"), origin="config.json")
+
+
+def mask_for(folder: Path, ragged_mask: Callable[..., torch.Tensor]) -> ChannelMask:
+    facts = facts_of(folder)
+    return ChannelMask(ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim))
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "single"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_move_as_one_and_everything_else_stays(
+    family: str,
+    dtype: str,
+    shards: bool,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family, dtype=dtype, shards=shards)
+    facts, mask = facts_of(source), mask_for(source, ragged_mask)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    before, after = read_tensors(source), read_tensors(out)
+    leank = read_json(out / "config.json")["leank"]
+    d, g = facts.head_dim, facts.num_key_value_groups
+    moved = set()
+    for layer, order in enumerate(leank["head_permutation"]):
+        assert order != sorted(order), "the mask must move heads, or this test holds nothing"
+        prefix = f"model.layers.{layer}.self_attn."
+        for new, old in enumerate(order):
+            queries_new, queries_old = (slice(head * g * d, (head + 1) * g * d) for head in (new, old))
+            keys_new, keys_old = (slice(head * d, (head + 1) * d) for head in (new, old))
+            for projection, here, there in (
+                ("q_proj", queries_new, queries_old),
+                ("k_proj", keys_new, keys_old),
+                ("v_proj", keys_new, keys_old),
+            ):
+                for part in ("weight", "bias"):
+                    name = f"{prefix}{projection}.{part}"
+                    if name in before:
+                        assert after[name][here].equal(before[name][there])
+                        moved.add(name)
+            name = f"{prefix}o_proj.weight"
+            assert after[name][:, queries_new].equal(before[name][:, queries_old])
+            moved.add(name)
+        channel_mask = after.pop(f"{prefix}channel_mask")
+        assert channel_mask.dtype == torch.bool
+        assert channel_mask.equal(mask.channel_mask[layer][order])
+        assert channel_mask.sum(-1).tolist() == leank["widths"][layer] == sorted(leank["widths"][layer])
+    assert any("bias" in name for name in moved) == facts.qkv_bias
+    assert after.keys() == before.keys()
+    for name in before.keys() - moved:
+        assert after[name].dtype == before[name].dtype and after[name].equal(before[name]), name
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stock_class_loads_the_original_model(
+    family: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    stock = getattr(transformers, ARCHITECTURES[family].causal_lm_class)
+    pruned = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "pruned")
+    whole = export_checkpoint(source, all_channels_mask(facts_of(source)), tmp_path / "whole")
+    tokens = torch.arange(3, 60).reshape(3, 19)
+
+    def logits(folder: Path) -> torch.Tensor:
+        model = stock.from_pretrained(folder).eval()
+        with torch.no_grad():
+            return model(tokens).logits
+
+    expected = logits(source)
+    assert logits(whole).equal(expected)
+    torch.testing.assert_close(logits(pruned), expected, rtol=1e-4, atol=1e-5)
+    wrong = snapshot_with_swapped_heads(pruned)
+    assert not torch.allclose(logits(wrong), expected, rtol=1e-2, atol=1e-3)
+
+
+def snapshot_with_swapped_heads(folder: Path) -> Path:
+    for file in shard_files(folder):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("layers.0.self_attn.k_proj.weight"):
+                tensors[name] = tensors[name].flip(0).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_index_and_metadata(
+    family: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    assert [file.name for file in shard_files(out)] == [file.name for file in shard_files(source)]
+    index, old = read_json(out / INDEX_NAME), read_json(source / INDEX_NAME)
+    assert set(index["weight_map"]) - set(old["weight_map"]) == {
+        f"model.layers.{layer}.self_attn.channel_mask" for layer in range(3)
+    }
+    assert index["metadata"]["total_parameters"] == old["metadata"]["total_parameters"]
+    tensors = read_tensors(out)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn"
+        assert index["weight_map"][f"{prefix}.channel_mask"] == index["weight_map"][f"{prefix}.q_proj.weight"]
+    leank = read_json(out / "config.json")["leank"]
+    leank.pop("files")
+    for file in shard_files(out):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert json.loads(opened.metadata()["leank"]) == leank
+            assert all(index["weight_map"][name] == file.name for name in opened.keys())  # noqa: SIM118
+
+
+def test_tied_embeddings_stay_tied(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model("mistral")
+    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    assert "lm_head.weight" not in read_tensors(out)
+    assert read_json(out / "config.json")["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_is_the_sources_with_the_leank_block(
+    family: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    mask = mask_for(source, ragged_mask)
+    out = export_checkpoint(source, mask, tmp_path / "out", sink_size=4, recent_size=0, flush_size=1)
+    before, config = read_json(source / "config.json"), read_json(out / "config.json")
+    stem = ARCHITECTURES[family].stem
+    leank = config.pop("leank")
+    assert config == {
+        **before,
+        "model_type": f"leank_{family}",
+        "architectures": [f"LeanK{stem}ForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"configuration_leank.LeanK{stem}Config",
+            "AutoModel": f"modeling_leank.LeanK{stem}Model",
+            "AutoModelForCausalLM": f"modeling_leank.LeanK{stem}ForCausalLM",
+        },
+    }
+    assert list(leank) == LEANK_KEYS
+    assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (4, 0, 1)
+    assert leank["pruning_ratio"] == mask.pruning_ratio
+    assert (leank["format_version"], leank["prune"]) == (1, "eager")
+    assert leank["pruning_ratio_asked"] is None and leank["width_multiple"] is None
+
+
+def test_every_runtime_file_and_the_mask_is_there_with_its_digest(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    runtime = Path(__file__).parents[3] / "runtime"
+    files = read_json(out / "config.json")["leank"]["files"]
+    shipped = {file.name for file in runtime.glob("*_leank.py")}
+    assert {"configuration_leank.py", "modeling_leank.py"} < shipped
+    assert files.keys() == shipped | {"channel_mask.safetensors"}
+    for name in shipped:
+        assert (out / name).read_bytes() == (runtime / name).read_bytes()
+    for name, digest in files.items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(mask.channel_mask)
+    known = load_mask(out / "channel_mask.safetensors").provenance
+    assert known is not None and known.method == "imported" and known.model == "llama-model"
+
+
+def test_a_trained_mask_gives_its_windows_and_facts(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    known = MaskProvenance.for_model(
+        str(source),
+        facts_of(source),
+        method="leank",
+        sink_size=16,
+        recent_size=64,
+        flush_size=8,
+        pruning_ratio_asked=0.5,
+        width_multiple=4,
+        recipe="# how\nsteps: 3\n",
+        seed=1,
+    )
+    mask = ChannelMask(ragged_mask(), None, known)
+    out = export_checkpoint(source, mask, tmp_path / "out", flush_size=2, prune="deferred")
+    leank = read_json(out / "config.json")["leank"]
+    assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (16, 64, 2)
+    assert (leank["pruning_ratio_asked"], leank["width_multiple"]) == (0.5, 4)
+    assert leank["prune"] == "deferred"
+    assert load_mask(out / "channel_mask.safetensors").provenance == known
+    assert "# how\nsteps: 3" in (out / "README.md").read_text()
+
+
+def test_defaults_are_the_papers_windows(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    leank = read_json(
+        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out") / "config.json"
+    )["leank"]
+    assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (128, 1024, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sink_size": -1}, "`sink_size` is `-1`"),
+        ({"recent_size": -3}, "`recent_size` is `-3`"),
+        ({"flush_size": 0}, "`flush_size` is `0`"),
+        ({"sink_size": 1.5}, "`sink_size` is `1.5`"),
+        ({"prune": "lazy"}, "`prune` is `lazy`"),
+        ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
+    ],
+)
+def test_senseless_options_are_refused(
+    options: dict[str, Any],
+    message: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model()
+    with pytest.raises(LeanKError, match=re.escape(message)):
+        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_companions_travel_and_nothing_else(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = source_model()
+    copied = {
+        "tokenizer.model": b"\0\1",
+        "special_tokens_map.json": b"{}",
+        "vocab.json": b"{}",
+        "merges.txt": b"a b",
+        "additional_chat_templates/tool.jinja": b"x",
+        "LICENSE": b"terms",
+    }
+    left = {
+        "README.md": b"the source's own",
+        "pytorch_model.bin": b"pickle",
+        "model.pt": b"pickle",
+        "consolidated.safetensors": b"x",
+        ".git/config": b"x",
+        "original/params.json": b"{}",
+        "training_args.bin": b"x",
+    }
+    for name, content in {**copied, **left}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(content)
+    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    copied["generation_config.json"] = (source / "generation_config.json").read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        copied[name] = (source / name).read_bytes()
+    for name, content in copied.items():
+        assert (out / name).read_bytes() == content
+    assert not [name for name in left if name != "README.md" and (out / name).exists()]
+    assert "the source's own" not in (out / "README.md").read_text()
+    assert not caplog.records
+
+
+def test_a_missing_tokenizer_is_one_warning(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = source_model()
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with caplog.at_level(logging.WARNING, "leank_convert"):
+        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    assert [record.getMessage().count("has no tokenizer") for record in caplog.records] == [1]
+
+
+def test_equal_inputs_give_equal_folders(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    first, second = (snapshot(export_checkpoint(source, mask, tmp_path / name)) for name in ("a", "b"))
+    assert first == second
+    assert snapshot(export_checkpoint(source, mask, tmp_path / "a", overwrite=True)) == first
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def test_overrides_are_written_and_bind_the_mask(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    overrides = {"rope_parameters": YARN, "max_position_embeddings": 2048}
+    first = export_checkpoint(
+        source, mask_for(source, ragged_mask), tmp_path / "a", config_overrides=overrides
+    )
+    config = read_json(first / "config.json")
+    assert config["rope_parameters"] == {**YARN, "rope_theta": 1e6}
+    assert config["max_position_embeddings"] == 2048
+    assert verify_checkpoint(first, source).ok
+    yarn_mask = load_mask(first / "channel_mask.safetensors")
+    with pytest.raises(LeanKError, match=r'"yarn"(?s:.)*"default"'):
+        export_checkpoint(source, yarn_mask, tmp_path / "b")
+    assert export_checkpoint(source, yarn_mask, tmp_path / "b", config_overrides=overrides).is_dir()
+
+
+def refused(source: Path, mask: ChannelMask, out: Path, message: str, **options: Any) -> LeanKError:
+    before = snapshot(out) if out.exists() else None
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        export_checkpoint(source, mask, out, **options)
+    assert (snapshot(out) if out.exists() else None) == before
+    assert not out.with_name(out.name + ".partial").exists()
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def rewrite(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
+    file = source / read_json(source / INDEX_NAME)["weight_map"][name]
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+ATTENTION = "model.layers.1.self_attn."
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "expected"),
+    [
+        ("llama", ATTENTION + "q_proj.weight", [96, 32]),
+        ("llama", ATTENTION + "k_proj.bias", [48]),
+        ("llama", ATTENTION + "o_proj.weight", [32, 96]),
+        ("llama", ATTENTION + "o_proj.bias", [32]),
+        ("qwen2", ATTENTION + "v_proj.bias", [16]),
+        ("qwen3", ATTENTION + "q_norm.weight", [6]),
+    ],
+)
+def test_tensors_of_another_shape_are_named(
+    family: str,
+    name: str,
+    expected: list[int],
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    mask = mask_for(source, ragged_mask)
+    file = rewrite(source, name, lambda tensor: torch.zeros(7, *tensor.shape[1:]))
+    message = f"`{file}`: tensor `{name}` has shape {[7, *expected[1:]]}; config.json asks for {expected}"
+    refused(source, mask, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", ATTENTION + "k_proj.weight"),
+        ("llama", "model.layers.2.mlp.up_proj.weight"),
+        ("llama", "lm_head.weight"),
+        ("mistral", "model.embed_tokens.weight"),
+        ("qwen2", ATTENTION + "q_proj.bias"),
+        ("qwen3", ATTENTION + "k_norm.weight"),
+    ],
+)
+def test_missing_tensors_are_named(
+    family: str,
+    name: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    mask = mask_for(source, ragged_mask)
+    rewrite(source, name, lambda _: None)
+    weight_map = read_json(source / INDEX_NAME)["weight_map"]
+    refused(source, mask, tmp_path / "out", f"has no tensor `{name}`")
+    weight_map.pop(name)
+    edit_json(source / INDEX_NAME, weight_map=weight_map)
+    refused(source, mask, tmp_path / "out", f"tensor `{name}` is missing")
+
+
+def test_quantized_models_are_refused(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
+    refused(source, mask, tmp_path / "out", "has dtype I8; quantized weights cannot be converted")
+    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
+    refused(source, mask, tmp_path / "out", "is quantized (`quantization_config`")
+
+
+def test_sources_that_cannot_be_converted_are_refused(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    wrong = ChannelMask(ragged_mask(head_dim=16))
+    refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
+    edit_json(source / "config.json", model_type="gpt_oss")
+    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is `gpt_oss`")
+    edit_json(source / "config.json", model_type="mistral", sliding_window=64)
+    refused(source, mask, tmp_path / "out", "sliding window")
+    for name in ("pytorch_model.bin",):
+        (source / name).touch()
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    refused(source, mask, tmp_path / "out", "pickled weights")
+    (source / "config.json").unlink()
+    refused(source, mask, tmp_path / "out", "has no `config.json`")
+
+
+def test_a_checkpoint_of_ours_is_no_source(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.001, 0], ids=["data", "header", "empty"])
+def test_a_truncated_shard_is_refused_by_name(
+    keep: float,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source = source_model()
+    mask = mask_for(source, ragged_mask)
+    shard = shard_files(source)[2]
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(len(content) * keep)])
+    refused(source, mask, tmp_path / "out", f"`{shard}` is truncated or damaged")
+
+
+@pytest.mark.parametrize("where", ["", "inside", "inside/deep", ".."])
+def test_the_source_is_never_written_to(
+    where: str, source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor]
+) -> None:
+    source = source_model()
+    before = snapshot(source)
+    with pytest.raises(LeanKError, match="overlaps the source"):
+        export_checkpoint(source, mask_for(source, ragged_mask), source / where, overwrite=True)
+    assert snapshot(source) == before
+
+
+def test_another_mask_in_the_folder_is_not_lost(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source, out = source_model(), tmp_path / "out"
+    trained = mask_for(source, ragged_mask)
+    (out / "leank").mkdir(parents=True)
+    (out / "leank" / "log.csv").write_text("step\n")
+    save_mask(trained, out / "channel_mask.safetensors")
+    refused(source, all_channels_mask(facts_of(source)), out, "is another mask than the one to export")
+    export_checkpoint(source, trained, out)
+    assert (out / "leank" / "log.csv").read_text() == "step\n"
+    assert verify_checkpoint(out, source).ok
+
+
+def test_a_full_disk_leaves_nothing(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source, disk = source_model(vocab_size=4096), tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        error = refused(source, mask_for(source, ragged_mask), disk / "out", "no space left while writing")
+        assert re.search(r"`.*out\.partial/model-\d+.*safetensors`", str(error))
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("file", ["shard", "config.json", "channel_mask", "README.md"])
+def test_no_space_at_any_file_leaves_the_folder_as_it_was(
+    file: str,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, out = source_model(), tmp_path / "out"
+    mask = mask_for(source, ragged_mask)
+    export_checkpoint(source, mask, out)
+    real = os.fsync
+
+    def fail(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.startswith(file) or (file == "shard" and name.startswith("model-")):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fail)
+    refused(source, mask, out, "o space left", overwrite=True)
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+import leank_convert.export as export
+from leank_convert.mask import load_mask
+
+written = []
+real = getattr(export, sys.argv[4])
+
+def then_die(*arguments, **options):
+    result = real(*arguments, **options)
+    written.append(result)
+    if len(written) == int(sys.argv[5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(export, sys.argv[4], then_die)
+export.export_checkpoint(Path(sys.argv[1]), load_mask(sys.argv[2]), Path(sys.argv[3]), overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "over-another"])
+@pytest.mark.parametrize(("step", "count"), [("write_shard", 1), ("write_shard", 4), ("_check_written", 1)])
+def test_a_killed_export_leaves_the_folder_as_it_was_and_can_be_run_again(
+    step: str,
+    count: int,
+    existing: bool,
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    source, out = source_model(), tmp_path / "out"
+    mask = mask_for(source, ragged_mask)
+    save_mask(mask, tmp_path / "m.safetensors")
+    if existing:
+        export_checkpoint(source, all_channels_mask(facts_of(source)), out)
+    before = snapshot(out) if existing else None
+    arguments = [str(source), str(tmp_path / "m.safetensors"), str(out), step, str(count)]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (snapshot(out) if out.exists() else None) == before
+    assert (tmp_path / "out.partial").exists()
+    export_checkpoint(source, mask, out, overwrite=True)
+    assert verify_checkpoint(out, source).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-model", "m.safetensors", "out"]
+
+
+REAL_MASKS = Path(__file__).parents[4] / "shared" / "masks"
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "shape"),
+    [
+        ("llama", "llama-3.1-8b-instruct.pth", (32, 32, 8, 128)),
+        ("qwen2", "qwen2.5-7b-instruct.pth", (28, 28, 4, 128)),
+    ],
+)
+def test_real_masks_are_exported(
+    family: str, file: str, shape: tuple[int, ...], source_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    if not (REAL_MASKS / file).exists():
+        pytest.skip("the real masks are not here")
+    layers, heads, kv_heads, head_dim = shape
+    source = source_model(
+        family,
+        dtype="bfloat16",
+        shards=False,
+        hidden_size=heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    out = export_checkpoint(source, load_mask(REAL_MASKS / file), tmp_path / "out")
+    assert verify_checkpoint(out, source).ok
+    widths = read_json(out / "config.json")["leank"]["widths"]
+    assert {width for layer in widths for width in layer} == {0, 32, 64, 96}

@@ -1,0 +1,174 @@
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from leank_convert.checkpoint_io import (
+    INDEX_NAME,
+    SINGLE_FILE_NAME,
+    model_name,
+    open_checkpoint,
+    read_json,
+    resolve_model,
+)
+from leank_convert.errors import LeanKError
+
+
+def test_sharded_and_single_file_folders_hold_the_same(source_model: Callable[..., Path]) -> None:
+    sharded = open_checkpoint(source_model("llama"))
+    single = open_checkpoint(source_model("qwen2", shards=False))
+    assert len(sharded.shards) > 3 and sharded.index is not None
+    assert list(single.shards) == [SINGLE_FILE_NAME] and single.index is None
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert sharded.index["weight_map"][name] == sharded.shard_of(name)
+    found = sharded.find(name)
+    assert found is not None and found.shape == (96, 32)
+    assert sharded.find("model.layers.3.self_attn.q_proj.weight") is None
+    assert sharded.num_data_bytes == sharded.index["metadata"]["total_size"]
+
+
+def test_a_single_file_wins_over_an_index_as_in_transformers(source_model: Callable[..., Path]) -> None:
+    folder = source_model("llama", shards=False)
+    (folder / INDEX_NAME).write_text("{}")
+    assert open_checkpoint(folder).index is None
+
+
+def refused(folder: Path, message: str) -> LeanKError:
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        open_checkpoint(folder)
+    return caught.value
+
+
+def test_folders_without_config_or_weights_are_refused(source_model: Callable[..., Path]) -> None:
+    folder = source_model("llama", shards=False)
+    (folder / SINGLE_FILE_NAME).unlink()
+    refused(folder, f"has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`")
+    (folder / "pytorch_model.bin").touch()
+    assert "safetensors" in str(refused(folder, "holds only pickled weights (`pytorch_model.bin`)").hint)
+    (folder / "config.json").write_text("{")
+    refused(folder, "is not JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "holds a `list`")
+    (folder / "config.json").unlink()
+    refused(folder, "has no `config.json`")
+
+
+def test_shards_that_contradict_the_index_are_refused(
+    source_model: Callable[..., Path], edit_json: Callable[..., None]
+) -> None:
+    folder = source_model("llama")
+    index = read_json(folder / INDEX_NAME)
+    weight_map = index["weight_map"]
+    name = "model.norm.weight"
+    other = next(shard for shard in weight_map.values() if shard != weight_map[name])
+    edit_json(folder / INDEX_NAME, weight_map={**weight_map, name: other})
+    refused(folder, f"has no tensor `{name}`")
+    edit_json(folder / INDEX_NAME, weight_map={**weight_map, "x": "../x.safetensors"})
+    refused(folder, "which is no file name")
+    edit_json(folder / INDEX_NAME, weight_map=...)
+    refused(folder, "has no `weight_map`")
+    edit_json(folder / INDEX_NAME, weight_map=weight_map)
+    (folder / other).rename(folder / "elsewhere")
+    refused(folder, f"shard `{other}` is missing")
+    (folder / other).write_bytes((folder / weight_map[name]).read_bytes())
+    assert "has no tensor" in str(refused(folder, other))
+
+
+def test_a_tensor_in_two_shards_is_refused(
+    source_model: Callable[..., Path], edit_json: Callable[..., None]
+) -> None:
+    folder = source_model("llama")
+    weight_map = read_json(folder / INDEX_NAME)["weight_map"]
+    shard = weight_map["model.norm.weight"]
+    (folder / "copy.safetensors").write_bytes((folder / shard).read_bytes())
+    edit_json(folder / INDEX_NAME, weight_map={**weight_map, "model.norm.weight": "copy.safetensors"})
+    assert list(weight_map.values()).count(shard) > 1
+    refused(folder, f"is in both `{shard}` and `copy.safetensors`")
+
+
+def test_local_folders_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert resolve_model("some/model") == Path("some/model")
+    assert resolve_model(tmp_path / "some") == tmp_path / "some"
+    assert model_name("some/model") == "model"
+    assert model_name("./some/") == "some"
+    assert model_name("owner/model") == "owner/model"
+    (tmp_path / "testbed").mkdir()
+    assert resolve_model("testbed") == Path("testbed")
+
+
+def test_testbed_is_the_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = resolve_model("testbed")
+    assert folder.name == "model" and folder.parent.name == "testbed"
+    assert model_name("testbed") == "testbed"
+
+
+@pytest.mark.parametrize("model", ["./missing", "/missing/model", "a/b/c", Path("owner/model"), "a b"])
+def test_missing_folders_are_not_asked_of_the_hub(model: str | Path) -> None:
+    with pytest.raises(LeanKError, match="does not exist"):
+        resolve_model(model)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(LeanKError, match="is a file"):
+        resolve_model(tmp_path / "model.safetensors")
+
+
+def test_hub_ids_are_downloaded_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/model") == tmp_path
+    assert asked["repo_id"] == "owner/model"
+    assert {"config.json", "model-*.safetensors", "tokenizer*"} <= set(asked["allow_patterns"])
+    assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    if kind in (LocalEntryNotFoundError, ConnectionError):
+        return kind("no connection\nand more")
+    response = SimpleNamespace(headers={}, request=None)
+    return kind("refused", response=response)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (GatedRepoError, "is gated on the hub"),
+        (RepositoryNotFoundError, "neither a local folder nor a model on the hub"),
+        (LocalEntryNotFoundError, "the hub cannot be reached: no connection"),
+        (ConnectionError, "the hub cannot be reached: no connection"),
+    ],
+)
+def test_what_the_hub_refuses_is_told(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], message: str
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise hub_error(kind)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        resolve_model("owner/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_reading_headers_needs_no_torch(source_model: Callable[..., Path]) -> None:
+    folder = source_model("llama")
+    code = (
+        "import sys; from pathlib import Path; from leank_convert.checkpoint_io import open_checkpoint; "
+        f"open_checkpoint(Path({str(folder)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

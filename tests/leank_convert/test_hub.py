@@ -1,0 +1,92 @@
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from leank_convert.errors import LeanKError
+from leank_convert.hub import push_to_hub
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "leank" / "plots").mkdir(parents=True)
+    for name in ("model.safetensors", "leank/state.pt", "leank/plots/a.png", "modeling_leank.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text('{"leank": {}}')
+    return tmp_path
+
+
+class FakeHub:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.repositories: dict[str, bool] = {}
+        self.uploaded: set[str] = set()
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+        assert exist_ok
+        self.repositories[repo_id] = private
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: str, ignore_patterns: list[str], commit_message: str
+    ) -> None:
+        assert repo_id in self.repositories and commit_message
+        if self.error is not None:
+            raise self.error
+        names = (path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file())
+        self.uploaded = {
+            str(name) for name in names if not any(fnmatch(str(name), rule) for rule in ignore_patterns)
+        }
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_checkpoint_is_uploaded_without_its_training_run(
+    private: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
+    assert hub.repositories == {"me/model": private}
+    assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
+
+
+def test_the_ignore_rule_is_understood_by_huggingface_hub() -> None:
+    names = ["leank/state.pt", "leank/plots/a.png", "modeling_leank.py", "config.json"]
+    kept = huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=["leank/**"])
+    assert list(kept) == ["modeling_leank.py", "config.json"]
+
+
+def http_error() -> Exception:
+    response: Any = SimpleNamespace(headers={}, request=None)
+    return HfHubHTTPError("403 Forbidden\nRequest ID: x", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http_error(), "uploading to `me/model` failed: 403 Forbidden$"),
+        (HfHubHTTPError.__bases__[0]("no route"), "uploading to `me/model` failed: no route$"),
+        (ConnectionError("no route"), "uploading to `me/model` failed: no route$"),
+        (LocalTokenNotFoundError(), "not logged in"),
+        (HFValidationError("bad"), "no name of a hub repository"),
+    ],
+)
+def test_what_the_hub_refuses_is_told(
+    error: Exception, message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
+    with pytest.raises(LeanKError, match=message):
+        push_to_hub(checkpoint, "me/model")
+
+
+def test_only_checkpoints_of_ours_are_uploaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
+        push_to_hub(checkpoint, "me/model")
+    assert hub.repositories == {}

@@ -1,0 +1,113 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import read_json
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.inspection import inspect_artifact, render_inspection
+from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    values = torch.zeros(3, 4, 12, dtype=torch.bool)
+    values[0, 0] = True
+    values[1, 3, :4] = True
+    values[2, 1:3, 5] = True
+    return values
+
+
+def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path: Path, mask: torch.Tensor) -> None:
+    torch.save(mask.float(), tmp_path / "m.pth")
+    facts = inspect_artifact(tmp_path / "m.pth")
+    assert facts["kind"] == "mask"
+    assert facts["widths"] == [[12, 0, 0, 0], [0, 0, 0, 4], [0, 1, 1, 0]]
+    assert facts["heads_per_width"] == {"0": 8, "1": 2, "4": 1, "12": 1}
+    assert facts["pruning_ratio"] == pytest.approx(1 - 18 / 144)
+    assert facts["element_bytes"] == 2 and facts["element_bytes_assumed"]
+    assert facts["bytes_per_token"] == {
+        "key_dense": 288,
+        "value_dense": 288,
+        "key_pruned": 36,
+        "value_pruned": 96,
+        "saved": pytest.approx(1 - 132 / 576),
+    }
+    assert facts["model"] is None and facts["windows"] is None and facts["provenance"] is None
+    text = render_inspection(facts)
+    assert "2 (assumed)" in text and "asked: not known" in text
+    assert "    1    8%   0  0  0  4" in text
+
+
+def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(
+    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+) -> None:
+    out = export_checkpoint(
+        source_model(), ChannelMask(mask), tmp_path / "out", sink_size=3, prune="deferred"
+    )
+    facts = inspect_artifact(out)
+    assert facts["kind"] == "checkpoint" and facts["model_type"] == "leank_llama"
+    assert facts["widths"] == [[0, 0, 0, 12], [0, 0, 0, 4], [0, 0, 1, 1]]
+    assert facts["head_permutation"][0] == [1, 2, 3, 0]
+    assert facts["element_bytes"] == 4 and not facts["element_bytes_assumed"]
+    assert facts["bytes_per_token"]["key_dense"] == 576
+    assert facts["windows"] == {"sink_size": 3, "recent_size": 1024, "flush_size": 32, "prune": "deferred"}
+    assert facts["provenance"]["method"] == "imported"
+    assert json.loads(json.dumps(facts)) == facts
+    assert "(assumed)" not in render_inspection(facts)
+
+
+def test_provenance_of_a_trained_mask_is_told(
+    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+) -> None:
+    source = source_model()
+    known = MaskProvenance.for_model(
+        str(source),
+        read_model_facts(read_json(source / "config.json"), origin="config.json"),
+        method="leank",
+        sink_size=1,
+        recent_size=2,
+        flush_size=3,
+        pruning_ratio_asked=0.75,
+        width_multiple=4,
+        recipe="steps: 3\nseed: 7\n",
+        seed=7,
+    )
+    (tmp_path / "run").mkdir()
+    save_mask(ChannelMask(mask, None, known), tmp_path / "run" / "channel_mask.safetensors")
+    facts = inspect_artifact(tmp_path / "run")
+    assert facts["kind"] == "mask" and facts["pruning_ratio_asked"] == 0.75
+    text = render_inspection(facts)
+    for part in (
+        "llama-model (llama)",
+        "0.8750 (asked: 0.75), widths in multiples of 4",
+        "sink_size 1, recent_size 2, flush_size 3",
+        "made by",
+        "  seed: 7\n",
+    ):
+        assert part in text
+
+
+def test_other_folders_and_files_are_refused(tmp_path: Path, source_model: Callable[..., Path]) -> None:
+    with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
+        inspect_artifact(source_model())
+    with pytest.raises(LeanKError, match="has no `config\\.json`"):
+        inspect_artifact(tmp_path)
+    with pytest.raises(LeanKError, match="does not exist"):
+        inspect_artifact(tmp_path / "missing.pth")
+
+
+def test_a_damaged_block_points_to_verify(
+    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+) -> None:
+    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
+    config = read_json(out / "config.json")
+    del config["leank"]["flush_size"]
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LeanKError, match="the `leank` block has no `flush_size`") as caught:
+        inspect_artifact(out)
+    assert "verify" in str(caught.value.hint)

@@ -1,0 +1,98 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leank_convert.errors import LeanKError
+from leank_convert.safetensors_file import encode_header, read_header
+
+
+def write(path: Path, header: object, data: bytes = b"", *, claim: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if claim is None else claim).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(shape: list[Any], start: Any, stop: Any, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def test_headers_of_the_safetensors_package_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.rand(3, 5),
+        "a": torch.rand(7).to(torch.bfloat16),
+        "scalar": torch.tensor(1.0),
+        "empty": torch.zeros(0, 3),
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+    }
+    save_file(tensors, tmp_path / "f.safetensors", {"format": "pt", "note": "x"})
+    header = read_header(tmp_path / "f.safetensors")
+    assert header.metadata == {"format": "pt", "note": "x"}
+    assert {name: info.shape for name, info in header.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    content = (tmp_path / "f.safetensors").read_bytes()
+    info = header.tensors["b"]
+    raw = content[header.data_start + info.start : header.data_start + info.stop]
+    assert raw == tensors["b"].numpy().tobytes()
+    assert header.data_start + header.num_data_bytes == len(content)
+
+
+def test_the_safetensors_package_reads_our_headers(tmp_path: Path) -> None:
+    values, mask = torch.rand(2, 3), torch.tensor([[True], [False]])
+    header = encode_header(
+        [("naïve", "F32", (2, 3), 24), ("mask", "BOOL", (2, 1), 2)], {"format": "pt", "x": '"y"\n'}
+    )
+    (tmp_path / "f.safetensors").write_bytes(header + values.numpy().tobytes() + mask.numpy().tobytes())
+    assert len(header) % 8 == 0
+    read = load_file(tmp_path / "f.safetensors")
+    assert read["naïve"].equal(values) and read["mask"].equal(mask)
+    assert read_header(tmp_path / "f.safetensors").metadata == {"format": "pt", "x": '"y"\n'}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"a": entry([2], 0, 8)}, b"1234567", "its header promises"),
+        ({"a": entry([2], 0, 8)}, b"123456789", "its header promises"),
+        ({"a": entry([3], 0, 8)}, b"12345678", "of shape [3] and dtype F32 has 8 bytes, not 12"),
+        ({"a": entry([1], 4, 8)}, b"12345678", "`a` begins at byte 4, not 0"),
+        ({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, b"1234", "`b` begins at byte 0, not 4"),
+        ({"a": entry([1], 4, 0)}, b"1234", "`a` begins at byte 4"),
+        ({"a": entry([1], 0, "4")}, b"1234", "cannot be parsed"),
+        ({"a": entry([-1], 0, 4)}, b"1234", "cannot be parsed"),
+        ({"a": {"dtype": "F32"}}, b"", "cannot be parsed"),
+        ({"a": 3}, b"", "cannot be parsed"),
+        ([1, 2], b"", "cannot be parsed"),
+        (b"{", b"", "cannot be parsed"),
+        (b"\xff\xfe{}", b"", "cannot be parsed"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+    path = write(tmp_path / "f.safetensors", header, data)
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("claim", [3, 10**6, 2**63])
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, claim: int) -> None:
+    path = write(tmp_path / "f.safetensors", b"{}", claim=claim)
+    with pytest.raises(LeanKError, match=f"its header claims {claim} bytes, the file has 10"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\1\0\0"])
+def test_files_too_short_for_a_header_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f.safetensors").write_bytes(content)
+    with pytest.raises(LeanKError, match="truncated or damaged"):
+        read_header(tmp_path / "f.safetensors")
+
+
+def test_an_unknown_dtype_is_carried(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.safetensors", {"a": entry([3], 0, 2, "F4")}, b"12")
+    assert read_header(path).tensors["a"].dtype == "F4"

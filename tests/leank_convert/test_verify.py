@@ -1,0 +1,248 @@
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from leank_convert import verify
+from leank_convert.architectures import ARCHITECTURES, read_model_facts
+from leank_convert.checkpoint_io import INDEX_NAME, read_json
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask, load_mask, save_mask
+from leank_convert.verify import verify_checkpoint
+
+LAYER = "model.layers.1.self_attn."
+
+
+@pytest.fixture
+def export(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> Callable[..., tuple[Path, Path]]:
+    def build(family: str = "llama", **options: Any) -> tuple[Path, Path]:
+        source = source_model(family, **options)
+        facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+        mask = ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+        return source, export_checkpoint(source, ChannelMask(mask), tmp_path / "out")
+
+    return build
+
+
+def failed(out: Path, source: Path | None = None) -> dict[str, str]:
+    report = verify_checkpoint(out, source)
+    assert report.ok == all(check.ok for check in report.checks)
+    return {check.name: check.detail for check in report.checks if not check.ok}
+
+
+def shard_with(folder: Path, tensor: str) -> Path:
+    if not (folder / INDEX_NAME).exists():
+        return folder / "model.safetensors"
+    return folder / read_json(folder / INDEX_NAME)["weight_map"][tensor]
+
+
+def change(folder: Path, tensor: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    file = shard_with(folder, tensor)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors[tensor] = edit(tensors[tensor]).contiguous()
+    save_file(tensors, file, metadata)
+
+
+def change_leank(folder: Path, **changes: Any) -> None:
+    config = read_json(folder / "config.json")
+    config["leank"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "single"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_an_export_verifies_against_its_source(
+    family: str, shards: bool, export: Callable[..., tuple[Path, Path]]
+) -> None:
+    source, out = export(family, shards=shards)
+    report = verify_checkpoint(out, str(source))
+    assert report.ok, failed(out, source)
+    names = [check.name for check in report.checks]
+    assert "digest of channel_mask.safetensors" in names and "digest of modeling_leank.py" in names
+    assert sum(name.startswith("source: model") for name in names) == len(list(source.glob("*.safetensors")))
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+    assert not [check for check in verify_checkpoint(out).checks if check.name.startswith("source")]
+
+
+@pytest.mark.parametrize("buffer", [1, 100, 1 << 20])
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_one_wrong_number_is_found(
+    buffer: int,
+    projection: str,
+    export: Callable[..., tuple[Path, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "_BUFFER_BYTES", buffer)
+    source, out = export(hidden_size=8, intermediate_size=8, head_dim=2, num_hidden_layers=2)
+    assert failed(out, source) == {}
+    name = f"{LAYER}{projection}.weight"
+
+    def nudge(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[-1, -1] += 1e-3
+        return tensor
+
+    change(out, name, nudge)
+    (detail,) = failed(out, source).values()
+    assert detail == f"tensor `{name}` is not the permutation of its source"
+    assert failed(out) == {}
+
+
+@pytest.mark.parametrize("name", [LAYER + "q_proj.bias", LAYER + "k_proj.weight"])
+def test_heads_in_the_sources_order_are_found(name: str, export: Callable[..., tuple[Path, Path]]) -> None:
+    source, out = export()
+    original = load_file(shard_with(source, name))[name]
+    change(out, name, lambda _: original)
+    assert [*failed(out, source).values()] == [f"tensor `{name}` is not the permutation of its source"]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "lm_head.weight", LAYER + "o_proj.bias", "model.layers.2.mlp.up_proj.bias"]
+)
+def test_a_changed_tensor_that_should_have_stayed_is_found(
+    name: str, export: Callable[..., tuple[Path, Path]]
+) -> None:
+    source, out = export()
+    change(out, name, lambda tensor: tensor.neg())
+    assert [*failed(out, source).values()] == [f"tensor `{name}` differs from its source"]
+
+
+def test_another_source_is_found(
+    export: Callable[..., tuple[Path, Path]], source_model: Callable[..., Path]
+) -> None:
+    _, out = export("llama")
+    assert "source: tensors" in failed(out, source_model("qwen2"))
+    assert "source: tensors" in failed(out, source_model("llama", dtype="bfloat16"))
+
+
+def test_changed_missing_and_added_files_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
+    _, out = export()
+    (out / "modeling_leank.py").write_text("import os\n")
+    (out / "cache_leank.py").unlink()
+    details = failed(out)
+    assert details.keys() == {"digest of modeling_leank.py", "digest of cache_leank.py"}
+    assert "was changed: its SHA-256" in details["digest of modeling_leank.py"]
+    assert "is missing" in details["digest of cache_leank.py"]
+
+
+def test_a_digest_cannot_point_outside(export: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    _, out = export()
+    (tmp_path / "secret").touch()
+    change_leank(out, files={**read_json(out / "config.json")["leank"]["files"], "../secret": "0"})
+    assert "is missing" in failed(out)["digest of ../secret"]
+
+
+def test_damaged_weights_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
+    _, out = export()
+    file = shard_with(out, LAYER + "q_proj.weight")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "truncated or damaged" in failed(out)["headers and index"]
+    file.unlink()
+    assert "is missing" in failed(out)["headers and index"]
+
+
+def test_an_index_that_does_not_fit_is_found(
+    export: Callable[..., tuple[Path, Path]], edit_json: Callable[..., None]
+) -> None:
+    _, out = export()
+    index = read_json(out / INDEX_NAME)
+    edit_json(out / INDEX_NAME, metadata={"total_size": 5})
+    assert "`total_size` is 5" in failed(out)["headers and index"]
+    weight_map = {name: file for name, file in index["weight_map"].items() if "channel_mask" not in name}
+    edit_json(out / INDEX_NAME, metadata=index["metadata"], weight_map=weight_map)
+    assert "does not name tensor" in failed(out)["headers and index"]
+
+
+def rotate(rows: list[list[int]]) -> list[list[int]]:
+    return [rows[0], [*rows[1][1:], rows[1][0]], *rows[2:]]
+
+
+@pytest.mark.parametrize(
+    ("key", "edit", "message"),
+    [
+        ("widths", rotate, "`leank.widths[1]` is"),
+        ("widths", lambda rows: [[row[0], row[1] - 1, *row[2:]] for row in rows], "`leank.pruning_ratio` is"),
+        ("widths", lambda rows: rows[:-1], "`leank.widths` is no table of 3 layers and 4 KV heads"),
+        ("widths", lambda rows: [[-1, *rows[0][1:]], *rows[1:]], "`leank.widths[0]` is"),
+        ("widths", lambda rows: [[*rows[0][:-1], 13], *rows[1:]], "`leank.widths[0]` is"),
+        ("head_permutation", lambda rows: [[0, 0, 1, 2], *rows[1:]], "[0, 0, 1, 2], no permutation"),
+        ("head_permutation", lambda rows: [[1, 2, 3, 4], *rows[1:]], "[1, 2, 3, 4], no permutation"),
+        ("head_permutation", lambda _: "none", "`leank.head_permutation` is no table"),
+        ("pruning_ratio", lambda _: 0.25, "`leank.pruning_ratio` is 0.25"),
+        ("pruning_ratio", lambda _: None, "`leank.pruning_ratio` is None"),
+        ("format_version", lambda _: 2, "`leank.format_version` is 2"),
+        ("sink_size", lambda _: -1, "`sink_size` is `-1`"),
+        ("prune", lambda _: "never", "`prune` is `never`"),
+        ("extra", lambda _: 1, "missing or unknown keys: extra"),
+        ("files", lambda _: {}, "does not name `channel_mask.safetensors`"),
+        ("files", lambda _: None, "does not name `channel_mask.safetensors`"),
+    ],
+)
+def test_a_leank_block_that_contradicts_itself_is_found(
+    key: str,
+    edit: Callable[[Any], Any],
+    message: str,
+    export: Callable[..., tuple[Path, Path]],
+) -> None:
+    _, out = export()
+    before = read_json(out / "config.json")["leank"]
+    change_leank(out, **{key: edit(before.get(key))})
+    assert message in failed(out)["config"]
+
+
+def test_an_unstable_permutation_is_found(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    mask = ragged_mask()
+    mask[:, 1] = mask[:, 0]
+    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
+    rows = read_json(out / "config.json")["leank"]["head_permutation"]
+    swapped = [[{0: 1, 1: 0}.get(head, head) for head in row] for row in rows]
+    change_leank(out, head_permutation=swapped)
+    assert "not stable within a bucket" in failed(out)["config"]
+
+
+def test_masks_that_contradict_config_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
+    _, out = export()
+    change(out, LAYER + "channel_mask", lambda mask: mask.flip(1))
+    assert failed(out).keys() == {"mask file"}
+    change(out, LAYER + "channel_mask", lambda mask: mask.flip(0))
+    assert "layer 1: `channel_mask` keeps [12," in failed(out)["channel masks"]
+    change(out, LAYER + "channel_mask", lambda mask: mask.to(torch.uint8))
+    assert "is U8 [4, 12]" in failed(out)["channel masks"]
+
+
+def test_another_mask_file_is_found(export: Callable[..., tuple[Path, Path]]) -> None:
+    _, out = export()
+    path = out / "channel_mask.safetensors"
+    mask = load_mask(path)
+    save_mask(ChannelMask(mask.channel_mask.flip(0), None, mask.provenance), path)
+    assert failed(out).keys() == {"digest of channel_mask.safetensors", "mask file"}
+
+
+def test_metadata_of_another_export_is_found(export: Callable[..., tuple[Path, Path]]) -> None:
+    _, out = export()
+    change_leank(out, sink_size=7)
+    assert failed(out).keys() == {"header metadata"}
+
+
+def test_a_model_that_is_no_checkpoint_of_ours_is_an_error(
+    source_model: Callable[..., Path], export: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, out = export()
+    with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
+        verify_checkpoint(source_model())
+    with pytest.raises(LeanKError, match=re.escape("has no `config.json`")):
+        verify_checkpoint(tmp_path)
+    with pytest.raises(LeanKError, match="does not exist"):
+        verify_checkpoint(out, tmp_path / "missing")
