@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,31 +109,56 @@ def model_name(model: str | Path) -> str:
     return folder.resolve().name if folder.is_dir() else str(model)
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form `owner/name` of a repository on the hub."""
+    return "/" in name and _HUB_ID.fullmatch(name) is not None
+
+
+def download_file(repo_id: str, name: str) -> Path:
+    """Download one file of a repository to the hub's cache.
+
+    Raises:
+        LeanKError: If the hub does not give it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repo_id):
+        return Path(hf_hub_download(repo_id, name))
+
+
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
+
+    with _hub_errors(model):
+        return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED_PATTERNS)))
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Tell what the hub refuses in one sentence."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
+        RemoteEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED_PATTERNS)))
+        yield
     except GatedRepoError as error:
         raise LeanKError(
-            f"model `{model}` is gated on the hub",
-            hint=f"accept its terms at https://huggingface.co/{model}, then run `hf auth login`",
+            f"`{repo_id}` is gated on the hub",
+            hint=f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`",
         ) from error
     except RepositoryNotFoundError as error:
         raise LeanKError(
-            f"model `{model}` is neither a local folder nor a model on the hub",
-            hint="a private model needs `hf auth login`",
+            f"`{repo_id}` is neither here nor on the hub", hint="a private repository needs `hf auth login`"
         ) from error
+    except RemoteEntryNotFoundError as error:
+        raise LeanKError(f"`{repo_id}` on the hub lacks a file: {first_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise LeanKError(
-            f"model `{model}` is no local folder, and the hub cannot be reached: {first_line(error)}"
-        ) from error
+        raise LeanKError(f"`{repo_id}` is not here, and the hub fails: {first_line(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -215,7 +241,10 @@ def _no_weights(folder: Path) -> LeanKError:
             hint="convert them to safetensors: load the model with transformers and save it with "
             "`save_pretrained`",
         )
-    return LeanKError(f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`")
+    return LeanKError(
+        f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`",
+        hint="only safetensors weights are read; of a hub model, nothing else is downloaded",
+    )
 
 
 def first_line(error: Exception) -> str:

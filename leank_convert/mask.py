@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import model_name
+from leank_convert.checkpoint_io import download_file, is_hub_id, model_name
 from leank_convert.errors import LeanKError
 from leank_convert.safetensors_file import encode_header, read_header
 
 MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
 MASK_FILE_NAME = "channel_mask.safetensors"
+
+_PICKLE_SUFFIXES = (".pth", ".pt")
+_SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
 
 
 def package_versions() -> dict[str, str]:
@@ -209,6 +212,24 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
         raise LeanKError(f"cannot write mask `{path}`: {error.strerror}") from error
 
 
+def resolve_mask(mask: str | os.PathLike[str]) -> Path:
+    """Turn what a user calls a mask into a file.
+
+    Args:
+        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), or the hub
+            id of a repository that holds one.
+
+    Raises:
+        LeanKError: If the hub does not give it.
+    """
+    path = Path(mask).expanduser()
+    if path.is_dir():
+        return path / MASK_FILE_NAME
+    if path.exists() or path.suffix in _SUFFIXES or not is_hub_id(str(mask)):
+        return path
+    return download_file(str(mask), MASK_FILE_NAME)
+
+
 def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
     """Read a mask file of ours, or import a 0/1 or bool tensor.
 
@@ -226,7 +247,7 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
         )
     if path.suffix == ".safetensors":
         return _load_safetensors(path)
-    if path.suffix in (".pth", ".pt"):
+    if path.suffix in _PICKLE_SUFFIXES:
         return ChannelMask(_to_bool(_load_pickle(path), path))
     if path.suffix == ".npy":
         try:

@@ -29,25 +29,12 @@ from leank_convert.checkpoint_io import (
     resolve_model,
 )
 from leank_convert.errors import LeanKError
-from leank_convert.export.config_json import FORMAT_VERSION, Windows
+from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, Windows
 from leank_convert.export.plan import TensorEdit, check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map, sha256_of
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
 
-LEANK_KEYS = (
-    "format_version",
-    "widths",
-    "head_permutation",
-    "sink_size",
-    "recent_size",
-    "flush_size",
-    "prune",
-    "pruning_ratio_asked",
-    "pruning_ratio",
-    "width_multiple",
-    "files",
-)
 _BUFFER_BYTES = 8 << 20
 
 

@@ -15,6 +15,19 @@ from leank_convert.mask import ChannelMask
 
 FORMAT_VERSION = 1
 PRUNE_MODES = ("eager", "deferred")
+LEANK_KEYS = (
+    "format_version",
+    "widths",
+    "head_permutation",
+    "sink_size",
+    "recent_size",
+    "flush_size",
+    "prune",
+    "pruning_ratio_asked",
+    "pruning_ratio",
+    "width_multiple",
+    "files",
+)
 
 
 @dataclass(frozen=True)

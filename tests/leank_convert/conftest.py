@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -70,6 +77,48 @@ def ragged_mask() -> Callable[..., torch.Tensor]:
         return mask
 
     return build
+
+
+@pytest.fixture
+def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], ChannelMask]:
+    """A ragged mask of the shape that a model folder needs."""
+
+    def build(folder: Path) -> ChannelMask:
+        facts = read_model_facts(json.loads((folder / "config.json").read_text()), origin="config.json")
+        return ChannelMask(ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim))
+
+    return build
+
+
+@pytest.fixture
+def snapshot() -> Callable[[Path], dict[str, str] | None]:
+    """Digests of all files of a folder by relative path; None where there is no folder."""
+
+    def digest(folder: Path) -> dict[str, str] | None:
+        if not folder.exists():
+            return None
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {
+            str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        }
+
+    return digest
+
+
+@pytest.fixture
+def refused(snapshot: Callable[[Path], dict[str, str] | None]) -> Callable[..., LeanKError]:
+    """Run an export that must fail as the user's mistake and leave its target as it was."""
+
+    def run(source: Path, mask: ChannelMask, out: Path, message: str, **options: Any) -> LeanKError:
+        before = snapshot(out)
+        with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+            export_checkpoint(source, mask, out, **options)
+        assert snapshot(out) == before
+        assert not out.with_name(out.name + ".partial").exists()
+        assert caught.value.exit_code == 2
+        return caught.value
+
+    return run
 
 
 @pytest.fixture

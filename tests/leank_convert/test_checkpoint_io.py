@@ -7,7 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from leank_convert.checkpoint_io import (
     INDEX_NAME,
@@ -147,10 +152,11 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (GatedRepoError, "is gated on the hub"),
-        (RepositoryNotFoundError, "neither a local folder nor a model on the hub"),
-        (LocalEntryNotFoundError, "the hub cannot be reached: no connection"),
-        (ConnectionError, "the hub cannot be reached: no connection"),
+        (GatedRepoError, "`owner/model` is gated on the hub"),
+        (RepositoryNotFoundError, "is neither here nor on the hub"),
+        (RemoteEntryNotFoundError, "on the hub lacks a file: refused"),
+        (LocalEntryNotFoundError, "is not here, and the hub fails: no connection"),
+        (ConnectionError, "is not here, and the hub fails: no connection"),
     ],
 )
 def test_what_the_hub_refuses_is_told(

@@ -17,6 +17,7 @@ from leank_convert.mask import (
     all_channels_mask,
     check_mask_fits,
     load_mask,
+    resolve_mask,
     save_mask,
 )
 
@@ -89,17 +90,18 @@ def test_equal_masks_give_equal_bytes(tmp_path: Path, ragged_mask: Callable[...,
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
 def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, ragged_mask: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    step: str, tmp_path: Path, ragged_mask: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
 
-    def fail(_: int) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", fail)
+    monkeypatch.setattr(step, fail)
     with pytest.raises(LeanKError, match=r"cannot write mask `.*m.safetensors`: No space left"):
         save_mask(ChannelMask(ragged_mask(seed=1)), path)
     assert path.read_bytes() == before
@@ -189,6 +191,25 @@ def test_missing_unknown_and_ambiguous_files(tmp_path: Path) -> None:
     np.save(tmp_path / "o.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(LeanKError, match="not an array of numbers"):
         load_mask(tmp_path / "o.npy")
+
+
+def test_a_mask_is_named_by_file_folder_or_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def download(repo_id: str, name: str) -> str:
+        asked.append((repo_id, name))
+        return str(tmp_path / "cached")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    assert resolve_mask("runs/one") == Path("runs/one/channel_mask.safetensors")
+    assert resolve_mask("owner/missing.pth") == Path("owner/missing.pth")
+    assert resolve_mask("missing") == Path("missing")
+    assert resolve_mask(tmp_path / "no" / "such" / "thing") == tmp_path / "no" / "such" / "thing"
+    assert asked == []
+    assert resolve_mask("owner/Qwen2.5-7B-LeanK") == tmp_path / "cached"
+    assert asked == [("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")]
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

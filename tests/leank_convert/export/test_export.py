@@ -3,11 +3,7 @@
 import hashlib
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ from leank_convert.architectures import ARCHITECTURES, ModelFacts, read_model_fa
 from leank_convert.checkpoint_io import INDEX_NAME, read_json
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask, save_mask
+from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask
 from leank_convert.verify import verify_checkpoint
 
 FAMILIES = list(ARCHITECTURES)
@@ -53,19 +49,6 @@ def facts_of(folder: Path) -> ModelFacts:
     return read_model_facts(read_json(folder / "config.json"), origin="config.json")
 
 
-def mask_for(folder: Path, ragged_mask: Callable[..., torch.Tensor]) -> ChannelMask:
-    facts = facts_of(folder)
-    return ChannelMask(ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim))
-
-
-def snapshot(folder: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
-
-
 @pytest.mark.parametrize("shards", [True, False], ids=["sharded", "single"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,11 +57,11 @@ def test_heads_move_as_one_and_everything_else_stays(
     dtype: str,
     shards: bool,
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model(family, dtype=dtype, shards=shards)
-    facts, mask = facts_of(source), mask_for(source, ragged_mask)
+    facts, mask = facts_of(source), fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
     before, after = read_tensors(source), read_tensors(out)
     leank = read_json(out / "config.json")["leank"]
@@ -118,12 +101,12 @@ def test_heads_move_as_one_and_everything_else_stays(
 def test_the_stock_class_loads_the_original_model(
     family: str,
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model(family)
     stock = getattr(transformers, ARCHITECTURES[family].causal_lm_class)
-    pruned = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "pruned")
+    pruned = export_checkpoint(source, fitting_mask(source), tmp_path / "pruned")
     whole = export_checkpoint(source, all_channels_mask(facts_of(source)), tmp_path / "whole")
     tokens = torch.arange(3, 60).reshape(3, 19)
 
@@ -153,11 +136,11 @@ def snapshot_with_swapped_heads(folder: Path) -> Path:
 def test_shards_index_and_metadata(
     family: str,
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model(family)
-    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert [file.name for file in shard_files(out)] == [file.name for file in shard_files(source)]
     index, old = read_json(out / INDEX_NAME), read_json(source / INDEX_NAME)
     assert set(index["weight_map"]) - set(old["weight_map"]) == {
@@ -179,10 +162,10 @@ def test_shards_index_and_metadata(
 
 
 def test_tied_embeddings_stay_tied(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
 ) -> None:
     source = source_model("mistral")
-    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert "lm_head.weight" not in read_tensors(out)
     assert read_json(out / "config.json")["tie_word_embeddings"] is True
 
@@ -191,11 +174,11 @@ def test_tied_embeddings_stay_tied(
 def test_config_is_the_sources_with_the_leank_block(
     family: str,
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model(family)
-    mask = mask_for(source, ragged_mask)
+    mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out", sink_size=4, recent_size=0, flush_size=1)
     before, config = read_json(source / "config.json"), read_json(out / "config.json")
     stem = ARCHITECTURES[family].stem
@@ -218,10 +201,10 @@ def test_config_is_the_sources_with_the_leank_block(
 
 
 def test_every_runtime_file_and_the_mask_is_there_with_its_digest(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
 ) -> None:
     source = source_model()
-    mask = mask_for(source, ragged_mask)
+    mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
     runtime = Path(__file__).parents[3] / "runtime"
     files = read_json(out / "config.json")["leank"]["files"]
@@ -264,12 +247,12 @@ def test_a_trained_mask_gives_its_windows_and_facts(
 
 
 def test_defaults_are_the_papers_windows(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
 ) -> None:
     source = source_model()
-    leank = read_json(
-        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out") / "config.json"
-    )["leank"]
+    leank = read_json(export_checkpoint(source, fitting_mask(source), tmp_path / "out") / "config.json")[
+        "leank"
+    ]
     assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (128, 1024, 32)
 
 
@@ -288,18 +271,18 @@ def test_senseless_options_are_refused(
     options: dict[str, Any],
     message: str,
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model()
     with pytest.raises(LeanKError, match=re.escape(message)):
-        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out", **options)
+        export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_companions_travel_and_nothing_else(
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -324,7 +307,7 @@ def test_companions_travel_and_nothing_else(
     for name, content in {**copied, **left}.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(content)
-    out = export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     copied["generation_config.json"] = (source / "generation_config.json").read_bytes()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         copied[name] = (source / name).read_bytes()
@@ -337,7 +320,7 @@ def test_companions_travel_and_nothing_else(
 
 def test_a_missing_tokenizer_is_one_warning(
     source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -345,15 +328,18 @@ def test_a_missing_tokenizer_is_one_warning(
     for file in source.glob("tokenizer*"):
         file.unlink()
     with caplog.at_level(logging.WARNING, "leank_convert"):
-        export_checkpoint(source, mask_for(source, ragged_mask), tmp_path / "out")
+        export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert [record.getMessage().count("has no tokenizer") for record in caplog.records] == [1]
 
 
 def test_equal_inputs_give_equal_folders(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    snapshot: Callable[[Path], dict[str, str] | None],
 ) -> None:
     source = source_model()
-    mask = mask_for(source, ragged_mask)
+    mask = fitting_mask(source)
     first, second = (snapshot(export_checkpoint(source, mask, tmp_path / name)) for name in ("a", "b"))
     assert first == second
     assert snapshot(export_checkpoint(source, mask, tmp_path / "a", overwrite=True)) == first
@@ -363,13 +349,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def test_overrides_are_written_and_bind_the_mask(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
 ) -> None:
     source = source_model("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     overrides = {"rope_parameters": YARN, "max_position_embeddings": 2048}
-    first = export_checkpoint(
-        source, mask_for(source, ragged_mask), tmp_path / "a", config_overrides=overrides
-    )
+    first = export_checkpoint(source, fitting_mask(source), tmp_path / "a", config_overrides=overrides)
     config = read_json(first / "config.json")
     assert config["rope_parameters"] == {**YARN, "rope_theta": 1e6}
     assert config["max_position_embeddings"] == 2048
@@ -378,260 +362,6 @@ def test_overrides_are_written_and_bind_the_mask(
     with pytest.raises(LeanKError, match=r'"yarn"(?s:.)*"default"'):
         export_checkpoint(source, yarn_mask, tmp_path / "b")
     assert export_checkpoint(source, yarn_mask, tmp_path / "b", config_overrides=overrides).is_dir()
-
-
-def refused(source: Path, mask: ChannelMask, out: Path, message: str, **options: Any) -> LeanKError:
-    before = snapshot(out) if out.exists() else None
-    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
-        export_checkpoint(source, mask, out, **options)
-    assert (snapshot(out) if out.exists() else None) == before
-    assert not out.with_name(out.name + ".partial").exists()
-    assert caught.value.exit_code == 2
-    return caught.value
-
-
-def rewrite(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
-    file = source / read_json(source / INDEX_NAME)["weight_map"][name]
-    tensors = load_file(file)
-    changed = change(tensors.pop(name))
-    if changed is not None:
-        tensors[name] = changed
-    save_file(tensors, file, {"format": "pt"})
-    return file
-
-
-ATTENTION = "model.layers.1.self_attn."
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "expected"),
-    [
-        ("llama", ATTENTION + "q_proj.weight", [96, 32]),
-        ("llama", ATTENTION + "k_proj.bias", [48]),
-        ("llama", ATTENTION + "o_proj.weight", [32, 96]),
-        ("llama", ATTENTION + "o_proj.bias", [32]),
-        ("qwen2", ATTENTION + "v_proj.bias", [16]),
-        ("qwen3", ATTENTION + "q_norm.weight", [6]),
-    ],
-)
-def test_tensors_of_another_shape_are_named(
-    family: str,
-    name: str,
-    expected: list[int],
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    source = source_model(family)
-    mask = mask_for(source, ragged_mask)
-    file = rewrite(source, name, lambda tensor: torch.zeros(7, *tensor.shape[1:]))
-    message = f"`{file}`: tensor `{name}` has shape {[7, *expected[1:]]}; config.json asks for {expected}"
-    refused(source, mask, tmp_path / "out", message)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("llama", ATTENTION + "k_proj.weight"),
-        ("llama", "model.layers.2.mlp.up_proj.weight"),
-        ("llama", "lm_head.weight"),
-        ("mistral", "model.embed_tokens.weight"),
-        ("qwen2", ATTENTION + "q_proj.bias"),
-        ("qwen3", ATTENTION + "k_norm.weight"),
-    ],
-)
-def test_missing_tensors_are_named(
-    family: str,
-    name: str,
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-) -> None:
-    source = source_model(family)
-    mask = mask_for(source, ragged_mask)
-    rewrite(source, name, lambda _: None)
-    weight_map = read_json(source / INDEX_NAME)["weight_map"]
-    refused(source, mask, tmp_path / "out", f"has no tensor `{name}`")
-    weight_map.pop(name)
-    edit_json(source / INDEX_NAME, weight_map=weight_map)
-    refused(source, mask, tmp_path / "out", f"tensor `{name}` is missing")
-
-
-def test_quantized_models_are_refused(
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-) -> None:
-    source = source_model()
-    mask = mask_for(source, ragged_mask)
-    rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
-    refused(source, mask, tmp_path / "out", "has dtype I8; quantized weights cannot be converted")
-    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
-    refused(source, mask, tmp_path / "out", "is quantized (`quantization_config`")
-
-
-def test_sources_that_cannot_be_converted_are_refused(
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-) -> None:
-    source = source_model()
-    mask = mask_for(source, ragged_mask)
-    wrong = ChannelMask(ragged_mask(head_dim=16))
-    refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
-    edit_json(source / "config.json", model_type="gpt_oss")
-    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is `gpt_oss`")
-    edit_json(source / "config.json", model_type="mistral", sliding_window=64)
-    refused(source, mask, tmp_path / "out", "sliding window")
-    for name in ("pytorch_model.bin",):
-        (source / name).touch()
-    for file in source.glob("*.safetensors*"):
-        file.unlink()
-    refused(source, mask, tmp_path / "out", "pickled weights")
-    (source / "config.json").unlink()
-    refused(source, mask, tmp_path / "out", "has no `config.json`")
-
-
-def test_a_checkpoint_of_ours_is_no_source(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
-    source = source_model()
-    mask = mask_for(source, ragged_mask)
-    out = export_checkpoint(source, mask, tmp_path / "out")
-    assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
-
-
-@pytest.mark.parametrize("keep", [0.5, 0.001, 0], ids=["data", "header", "empty"])
-def test_a_truncated_shard_is_refused_by_name(
-    keep: float,
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    source = source_model()
-    mask = mask_for(source, ragged_mask)
-    shard = shard_files(source)[2]
-    content = shard.read_bytes()
-    shard.write_bytes(content[: int(len(content) * keep)])
-    refused(source, mask, tmp_path / "out", f"`{shard}` is truncated or damaged")
-
-
-@pytest.mark.parametrize("where", ["", "inside", "inside/deep", ".."])
-def test_the_source_is_never_written_to(
-    where: str, source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor]
-) -> None:
-    source = source_model()
-    before = snapshot(source)
-    with pytest.raises(LeanKError, match="overlaps the source"):
-        export_checkpoint(source, mask_for(source, ragged_mask), source / where, overwrite=True)
-    assert snapshot(source) == before
-
-
-def test_another_mask_in_the_folder_is_not_lost(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
-    source, out = source_model(), tmp_path / "out"
-    trained = mask_for(source, ragged_mask)
-    (out / "leank").mkdir(parents=True)
-    (out / "leank" / "log.csv").write_text("step\n")
-    save_mask(trained, out / "channel_mask.safetensors")
-    refused(source, all_channels_mask(facts_of(source)), out, "is another mask than the one to export")
-    export_checkpoint(source, trained, out)
-    assert (out / "leank" / "log.csv").read_text() == "step\n"
-    assert verify_checkpoint(out, source).ok
-
-
-def test_a_full_disk_leaves_nothing(
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    source, disk = source_model(vocab_size=4096), tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        error = refused(source, mask_for(source, ragged_mask), disk / "out", "no space left while writing")
-        assert re.search(r"`.*out\.partial/model-\d+.*safetensors`", str(error))
-        assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.parametrize("file", ["shard", "config.json", "channel_mask", "README.md"])
-def test_no_space_at_any_file_leaves_the_folder_as_it_was(
-    file: str,
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source, out = source_model(), tmp_path / "out"
-    mask = mask_for(source, ragged_mask)
-    export_checkpoint(source, mask, out)
-    real = os.fsync
-
-    def fail(descriptor: int) -> None:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if name.startswith(file) or (file == "shard" and name.startswith("model-")):
-            raise OSError(28, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr("os.fsync", fail)
-    refused(source, mask, out, "o space left", overwrite=True)
-
-
-KILLED = """
-import os, signal, sys, torch
-from pathlib import Path
-import leank_convert.export as export
-from leank_convert.mask import load_mask
-
-written = []
-real = getattr(export, sys.argv[4])
-
-def then_die(*arguments, **options):
-    result = real(*arguments, **options)
-    written.append(result)
-    if len(written) == int(sys.argv[5]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-
-setattr(export, sys.argv[4], then_die)
-export.export_checkpoint(Path(sys.argv[1]), load_mask(sys.argv[2]), Path(sys.argv[3]), overwrite=True)
-"""
-
-
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "over-another"])
-@pytest.mark.parametrize(("step", "count"), [("write_shard", 1), ("write_shard", 4), ("_check_written", 1)])
-def test_a_killed_export_leaves_the_folder_as_it_was_and_can_be_run_again(
-    step: str,
-    count: int,
-    existing: bool,
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    tmp_path: Path,
-) -> None:
-    source, out = source_model(), tmp_path / "out"
-    mask = mask_for(source, ragged_mask)
-    save_mask(mask, tmp_path / "m.safetensors")
-    if existing:
-        export_checkpoint(source, all_channels_mask(facts_of(source)), out)
-    before = snapshot(out) if existing else None
-    arguments = [str(source), str(tmp_path / "m.safetensors"), str(out), step, str(count)]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert (snapshot(out) if out.exists() else None) == before
-    assert (tmp_path / "out.partial").exists()
-    export_checkpoint(source, mask, out, overwrite=True)
-    assert verify_checkpoint(out, source).ok
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-model", "m.safetensors", "out"]
 
 
 REAL_MASKS = Path(__file__).parents[4] / "shared" / "masks"

@@ -1,0 +1,188 @@
+"""What an export refuses, and that it then leaves nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leank_convert.checkpoint_io import INDEX_NAME, read_json
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.verify import verify_checkpoint
+
+
+def rewrite(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
+    file = source / read_json(source / INDEX_NAME)["weight_map"][name]
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+ATTENTION = "model.layers.1.self_attn."
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "expected"),
+    [
+        ("llama", ATTENTION + "q_proj.weight", [96, 32]),
+        ("llama", ATTENTION + "k_proj.bias", [48]),
+        ("llama", ATTENTION + "o_proj.weight", [32, 96]),
+        ("llama", ATTENTION + "o_proj.bias", [32]),
+        ("qwen2", ATTENTION + "v_proj.bias", [16]),
+        ("qwen3", ATTENTION + "q_norm.weight", [6]),
+    ],
+)
+def test_tensors_of_another_shape_are_named(
+    family: str,
+    name: str,
+    expected: list[int],
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model(family)
+    mask = fitting_mask(source)
+    file = rewrite(source, name, lambda tensor: torch.zeros(7, *tensor.shape[1:]))
+    message = f"`{file}`: tensor `{name}` has shape {[7, *expected[1:]]}; config.json asks for {expected}"
+    refused(source, mask, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", ATTENTION + "k_proj.weight"),
+        ("llama", "model.layers.2.mlp.up_proj.weight"),
+        ("llama", "lm_head.weight"),
+        ("mistral", "model.embed_tokens.weight"),
+        ("qwen2", ATTENTION + "q_proj.bias"),
+        ("qwen3", ATTENTION + "k_norm.weight"),
+    ],
+)
+def test_missing_tensors_are_named(
+    family: str,
+    name: str,
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model(family)
+    mask = fitting_mask(source)
+    rewrite(source, name, lambda _: None)
+    weight_map = read_json(source / INDEX_NAME)["weight_map"]
+    refused(source, mask, tmp_path / "out", f"has no tensor `{name}`")
+    weight_map.pop(name)
+    edit_json(source / INDEX_NAME, weight_map=weight_map)
+    refused(source, mask, tmp_path / "out", f"tensor `{name}` is missing")
+
+
+def test_quantized_models_are_refused(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
+    refused(source, mask, tmp_path / "out", "has dtype I8; quantized weights cannot be converted")
+    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
+    refused(source, mask, tmp_path / "out", "is quantized (`quantization_config`")
+
+
+def test_sources_that_cannot_be_converted_are_refused(
+    source_model: Callable[..., Path],
+    ragged_mask: Callable[..., torch.Tensor],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    wrong = ChannelMask(ragged_mask(head_dim=16))
+    refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
+    edit_json(source / "config.json", model_type="gpt_oss")
+    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is `gpt_oss`")
+    edit_json(source / "config.json", model_type="mistral", sliding_window=64)
+    refused(source, mask, tmp_path / "out", "sliding window")
+    for name in ("pytorch_model.bin",):
+        (source / name).touch()
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    refused(source, mask, tmp_path / "out", "pickled weights")
+    (source / "config.json").unlink()
+    refused(source, mask, tmp_path / "out", "has no `config.json`")
+
+
+def test_a_checkpoint_of_ours_is_no_source(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    out = export_checkpoint(source, mask, tmp_path / "out")
+    assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.001, 0], ids=["data", "header", "empty"])
+def test_a_truncated_shard_is_refused_by_name(
+    keep: float,
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    shard = sorted(source.glob("*.safetensors"))[2]
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(len(content) * keep)])
+    refused(source, mask, tmp_path / "out", f"`{shard}` is truncated or damaged")
+
+
+@pytest.mark.parametrize("where", ["", "inside", "inside/deep", ".."])
+def test_the_source_is_never_written_to(
+    where: str,
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    snapshot: Callable[[Path], dict[str, str] | None],
+) -> None:
+    source = source_model()
+    before = snapshot(source)
+    with pytest.raises(LeanKError, match="overlaps the source"):
+        export_checkpoint(source, fitting_mask(source), source / where, overwrite=True)
+    assert snapshot(source) == before
+
+
+def test_another_mask_in_the_folder_is_not_lost(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source, out = source_model(), tmp_path / "out"
+    trained = fitting_mask(source)
+    (out / "leank").mkdir(parents=True)
+    (out / "leank" / "log.csv").write_text("step\n")
+    save_mask(trained, out / "channel_mask.safetensors")
+    refused(
+        source,
+        ChannelMask(torch.ones_like(trained.channel_mask)),
+        out,
+        "is another mask than the one to export",
+    )
+    export_checkpoint(source, trained, out)
+    assert (out / "leank" / "log.csv").read_text() == "step\n"
+    assert verify_checkpoint(out, source).ok
