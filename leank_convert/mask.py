@@ -216,8 +216,8 @@ def resolve_mask(mask: str | os.PathLike[str]) -> Path:
     """Turn what a user calls a mask into a file.
 
     Args:
-        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), or the hub
-            id of a repository that holds one.
+        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), or the
+            hub id of a repository that holds one.
 
     Raises:
         LeanKError: If the hub does not give it.
