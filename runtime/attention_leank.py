@@ -55,6 +55,8 @@ class AttentionHandle:
         self.key = key
         self.value = value
 
+    # torch.compile runs this as it is: what it does depends on counters that change with every token.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         module: torch.nn.Module,
@@ -126,7 +128,8 @@ def leank_attention(
     """
     # No isinstance of our own class: another checkpoint in this process has its own copy of it.
     if not isinstance(key, torch.Tensor):
-        return key.attend(module, query, attention_mask, **kwargs)
+        attended: tuple[torch.Tensor, None] = key.attend(module, query, attention_mask, **kwargs)
+        return attended
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "

@@ -117,8 +117,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def set_channel_mask(self, channel_mask: torch.Tensor) -> None:
         """Replace the kept channels, for this cache only, before its prompt is split.
 
-        The hook for methods that choose channels per prompt: run the prompt with `prune="deferred"`, look at
-        `pending`, set a mask in every layer, go on decoding.
+        The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for its
+        last token, look at `pending`, set a mask in every layer, and call `generate` with the whole prompt and
+        this cache.
 
         Args:
             channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
@@ -154,6 +155,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.channel_mask = mask
         self.layout = ChunkLayout(tuple(widths[0].tolist()), self.layout.head_dim, self.layout.chunk_size)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Check the first keys and values against the channel mask.
 

@@ -68,12 +68,13 @@ class LeanKMixin:
         base_model = self.base_model  # type: ignore[attr-defined]
         return [layer.self_attn for layer in base_model.layers]
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def initialize_weights(self) -> None:
         """Fill in what a checkpoint lacks; an absent channel mask must not stay uninitialised memory."""
-        super()._init_weights(module)  # type: ignore[misc]
-        mask = module._buffers.get("channel_mask")
-        if mask is not None and not getattr(mask, "_is_hf_initialized", False):
-            mask.fill_(True)
+        for attention in self._attention_modules():
+            mask = attention._buffers.get("channel_mask")
+            if mask is not None and not getattr(mask, "_is_hf_initialized", False):
+                mask.fill_(True)
+        super().initialize_weights()  # type: ignore[misc]
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
@@ -85,13 +86,13 @@ class LeanKMixin:
         """
         if requested_attention not in _USUAL_ATTENTION:
             raise ValueError(
-                f"attn_implementation {requested_attention!r} does not know the pruned cache; leave it out, or "
-                "load the checkpoint with its stock class to run it densely"
+                f"attn_implementation {requested_attention!r} does not know the pruned cache; leave it out, "
+                "or load the checkpoint with its stock class to run it densely"
             )
         if requested_attention == "eager":
             logger.warning_once(
-                "attn_implementation `eager`: prompts of a LeanK model run through SDPA, attention weights are "
-                "not available"
+                "attn_implementation `eager`: prompts of a LeanK model run through SDPA, attention weights "
+                "are not available"
             )
         return ATTENTION_NAME
 
@@ -104,6 +105,7 @@ class LeanKMixin:
         masks = [attention.channel_mask for attention in self._attention_modules()]
         return LeanKCache(self.config, [mask for mask in masks if isinstance(mask, torch.Tensor)], prune)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_cache(
         self,
         past_key_values: Cache | None,
@@ -118,19 +120,19 @@ class LeanKMixin:
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError(
-                "output_attentions: attention weights of a pruned cache are never formed; load the checkpoint "
-                'with its stock class and attn_implementation="eager" to see dense ones'
+                "output_attentions: attention weights of a pruned cache are never formed; load the "
+                'checkpoint with its stock class and attn_implementation="eager" to see dense ones'
             )
         if self.config._attn_implementation != ATTENTION_NAME:
             raise ValueError(
-                f"attention implementation was changed to {self.config._attn_implementation!r}, which does not "
-                'know the pruned cache; call `model.set_attn_implementation("leank")`'
+                f"attention implementation was changed to {self.config._attn_implementation!r}, which does "
+                'not know the pruned cache; call `model.set_attn_implementation("leank")`'
             )
         training: bool = self.training  # type: ignore[attr-defined]
         if training and (use_cache or past_key_values is not None):
             raise ValueError(
-                "the model is in training mode and was asked to use a cache, which cannot be trained through; "
-                "call `model.eval()` first, or pass `use_cache=False`"
+                "the model is in training mode and was asked to use a cache, which cannot be trained "
+                "through; call `model.eval()` first, or pass `use_cache=False`"
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not training
@@ -140,8 +142,8 @@ class LeanKMixin:
             not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2
         ):
             raise ValueError(
-                "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; pass one, "
-                " or `use_cache=False` for a custom mask"
+                "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
+                "pass one, or `use_cache=False` for a custom mask"
             )
         return self._own_cache(past_key_values), use_cache
 
@@ -166,12 +168,12 @@ class LeanKMixin:
             )
         if past_key_values.get_seq_length():
             raise ValueError(
-                f"past_key_values is a {name} with {past_key_values.get_seq_length()} tokens of a dense model; run "
-                "the prompt through this model instead, or pass `model.build_cache()`"
+                f"past_key_values is a {name} with {past_key_values.get_seq_length()} tokens of a dense "
+                "model; run the prompt through this model instead, or pass `model.build_cache()`"
             )
         logger.warning_once(
-            "An empty DynamicCache was passed to a LeanK model and is replaced by a LeanKCache: take the cache "
-            "to go on with from the output's `past_key_values`"
+            "An empty DynamicCache was passed to a LeanK model and is replaced by a LeanKCache: take the "
+            "cache to go on with from the output's `past_key_values`"
         )
         return self.build_cache(prune)
 
@@ -262,8 +264,8 @@ class LeanKForCausalLMMixin(LeanKMixin):
         implementation = _first_given(kwargs, configs, "cache_implementation")
         if implementation not in _OWN_CACHE:
             raise ValueError(
-                f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its own, "
-                "so leave it out"
+                f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
+                "own, so leave it out"
             )
         if prune is None:
             prune = _first_given({}, configs, "prune")

@@ -145,8 +145,9 @@ _Part = TypeVar("_Part", Split, Append)
 def _moved(part: _Part | None, device: torch.device) -> _Part | None:
     if part is None:
         return None
-    values: dict[str, Any] = {entry.name: getattr(part, entry.name) for entry in fields(part)}
-    return type(part)(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+    values = {entry.name: getattr(part, entry.name) for entry in fields(part)}
+    moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(part, **moved)
 
 
 class RowState:

@@ -1,0 +1,281 @@
+"""The cache as an object: bytes, growth, crop, beams, copies, channel masks of one's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from runtime.cache_leank import CacheMemory
+from runtime.store_leank import capacity_for
+
+MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
+GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def feed(model, tokens, cache=None, **kwargs):
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache, use_cache=True, **kwargs)
+
+
+def test_bytes_are_counted_by_region(model_pair, some_masks):
+    pair = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :10] = 0
+    cache = feed(pair.leank, ids(2, 30), attention_mask=mask).past_key_values
+    memory = cache.memory()
+    # Rows of 30 and 20 tokens, 9 whole tokens each; fp32; head_dim 16 in chunks of 4; 13 slots; capacity 64.
+    assert memory.kept_keys.used == (30 + 20) * (0 + 4 + 8 + 48) * 4
+    assert memory.kept_keys.allocated == 2 * 64 * (0 + 4 + 8 + 48) * 4
+    assert memory.kept_values.used == (30 + 20) * (2 + 3) * 16 * 4
+    assert memory.kept_values.allocated == 2 * 64 * (2 + 3) * 16 * 4
+    assert memory.window_keys.used == 2 * 9 * (16 + 12 + 8) * 4
+    assert memory.window_keys.allocated == 2 * 13 * (16 + 12 + 8) * 4
+    assert memory.window_values.used == 2 * 9 * 16 * 4
+    assert memory.window_values.allocated == 2 * 13 * 16 * 4
+    assert memory.dense_keys == memory.dense_values == (30 + 20) * 2 * 3 * 16 * 4
+    assert memory.total.used == memory.keys.used + memory.values.used
+    for _ in range(4):
+        cache = feed(pair.leank, ids(2, 1), cache).past_key_values
+    assert cache.memory().window_keys.used == 2 * 13 * (16 + 12 + 8) * 4
+    cache = feed(pair.leank, ids(2, 1), cache).past_key_values
+    assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
+
+
+def test_the_report_is_what_the_tensors_hold(model_pair, some_masks):
+    pair = model_pair(some_masks([[1, 5, 15], [2, 7, 9]]))
+    cache = feed(pair.leank, ids(2, 300)).past_key_values
+    held = 0
+    for layer in cache.layers:
+        store = layer.store
+        for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
+            held += tensor.untyped_storage().nbytes()
+    assert cache.memory().total.allocated == held
+
+
+def test_pending_input_is_counted_as_dense(model_pair, some_masks):
+    pair = model_pair(some_masks(MASK_WIDTHS), prune="deferred")
+    memory = feed(pair.leank, ids(2, 30)).past_key_values.memory()
+    assert isinstance(memory, CacheMemory)
+    assert (
+        memory.total.used == memory.pending_keys.used * 2 == memory.dense_keys * 2 == 2 * 30 * 2 * 2 * 48 * 4
+    )
+
+
+def test_capacity_stays_within_an_eighth_and_grows_in_few_steps():
+    for length in range(4096, 300_000, 37):
+        assert length < capacity_for(length) <= length * 9 / 8
+    capacity, growths = 0, 0
+    for length in range(1, 100_000):
+        if length > capacity:
+            capacity, growths = capacity_for(length), growths + 1
+    assert growths < 100
+
+
+def test_beyond_4096_tokens_allocated_bytes_are_within_an_eighth_of_used(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4, 8]]), sink=128, recent=1024, flush=32, max_position_embeddings=8192)
+    cache = feed(pair.leank, ids(1, 4096)).past_key_values
+    for count in (1, 1, 255, 1, 1, 31):
+        cache = feed(pair.leank, ids(1, count), cache).past_key_values
+        total = cache.memory().total
+        assert total.used < total.allocated <= total.used * 9 / 8
+
+
+def test_unreached_memory_is_zero(model_pair, some_masks):
+    pair = model_pair(some_masks(MASK_WIDTHS))
+    cache = feed(pair.leank, ids(2, 30)).past_key_values
+    for layer in cache.layers:
+        assert not layer.store.kept_keys[:, :, 30:].any() and not layer.store.values[:, :, 30:].any()
+        cache_window = layer.store.window_keys
+        assert cache_window.isfinite().all()
+
+
+@pytest.mark.parametrize("prune", ["eager", "deferred"])
+def test_crop_takes_tokens_back(prune, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8, prune=prune).leank
+    cache = feed(model, ids(2, 20)).past_key_values
+    expected = copy.deepcopy(cache)
+    feed(model, ids(2, 4, 1), cache)
+    cache.crop(-4)
+    cache.crop(0)
+    assert cache.get_seq_length() == 20
+    for count in (1, 3, 1):
+        ours = feed(model, ids(2, count, 2), cache).logits
+        assert torch.allclose(ours, feed(model, ids(2, count, 2), expected).logits, atol=1e-5)
+
+
+def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :5] = 0
+    mask[1, 21:23] = 0
+    cache = feed(model, ids(2, 20), attention_mask=mask[:, :20]).past_key_values
+    feed(model, ids(2, 4), cache, attention_mask=mask)
+    assert cache.rows.lengths.tolist() == [24, 17]
+    cache.crop(-3)
+    assert cache.rows.lengths.tolist() == [21, 16]
+
+
+def test_a_positive_crop_is_a_length(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    cache = feed(model, ids(1, 20)).past_key_values
+    cache.crop(25)
+    assert cache.get_seq_length() == 20
+    cache.crop(18)
+    assert cache.get_seq_length() == 18
+
+
+def test_crop_into_the_pruned_region_is_refused_and_changes_nothing(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
+    cache = feed(model, ids(1, 20)).past_key_values
+    with pytest.raises(ValueError, match="crop of 7 tokens reaches into the pruned region: only the last 6"):
+        cache.crop(-7)
+    assert cache.get_seq_length() == 20
+    cache.crop(-6)
+    assert cache.rows.lengths.tolist() == [14]
+    with pytest.raises(ValueError, match="crop of 15 tokens from a cache that holds 14"):
+        cache.crop(-15)
+
+
+def test_crop_of_everything_leaves_an_empty_cache(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
+    cache = feed(model, ids(1, 8)).past_key_values
+    cache.crop(-8)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
+
+
+@pytest.mark.parametrize("prune", ["eager", "deferred"])
+def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    mask[2, :15] = 0
+    for change, rows in (
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    ):
+        cache = feed(model, ids(3, 20), attention_mask=mask).past_key_values
+        expected = feed(model, ids(3, 20)[rows], attention_mask=mask[rows]).past_key_values
+        change(cache)
+        new, full = ids(3, 1, 1)[rows], torch.cat([mask[rows], torch.ones(len(rows), 1, dtype=torch.long)], 1)
+        ours = feed(model, new, cache, attention_mask=full).logits
+        assert torch.allclose(ours, feed(model, new, expected, attention_mask=full).logits, atol=1e-5)
+
+
+def test_a_copied_cache_goes_its_own_way(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    cache = feed(model, ids(1, 20)).past_key_values
+    other = copy.deepcopy(cache)
+    feed(model, ids(1, 30, 1), other)
+    expected = feed(model, ids(1, 20)).past_key_values
+    assert torch.equal(feed(model, ids(1, 1), cache).logits, feed(model, ids(1, 1), expected).logits)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (21, 50)
+
+
+def test_a_reset_cache_starts_again(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    cache = model.build_cache()
+    first = model.generate(ids(2, 20), past_key_values=cache, **GREEDY)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.memory().total.allocated == 0
+    assert torch.equal(model.generate(ids(2, 20), past_key_values=cache, **GREEDY), first)
+
+
+def test_the_mode_cannot_change_under_tokens(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    cache = feed(model, ids(1, 20)).past_key_values
+    cache.prune = "eager"
+    with pytest.raises(ValueError, match="holds tokens already, it cannot change to `deferred`"):
+        model.generate(ids(1, 25), past_key_values=cache, prune="deferred", **GREEDY)
+    cache.reset()
+    cache.prune = "deferred"
+    assert feed(model, ids(1, 20), cache).past_key_values.rows.is_pending
+
+
+def test_generate_leaves_no_prompt_length_behind(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    cache = model.build_cache()
+    model.generate(ids(1, 20), past_key_values=cache, **GREEDY)
+    assert cache.prefill_length is None
+    with pytest.raises(ValueError, match="a prompt has at least one token"):
+        cache.prefill_length = 0
+
+
+def test_it_answers_as_a_growing_cache(model_pair, some_masks):
+    cache = model_pair(some_masks(MASK_WIDTHS)).leank.build_cache()
+    assert cache.is_croppable and not cache.is_compileable
+    assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == -1
+
+
+class TestOwnChannelMasks:
+    """`set_channel_mask`, the hook for methods that choose channels per prompt."""
+
+    def test_one_mask_for_all_rows_is_a_model_with_that_mask(self, model_pair, some_masks):
+        masks, others = some_masks(MASK_WIDTHS), some_masks([[3, 16, 0], [8, 0, 8]], seed=9)
+        model = model_pair(masks, prune="deferred").leank
+        expected = model_pair(others, prune="deferred").leank.generate(ids(2, 30), **GREEDY)
+        cache = feed(model, ids(2, 30)[:, :29]).past_key_values
+        for layer, mask in zip(cache.layers, others, strict=True):
+            assert layer.pending[0].shape == (2, 3, 29, 16)
+            layer.set_channel_mask(mask)
+        ours = model.generate(ids(2, 30), past_key_values=cache, **GREEDY)
+        assert torch.equal(ours, expected)
+
+    def test_every_row_may_have_its_own(self, model_pair, some_masks):
+        model = model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank
+        own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
+        together, alone = model.build_cache(), [model.build_cache(), model.build_cache()]
+        for index, layer in enumerate(together.layers):
+            layer.set_channel_mask(torch.stack([mask[index] for mask in own]))
+        for cache, mask in zip(alone, own, strict=True):
+            for index, layer in enumerate(cache.layers):
+                layer.set_channel_mask(mask[index])
+        tokens = torch.cat([ids(2, 30), ids(2, 20, 1)], 1)
+        both = []
+        for cache, rows in ((together, [0, 1]), (alone[0], [0]), (alone[1], [1])):
+            feed(model, tokens[rows, :30], cache)
+            both.append(
+                torch.cat([feed(model, tokens[rows, i : i + 1], cache).logits for i in range(30, 50)], 1)
+            )
+        assert torch.allclose(both[0], torch.cat(both[1:]), atol=1e-4)
+        together.reorder_cache(torch.tensor([1, 0]))
+        swapped = feed(model, ids(2, 1), together).logits[0]
+        assert torch.allclose(swapped, feed(model, ids(2, 1)[:1], alone[1]).logits[0], atol=1e-4)
+
+    def test_it_is_refused_once_the_prompt_is_split(self, model_pair, some_masks):
+        masks = some_masks(MASK_WIDTHS)
+        cache = feed(model_pair(masks).leank, ids(1, 30)).past_key_values
+        with pytest.raises(ValueError, match=r'pruned already.*`prune="deferred"`'):
+            cache.layers[0].set_channel_mask(masks[0])
+
+    @pytest.mark.parametrize(
+        ("mask", "message"),
+        [
+            (torch.ones(3, 16), r"torch.float32 \[3, 16\], not bool \[3, 16\]"),
+            (torch.ones(2, 16, dtype=torch.bool), r"torch.bool \[2, 16\], not bool \[3, 16\]"),
+            (torch.ones(4, 3, 16, dtype=torch.bool), "4 channel masks for 2 rows"),
+            (torch.ones(2, 3, 16, dtype=torch.bool).triu(), "rows keep different numbers"),
+        ],
+        ids=["not bool", "heads", "rows", "widths"],
+    )
+    def test_a_mask_that_does_not_fit_is_refused(self, mask, message, model_pair, some_masks):
+        cache = feed(model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank, ids(2, 30)).past_key_values
+        if "different" in message:
+            mask[1, 0, 5] = False
+        with pytest.raises(ValueError, match=message):
+            cache.layers[0].set_channel_mask(mask)
+
+    def test_a_mask_set_before_any_token_must_fit_the_rows(self, model_pair, some_masks):
+        model = model_pair(some_masks(MASK_WIDTHS)).leank
+        cache = model.build_cache()
+        cache.layers[0].set_channel_mask(torch.ones(4, 3, 16, dtype=torch.bool))
+        with pytest.raises(ValueError, match="4 channel masks for 2 rows"):
+            feed(model, ids(2, 5), cache)

@@ -1,0 +1,118 @@
+"""The `leank` block: what is wrong with it is said when the config is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runtime.configuration_leank import (
+    LeanKLlamaConfig,
+    LeanKMistralConfig,
+    LeanKQwen2Config,
+    LeanKQwen3Config,
+    read_settings,
+)
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    good = {
+        "format_version": 1,
+        "widths": [[0, 16], [8, 8]],
+        "head_permutation": [[1, 0], [0, 1]],
+        "sink_size": 128,
+        "recent_size": 1024,
+        "flush_size": 32,
+        "prune": "eager",
+        "pruning_ratio_asked": None,
+        "pruning_ratio": 0.5,
+        "width_multiple": None,
+        "files": {},
+    }
+    return {key: value for key, value in {**good, **changes}.items() if value != "absent"}
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        **changes,
+    }
+
+
+def test_a_good_block_is_read():
+    settings = read_settings(LeanKLlamaConfig(**sizes(), leank=block()))
+    assert settings.widths == ((0, 16), (8, 8))
+    assert (settings.sink_size, settings.recent_size, settings.flush_size) == (128, 1024, 32)
+    assert (settings.prune, settings.head_dim, settings.num_key_value_heads) == ("eager", 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, r"`leank.format_version` is 2, these runtime files read 1; load"),
+        ({"format_version": "absent"}, r"`leank.format_version` is None"),
+        ({"widths": "absent", "prune": "absent"}, r"lacks `widths`, `prune`; export"),
+        ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, the model has 2"),
+        ({"widths": 3}, r"`leank.widths` has int layers"),
+        (
+            {"widths": [[0, 16], [8]]},
+            r"`leank.widths\[1\]` is \[8\], not one integer for each of the 2 KV heads",
+        ),
+        ({"widths": [[0, 16], [8, 8.5]]}, r"`leank.widths\[1\]`"),
+        ({"widths": [[0, 17], [8, 8]]}, r"`leank.widths\[0\]\[1\]` is 17, not in 0…16"),
+        ({"widths": [[-1, 16], [8, 8]]}, r"`leank.widths\[0\]\[0\]` is -1"),
+        (
+            {"head_permutation": [[1, 1], [0, 1]]},
+            r"`leank.head_permutation\[0\]` is \[1, 1\], not a permutation",
+        ),
+        ({"head_permutation": [[1, 0]]}, r"`leank.head_permutation` has 1 layers"),
+        ({"sink_size": -1}, r"`leank.sink_size` is -1, not an integer of at least 0"),
+        ({"recent_size": 1.5}, r"`leank.recent_size` is 1.5"),
+        ({"flush_size": 0}, r"`leank.flush_size` is 0, not an integer of at least 1"),
+        ({"flush_size": True}, r"`leank.flush_size` is True"),
+        ({"prune": "lazy"}, r"`leank.prune` is 'lazy', not one of `eager`, `deferred`"),
+    ],
+    ids=str,
+)
+def test_a_bad_block_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LeanKLlamaConfig(**sizes(), leank=block(**changes))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "message"),
+    [
+        (LeanKMistralConfig, {}, "`sliding_window` 4096"),
+        (
+            LeanKQwen2Config,
+            {"use_sliding_window": True, "max_window_layers": 1},
+            r"layers \[1\]: layers with",
+        ),
+        (LeanKQwen3Config, {"use_sliding_window": True, "max_window_layers": 0}, r"layers \[0, 1\]"),
+    ],
+)
+def test_sliding_windows_are_refused(config_class, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**sizes(**changes), leank=block())
+
+
+@pytest.mark.parametrize(
+    "config_class", [LeanKLlamaConfig, LeanKMistralConfig, LeanKQwen2Config, LeanKQwen3Config]
+)
+def test_a_config_survives_saving_and_loading(config_class, tmp_path):
+    changes = {"sliding_window": None} if config_class is LeanKMistralConfig else {}
+    config = config_class(**sizes(**changes), leank=block())
+    config.save_pretrained(tmp_path)
+    again = config_class.from_pretrained(tmp_path)
+    assert again.leank == block()
+    assert again.model_type == f"leank_{config_class.__name__[5:-6].lower()}"
+    assert config_class().leank is None
+
+
+def test_head_dim_may_be_left_to_the_config():
+    config = LeanKQwen2Config(**{**sizes(), "head_dim": None}, leank=block())
+    assert read_settings(config).head_dim == 16

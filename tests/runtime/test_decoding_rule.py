@@ -1,0 +1,168 @@
+"""Every way of feeding a LeanK model gives what the slow restatement of the decoding rule gives."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+FULL = 16
+WIDTHS = {
+    "mixed widths": [[0, 3, 16], [4, 8, 8]],
+    "one bucket": [[8, 8, 8], [8, 8, 8]],
+    "all width 0": [[0, 0, 0], [0, 0, 0]],
+    "width 0 beside all kept": [[0, 16, 16], [16, 16, 16]],
+    "odd widths": [[1, 5, 15], [2, 7, 9]],
+    "unsorted buckets": [[8, 0, 8], [0, 5, 0]],
+}
+SIZES = {
+    "usual": (3, 6, 4),
+    "no sink": (0, 6, 4),
+    "no recent": (3, 0, 2),
+    "flush 1": (2, 5, 1),
+    "nothing but flush 1": (0, 0, 1),
+    "flush longer than recent": (2, 3, 9),
+}
+
+
+def row(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_token_by_token_decoding_follows_the_rule(
+    widths, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(widths), sink=sink, recent=recent, flush=flush)
+    ids = row(61)
+    turns = [31] + [1] * 30
+    (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
+    assert_close_logits(ours, slow_logits(pair, ids, turns))
+    assert cache.get_seq_length() == 61
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 9, 10, 13, 14])
+def test_prompts_around_the_window_size_follow_the_rule(
+    prompt, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]))
+    ids = row(prompt + 25)
+    turns = [prompt] + [1] * 25
+    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
+    assert_close_logits(ours, slow_logits(pair, ids, turns))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "turns",
+    [[20, 7, 1, 1, 13, 1], [5, 40, 1, 1, 1], [1, 1, 1, 30, 2, 1], [12, 2, 2, 2, 2, 2, 1, 2, 3]],
+    ids=str,
+)
+def test_several_tokens_at_once_follow_the_rule(
+    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
+    ids = row(sum(turns))
+    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
+    assert_close_logits(ours, slow_logits(pair, ids, turns))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_padded_rows_follow_the_rule_each_by_itself(
+    side, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
+    # The second turn pads in the middle; one row gets one token there, one gets none, one starts late.
+    per_row = [
+        [30, 9, 1, 1, 4, 1],
+        [11, 1, 1, 1, 1, 1],
+        [1, 6, 1, 1, 3, 1],
+        [23, 0, 1, 0, 2, 1],
+        [0, 1, 1, 1, 5, 1],
+    ]
+    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
+    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
+    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
+        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_that_is_padding_for_two_turns_starts_with_a_prefill(
+    side, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]))
+    per_row = [[20, 5, 4, 1, 1], [0, 0, 25, 1, 1], [0, 17, 0, 1, 0]]
+    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
+    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
+    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
+        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+
+
+@pytest.mark.parametrize("chunks", [[9, 9, 9], [26, 1], [1, 26], [13, 14]], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["one row", "padded rows"])
+def test_deferred_chunks_equal_one_prefill(
+    chunks, padded, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune="deferred")
+    cache = pair.leank.build_cache()
+    cache.prefill_length = 27
+    rows = [row(47, 0), row(30, 1)] if padded else [row(47)]
+    skipped = 17  # the second row's prompt is the last ten columns
+    turns = []
+    for start, stop in zip([0, *accumulate(chunks)], accumulate(chunks), strict=False):
+        turns.append([stop - start, max(stop - max(start, skipped), 0)][: len(rows)])
+    turns += [[1] * len(rows)] * 20
+    ours, _ = fed_logits(pair.leank, rows, turns, cache=cache)
+    for logits, ids, prompt in zip(ours, rows, [27, 10], strict=False):
+        assert_close_logits(logits, slow_logits(pair, ids, [prompt] + [1] * 20))
+
+
+def test_deferred_input_after_decoding_is_appended_token_by_token(
+    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune="deferred")
+    turns = [12, 15, 1, 1, 9, 1]
+    ids = row(sum(turns))
+    (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
+    assert_close_logits(ours, slow_logits(pair, ids, [27, 1, 1, 9, 1]))
+    assert not cache.rows.is_pending
+
+
+def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(
+    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    for prune in ("eager", "deferred"):
+        pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune=prune)
+        cache = pair.leank.build_cache()
+        cache.prefill_length = 21
+        ids = row(40)
+        (ours,), _ = fed_logits(pair.leank, [ids], [[26], [1], [1], [12]], cache=cache)
+        assert_close_logits(ours, slow_logits(pair, ids, [21, 5, 1, 1, 12]))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_every_family_follows_the_rule(
+    family, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), family=family, groups=groups)
+    ids = row(50)
+    turns = [29, *[1] * 12, 9]
+    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
+    assert_close_logits(ours, slow_logits(pair, ids, turns))
+
+
+def test_the_restatement_notices_pruned_channels(model_pair, some_masks, slow_logits):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]))
+    ids = row(61)
+    turns = [31] + [1] * 30
+    pruned = slow_logits(pair, ids, turns)
+    dense = slow_logits(pair, ids, turns, masks=torch.ones_like(pair.masks))
+    assert torch.allclose(pruned[:31], dense[:31], atol=1e-4)
+    assert (pruned[31:] - dense[31:]).abs().max() > 0.1 * dense.abs().max()

@@ -1,0 +1,76 @@
+"""Chunks: every channel of every head has exactly one lane, kept channels first and ascending."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+
+WIDTHS = [(0, 32, 64, 128), (0, 0), (128, 128), (1, 17, 31, 32), (96, 0, 96, 5), (64, 64, 64)]
+
+
+def random_mask(widths: tuple[int, ...], head_dim: int = 128, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(widths), head_dim, dtype=torch.bool)
+    for head, width in enumerate(widths):
+        mask[head, torch.randperm(head_dim, generator=generator)[:width]] = True
+    return mask
+
+
+def test_channels_are_ordered_kept_first_each_part_ascending():
+    mask = torch.tensor([[False, True, False, True], [True, True, True, True], [False, False, False, False]])
+    assert order_channels(mask).tolist() == [[1, 3, 0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("chunk_size", [16, 32])
+def test_every_channel_has_one_lane(widths, chunk_size):
+    layout = ChunkLayout(widths, 128, chunk_size)
+    masks = torch.stack([random_mask(widths, seed=seed) for seed in range(3)])
+    index = layout.chunk_index(order_channels(masks))
+    assert index.shape == (3, layout.num_kept_chunks + layout.num_dropped_chunks, chunk_size)
+    for row, mask in zip(index, masks, strict=True):
+        kept = row[: layout.num_kept_chunks].flatten()
+        dropped = row[layout.num_kept_chunks :].flatten()
+        assert kept[kept >= 0].tolist() == mask.flatten().nonzero()[:, 0].tolist()
+        assert dropped[dropped >= 0].tolist() == (~mask).flatten().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_the_head_table_and_the_buckets_name_the_same_chunks(widths):
+    layout = ChunkLayout(widths, 128, 16)
+    index = layout.chunk_index(order_channels(random_mask(widths))[None])[0]
+    value_row = 0
+    for head, (first, count, row) in enumerate(layout.head_table):
+        channels = index[first : first + count].flatten()
+        assert (channels[channels >= 0] // 128 == head).all()
+        assert count == -(-widths[head] // 16)
+        assert row == (value_row if widths[head] else -1)
+        value_row += widths[head] > 0
+    heads = [head for bucket in layout.buckets for head in range(*bucket.heads)]
+    assert heads == list(range(len(widths)))
+    for bucket in layout.buckets:
+        assert bucket.kept[0] == layout.head_table[bucket.heads[0]][0]
+        assert bucket.kept[1] - bucket.kept[0] == bucket.num_heads * bucket.kept_per_head
+        assert bucket.dropped[1] - bucket.dropped[0] == bucket.num_heads * bucket.dropped_per_head
+        assert len({widths[head] for head in range(*bucket.heads)}) == 1
+    assert layout.value_heads + layout.window_heads == tuple(
+        sorted(range(len(widths)), key=lambda h: not widths[h])
+    )
+
+
+@pytest.mark.parametrize(
+    ("widths", "head_dim", "expected"),
+    [
+        ([[0, 32], [64, 128]], 128, 32),
+        ([[0, 32], [48, 128]], 128, 16),
+        ([[0, 33]], 128, 16),
+        ([[0, 32]], 96, 32),
+        ([[0, 32]], 80, 16),
+        ([[0, 8]], 16, 4),
+        ([[0, 1]], 2, 1),
+    ],
+)
+def test_the_chunk_size_is_as_large_as_the_widths_allow(widths, head_dim, expected):
+    assert choose_chunk_size(widths, head_dim) == expected

@@ -1,0 +1,388 @@
+"""`generate` and forward of LeanK models built in memory: dense where all is kept, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from runtime.configuration_leank import LeanKLlamaConfig
+from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
+
+
+def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
+    return torch.ones(layers, heads, head_dim, dtype=torch.bool)
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 64, (3, 21), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate([0, 9, 20]):
+        ids[row, :padding] = 0
+        mask[row, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def one_row(length: int = 21) -> torch.Tensor:
+    return padded_batch()["input_ids"][:1, :length]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prefill_chunk_size": 4},
+        {"prefill_chunk_size": 20, "prune": "deferred"},
+        {"use_cache": False, "max_new_tokens": 6, "min_new_tokens": 6},
+    ],
+    ids=lambda options: ",".join(options) or "greedy",
+)
+def test_with_all_channels_kept_generate_is_the_dense_models(family, options, model_pair):
+    pair = model_pair(everything(), family=family)
+    settings = {**GREEDY, **options}
+    torch.manual_seed(1)
+    ours = pair.leank.generate(**padded_batch(), **settings)
+    settings.pop("prune", None)
+    torch.manual_seed(1)
+    assert ours.tolist() == pair.dense.generate(**padded_batch(), **settings).tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_with_all_channels_kept_short_prompts_give_the_dense_models_tokens(length, model_pair):
+    pair = model_pair(everything())
+    ids = one_row(length)
+    assert pair.leank.generate(ids, **GREEDY).tolist() == pair.dense.generate(ids, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_channels_kept_two_turns_are_the_dense_models(family, model_pair):
+    pair = model_pair(everything(), family=family)
+    outputs = []
+    for model in (pair.leank, pair.dense):
+        batch = padded_batch()
+        cache = None
+        for _ in range(3):
+            result = model.generate(**batch, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
+            cache = result.past_key_values
+            new = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(6))
+            ids = torch.cat([result.sequences, new], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : batch["attention_mask"].shape[1]] = batch["attention_mask"]
+            mask[1, -7:-3] = 0
+            batch = {"input_ids": ids, "attention_mask": mask}
+        outputs.append(result.sequences)
+    assert outputs[0].tolist() == outputs[1].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, model_pair, fed_logits):
+    pair = model_pair(everything())
+    ids = padded_batch()["input_ids"][0]
+    turns = [[9]] + [[1]] * 12
+    (exact,), _ = fed_logits(pair.dense, [ids], turns)
+    (dense,), _ = fed_logits(copy.deepcopy(pair.dense).to(dtype), [ids], turns)
+    (ours,), _ = fed_logits(copy.deepcopy(pair.leank).to(dtype), [ids], turns)
+    assert ours.dtype == dtype
+    assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
+
+
+def test_generate_prunes(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    ids = one_row()
+    assert pair.leank.generate(ids, **GREEDY).tolist() != pair.dense.generate(ids, **GREEDY).tolist()
+
+
+def test_batched_generate_equals_each_row_alone(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    batch = padded_batch()
+    together = pair.leank.generate(**batch, **GREEDY)[:, 21:]
+    for row, mask in enumerate(batch["attention_mask"].bool()):
+        ids = batch["input_ids"][row][mask][None]
+        alone = pair.leank.generate(ids, **GREEDY)[0, ids.shape[1] :]
+        assert together[row].tolist() == alone.tolist()
+
+
+def test_deferred_generate_gives_the_same_for_any_chunk_size(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    expected = pair.leank.generate(**padded_batch(), **GREEDY).tolist()
+    for size in (1, 4, 20):
+        ours = pair.leank.generate(**padded_batch(), **GREEDY, prefill_chunk_size=size, prune="deferred")
+        assert ours.tolist() == expected, size
+    eager = pair.leank.generate(**padded_batch(), **GREEDY, prefill_chunk_size=4)
+    assert eager.tolist() != expected
+
+
+def test_prune_is_taken_from_argument_then_generation_config_then_config(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    model = pair.leank
+    settings = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 1, "min_new_tokens": 1}
+
+    def mode(**options: Any) -> str:
+        return model.generate(one_row(), **{**settings, **options}).past_key_values.prune
+
+    assert mode() == "eager"
+    assert mode(prune="deferred") == "deferred"
+    model.generation_config.prune = "deferred"
+    assert mode() == "deferred"
+    assert mode(prune="eager") == "eager"
+    custom = GenerationConfig(**settings, prune="eager")
+    assert model.generate(one_row(), custom).past_key_values.prune == "eager"
+    with pytest.raises(ValueError, match="`prune` is 'lazy', not one of `eager`, `deferred`"):
+        model.generate(one_row(), prune="lazy")
+
+
+def test_prune_is_read_from_a_saved_generation_config(tmp_path, model_pair):
+    GenerationConfig(prune="deferred", max_new_tokens=1).save_pretrained(tmp_path)
+    model = model_pair(everything()).leank
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    assert model.generate(one_row(), return_dict_in_generate=True).past_key_values.prune == "deferred"
+
+
+def test_prompt_lookup_gives_plain_greedys_tokens_between_flushes(model_pair, some_masks):
+    """A flush inside a draft may change tokens; here recent takes the whole continuation."""
+    pair = model_pair(some_masks([[0, 4], [4, 8]]), sink=2, recent=4, flush=30)
+    ids = one_row(6).repeat(1, 4)
+    plain = pair.leank.generate(ids, **GREEDY)
+    drafted = pair.leank.generate(ids, prompt_lookup_num_tokens=5, **GREEDY)
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_channels_kept_prompt_lookup_is_the_dense_models(family, model_pair):
+    pair = model_pair(everything(), family=family, sink=2, recent=12, flush=3)
+    ids = one_row(6).repeat(1, 4)
+    ours = pair.leank.generate(ids, prompt_lookup_num_tokens=5, **GREEDY)
+    assert ours.tolist() == pair.dense.generate(ids, **GREEDY).tolist()
+
+
+def test_a_leank_model_can_draft_for_itself(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]), sink=2, recent=12, flush=30)
+    ids = one_row()
+    drafted = pair.leank.generate(ids, assistant_model=copy.deepcopy(pair.leank), **GREEDY)
+    assert drafted.tolist() == pair.leank.generate(ids, **GREEDY).tolist()
+
+
+def test_inputs_embeds_give_what_ids_give(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    batch = padded_batch()
+    embeds = pair.leank.get_input_embeddings()(batch["input_ids"])
+    ours = pair.leank.generate(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **GREEDY)
+    assert ours.tolist() == pair.leank.generate(**batch, **GREEDY)[:, 21:].tolist()
+
+
+def test_without_a_cache_the_model_is_dense(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    with torch.no_grad():
+        ours = pair.leank(**padded_batch(), use_cache=False)
+        dense = pair.dense(**padded_batch(), use_cache=False)
+    assert ours.past_key_values is None
+    assert torch.equal(ours.logits, dense.logits)
+
+
+def test_a_prompt_is_dense(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    with torch.no_grad():
+        assert torch.equal(pair.leank(**padded_batch()).logits, pair.dense(**padded_batch()).logits)
+
+
+def test_the_model_without_a_head_keeps_a_pruned_cache(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    model = LeanKLlamaModel(pair.leank.config).eval()
+    model.load_state_dict(pair.leank.model.state_dict())
+    ids = one_row()
+    with torch.no_grad():
+        first = model(ids)
+        second = model(ids[:, :1], past_key_values=first.past_key_values)
+        cache = pair.leank(ids).past_key_values
+        head = pair.leank(ids[:, :1], past_key_values=cache)
+    assert first.past_key_values.memory().window_values.used
+    assert torch.allclose(pair.leank.lm_head(second.last_hidden_state), head.logits, atol=1e-5)
+
+
+def test_training_without_a_cache_is_the_dense_models(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    ids = one_row()
+    for model in (pair.leank, pair.dense):
+        model.train()
+        model(ids, labels=ids).loss.backward()
+    ours, dense = pair.leank.model.layers[0].self_attn.k_proj, pair.dense.model.layers[0].self_attn.k_proj
+    assert torch.equal(ours.weight.grad, dense.weight.grad)
+
+
+def test_gradient_checkpointing_trains(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    # transformers renamed it within the supported range.
+    enable = getattr(pair.leank, "activation_checkpointing_enable", None)
+    (enable or pair.leank.gradient_checkpointing_enable)()
+    pair.leank.train()
+    ids = one_row()
+    pair.leank(ids, labels=ids).loss.backward()
+    assert pair.leank.model.layers[0].self_attn.k_proj.weight.grad is not None
+
+
+def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair, some_masks):
+    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    ids = one_row()
+    cache = model(ids).past_key_values
+    for _ in range(3):
+        model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+    assert copy.deepcopy(cache).get_seq_length() == 24
+
+
+def test_training_mode_refuses_a_cache(model_pair):
+    model = model_pair(everything()).leank.train()
+    with pytest.raises(ValueError, match=r"training mode .* `model.eval\(\)`"):
+        model(one_row(), use_cache=True)
+    with pytest.raises(ValueError, match="training mode"):
+        model.generate(one_row(), **GREEDY)
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
+def test_other_caches_are_refused_by_name(implementation, model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match=f"cache_implementation '{implementation}' is a dense cache"):
+        model.generate(one_row(), cache_implementation=implementation, **GREEDY)
+    config = GenerationConfig(cache_implementation=implementation if implementation != "paged" else "static")
+    with pytest.raises(ValueError, match="is a dense cache"):
+        model.generate(one_row(), generation_config=config)
+
+
+def test_foreign_caches_are_refused(model_pair):
+    pair = model_pair(everything())
+    ids = one_row()
+    with torch.no_grad():
+        full = pair.dense(ids).past_key_values
+    assert isinstance(full, DynamicCache)
+    for call in (pair.leank.generate, pair.leank.forward):
+        with pytest.raises(ValueError, match="DynamicCache with 21 tokens of a dense model"):
+            call(ids, past_key_values=full)
+        static = StaticCache(config=pair.dense.config, max_cache_len=64)
+        with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
+            call(ids, past_key_values=static)
+        with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+            call(ids, past_key_values=DynamicCache(config=pair.dense.config, offloading=True))
+
+
+def test_an_inner_model_called_directly_cannot_decode_densely(model_pair):
+    model = model_pair(everything()).leank
+    ids = one_row()
+    with torch.no_grad():
+        dense = model.model(ids, use_cache=True)
+        with pytest.raises(ValueError, match=r"22 keys for 1 queries: .* `model.build_cache\(\)`"):
+            model.model(ids[:, :1], past_key_values=dense.past_key_values)
+        cache = model.build_cache()
+        model.model(**padded_batch(), past_key_values=cache)
+    assert cache.rows.lengths.tolist() == [21, 12, 1]
+
+
+def test_an_empty_dynamic_cache_is_replaced_with_one_warning(model_pair, caplog):
+    model = model_pair(everything()).leank
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        result = model.generate(
+            one_row(), past_key_values=DynamicCache(), return_dict_in_generate=True, **GREEDY
+        )
+    assert hasattr(result.past_key_values, "memory")
+    assert caplog.text.count("replaced by a LeanKCache") <= 1
+
+
+def test_custom_masks_need_no_cache(model_pair):
+    pair = model_pair(everything())
+    ids = one_row(4)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    with pytest.raises(ValueError, match="2-D padding mask"):
+        pair.leank(ids, attention_mask=mask)
+    with torch.no_grad():
+        ours = pair.leank(ids, attention_mask=mask, use_cache=False).logits
+        assert torch.equal(ours, pair.dense(ids, attention_mask=mask, use_cache=False).logits)
+
+
+def test_a_mask_shorter_than_the_conversation_is_refused(model_pair):
+    model = model_pair(everything()).leank
+    ids = one_row()
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        with pytest.raises(ValueError, match="covers 1 tokens, the cache and the input hold 22"):
+            model(ids[:, :1], attention_mask=torch.ones(1, 1), past_key_values=cache)
+
+
+def test_attention_weights_are_refused(model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match=r"output_attentions: .* stock class"):
+        model(one_row(), output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.generate(one_row(), output_attentions=True, return_dict_in_generate=True, **GREEDY)
+
+
+def test_continuous_batching_is_refused(model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match="continuous batching keeps a dense paged cache"):
+        model.generate_batch([[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("request_", [None, "leank", "sdpa", "eager"])
+def test_usual_attention_requests_mean_leank(request_, model_pair):
+    config = copy.deepcopy(model_pair(everything()).leank.config)
+    config._attn_implementation = request_
+    model = LeanKLlamaForCausalLM(config)
+    assert model.config._attn_implementation == "leank"
+    model.set_attn_implementation(request_ or "sdpa")
+    assert model.config._attn_implementation == model.model.config._attn_implementation == "leank"
+
+
+@pytest.mark.parametrize("request_", ["flex_attention", "flash_attention_2", "paged|eager"])
+def test_other_attention_requests_are_refused(request_, model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises((ValueError, ImportError)):
+        model.set_attn_implementation(request_)
+    assert model.config._attn_implementation == "leank"
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match=r'call `model.set_attn_implementation\("leank"\)`'):
+        model(one_row())
+
+
+def test_a_model_needs_a_leank_block():
+    with pytest.raises(ValueError, match=r"config\.json has no `leank` block"):
+        LeanKLlamaForCausalLM(LeanKLlamaConfig())
+
+
+def test_a_missing_channel_mask_is_noticed(model_pair, some_masks, tmp_path):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    state = {k: v for k, v in pair.leank.state_dict().items() if "layers.1.self_attn.channel_mask" not in k}
+    pair.leank.save_pretrained(tmp_path, state_dict=state)
+    model = LeanKLlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"layer 1: `self_attn.channel_mask` keeps \[16, 16\] .* says \[4, 8\]"
+    ):
+        model.generate(one_row(), **GREEDY)
+
+
+def test_channel_masks_survive_saving_and_loading_in_any_dtype(model_pair, some_masks, tmp_path):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    pair.leank.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = LeanKLlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        for attention, mask in zip(model.model.layers, pair.masks, strict=True):
+            assert attention.self_attn.channel_mask.dtype == torch.bool
+            assert torch.equal(attention.self_attn.channel_mask, mask)
+    again = LeanKLlamaForCausalLM.from_pretrained(tmp_path)
+    assert again.generate(one_row(), **GREEDY).tolist() == pair.leank.generate(one_row(), **GREEDY).tolist()
+
+
+def test_a_compiled_model_generates_the_same(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4]]))
+    settings = {**GREEDY, "max_new_tokens": 4, "min_new_tokens": 4}
+    expected = pair.leank.generate(**padded_batch(), **settings)
+    pair.leank.compile(backend="eager")
+    assert pair.leank.generate(**padded_batch(), **settings).tolist() == expected.tolist()

@@ -1,0 +1,195 @@
+"""Decode attention on a store filled by hand, against attention written out per row and head."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from runtime import reference_leank
+from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from runtime.reference_leank import decode_attention
+
+SINK, RECENT, FLUSH = 3, 7, 5
+SLOTS = SINK + RECENT + FLUSH
+
+
+class Case:
+    """Random K and V of some rows, in the cache's layout and as plain tensors."""
+
+    def __init__(
+        self,
+        widths,
+        lengths,
+        pruned,
+        num_queries=1,
+        groups=2,
+        head_dim=64,
+        dtype=torch.float32,
+        seed=0,
+        per_row=False,
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        batch, heads = len(lengths), len(widths)
+        self.capacity = max(max(lengths), 1) + 9
+        self.layout = ChunkLayout(tuple(widths), head_dim, choose_chunk_size([widths], head_dim))
+        self.masks = torch.zeros(batch, heads, head_dim, dtype=torch.bool)
+        for row in range(batch):
+            for head, width in enumerate(widths):
+                source = self.masks[0, head] if row and not per_row else None
+                kept = torch.randperm(head_dim, generator=generator)[:width] if source is None else source
+                self.masks[row, head, kept] = True
+        self.lengths, self.pruned = lengths, pruned
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.query = random(batch, heads * groups, num_queries, head_dim)
+        self.keys, self.values = (random(batch, heads, self.capacity, head_dim) for _ in range(2))
+        self.new_keys, self.new_values = (random(batch, heads, num_queries, head_dim) for _ in range(2))
+        self.chunk_index = self.layout.chunk_index(order_channels(self.masks if per_row else self.masks[:1]))
+        flat = self.keys.transpose(1, 2).flatten(2)  # [B, S, H_kv * D]
+        index = self.chunk_index.expand(batch, -1, -1)
+        size = self.layout.chunk_size
+        chunks = torch.zeros(batch, index.shape[1], self.capacity, size, dtype=dtype)
+        for row in range(batch):
+            for chunk in range(index.shape[1]):
+                for lane in range(size):
+                    channel = int(index[row, chunk, lane])
+                    if channel >= 0:
+                        chunks[row, chunk, :, lane] = flat[row, :, channel]
+        num_kept = self.layout.num_kept_chunks
+        self.kept_keys = chunks[:, :num_kept].clone()
+        self.window_keys = torch.zeros(batch, self.layout.num_dropped_chunks, SLOTS, size, dtype=dtype)
+        self.window_values = torch.zeros(batch, len(self.layout.window_heads), SLOTS, head_dim, dtype=dtype)
+        for row, length in enumerate(lengths):
+            for token in range(length):
+                slot = token if token < SINK else SINK + (token - SINK) % (RECENT + FLUSH)
+                self.window_keys[row, :, slot] = chunks[row, num_kept:, token]
+                self.window_values[row, :, slot] = self.values[row, list(self.layout.window_heads), token]
+        self.stored_values = self.values[:, list(self.layout.value_heads)].clone()
+
+    def ours(self, new=False, new_valid=None, max_length=None):
+        return decode_attention(
+            self.query,
+            self.kept_keys,
+            self.stored_values,
+            self.window_keys,
+            self.window_values,
+            self.chunk_index,
+            torch.tensor(self.lengths, dtype=torch.int32),
+            torch.tensor(self.pruned, dtype=torch.int32),
+            layout=self.layout,
+            sink_size=SINK,
+            max_length=max_length or max(max(self.lengths), 1),
+            softmax_scale=0.3,
+            new_keys=self.new_keys if new else None,
+            new_values=self.new_values if new else None,
+            new_valid=new_valid,
+        )
+
+    def expected(self, new=False, new_valid=None, dtype=torch.float64):
+        batch, heads, num_queries, head_dim = self.query.shape
+        groups = heads // self.keys.shape[1]
+        out = torch.zeros(batch, heads, num_queries, head_dim, dtype=dtype)
+        for row in range(batch):
+            length, pruned = self.lengths[row], range(SINK, SINK + self.pruned[row])
+            for head in range(heads):
+                kv = head // groups
+                mask = self.masks[row, kv]
+                for i in range(num_queries):
+                    q = self.query[row, head, i].to(dtype)
+                    logits, vs = [], []
+                    for token in range(length):
+                        k = self.keys[row, kv, token].to(dtype)
+                        if token in pruned and not mask.any():
+                            continue
+                        logits.append(float((q * mask if token in pruned else q) @ k) * 0.3)
+                        vs.append(self.values[row, kv, token].to(dtype))
+                    for j in range(i + 1 if new else 0):
+                        if new_valid is None or new_valid[row, j]:
+                            logits.append(float(q @ self.new_keys[row, kv, j].to(dtype)) * 0.3)
+                            vs.append(self.new_values[row, kv, j].to(dtype))
+                    if logits:
+                        out[row, head, i] = torch.tensor(logits, dtype=dtype).softmax(0) @ torch.stack(vs)
+        return out
+
+
+WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]
+ROWS = [([40], [29]), ([1, 2, 3, 4], [0, 0, 0, 0]), ([41, 9, 16, 63, 64, 65], [28, 0, 3, 51, 49, 50])]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("new", [False, True], ids=["stored", "with new tokens"])
+def test_it_is_attention_over_the_three_regions(widths, rows, new):
+    case = Case(widths, *rows, num_queries=4 if new else 1)
+    assert torch.allclose(case.ours(new).double(), case.expected(new), atol=2e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 16])
+def test_any_number_of_query_heads_shares_a_key_head(groups):
+    case = Case((0, 16, 64), [40, 12], [29, 1], groups=groups, num_queries=2)
+    assert torch.allclose(case.ours(True).double(), case.expected(True), atol=2e-6)
+
+
+def test_every_row_may_keep_its_own_channels():
+    case = Case((0, 16, 40), [40, 33, 17], [29, 20, 4], per_row=True)
+    assert not torch.equal(case.masks[0], case.masks[1])
+    assert torch.allclose(case.ours().double(), case.expected(), atol=2e-6)
+
+
+def test_padding_among_new_tokens_is_not_seen():
+    case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=5)
+    valid = torch.tensor([[True] * 5, [True, False, True, False, True]])
+    case.new_keys[1, :, ~valid[1]] = 0
+    case.new_values[1, :, ~valid[1]] = 0
+    ours, expected = case.ours(True, valid).double(), case.expected(True, valid)
+    for row in range(2):
+        assert torch.allclose(ours[row][:, valid[row]], expected[row][:, valid[row]], atol=2e-6)
+
+
+def test_queries_in_blocks_give_the_same(monkeypatch):
+    case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=7)
+    whole = case.ours(True)
+    monkeypatch.setattr(reference_leank, "_MAX_SCORES", 1)
+    assert torch.allclose(case.ours(True), whole, atol=1e-6)
+
+
+def test_a_loose_bound_on_lengths_changes_nothing():
+    case = Case((0, 16, 64), [40, 12], [29, 1])
+    assert torch.allclose(case.ours(max_length=case.capacity), case.ours(), atol=1e-6)
+
+
+def test_an_empty_row_and_a_nan_query_stay_in_their_row():
+    case = Case((0, 16, 64), [40, 0, 12], [29, 0, 1])
+    case.query[1] = math.nan
+    ours, expected = case.ours().double(), case.expected()
+    assert torch.allclose(ours[[0, 2]], expected[[0, 2]], atol=2e-6)
+    case = Case((0, 16, 64), [40, 0, 12], [29, 0, 1])
+    assert case.ours().isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("new", [False, True], ids=["stored", "with new tokens"])
+def test_half_precision_errs_no_more_than_twice_what_torch_does(dtype, new):
+    case = Case((64, 64), [40, 23], [29, 11], num_queries=3 if new else 1, dtype=dtype)
+    exact = case.expected(new)
+    worst = 0.0
+    for row, length in enumerate(case.lengths):
+        keys = torch.cat(
+            [case.keys[row, :, :length], case.new_keys[row] if new else case.keys[row, :, :0]], 1
+        )
+        values = torch.cat(
+            [case.values[row, :, :length], case.new_values[row] if new else case.values[row, :, :0]], 1
+        )
+        num_queries = case.query.shape[2]
+        mask = torch.ones(num_queries, keys.shape[1], dtype=torch.bool).tril(length if new else length - 1)
+        torchs = torch.nn.functional.scaled_dot_product_attention(
+            case.query[row], keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0), mask, scale=0.3
+        )
+        worst = max(worst, float((torchs.double() - exact[row]).abs().max()))
+    ours = case.ours(new)
+    assert ours.dtype == dtype
+    assert float((ours.double() - exact).abs().max()) <= 2 * worst

@@ -1,0 +1,112 @@
+"""The append rule in closed form against lists that are moved token by token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from runtime.rows_leank import RowState, pruned_after_append, pruned_after_prefill, window_tokens
+
+SIZES = [(3, 6, 4), (0, 6, 4), (3, 0, 2), (2, 5, 1), (0, 0, 1), (2, 3, 9), (1, 2, 3)]
+
+
+class ListRow:
+    """One row as three lists."""
+
+    def __init__(self, prompt: int, sink_size: int, recent_size: int, flush_size: int) -> None:
+        self.sizes = sink_size, recent_size, flush_size
+        tokens = list(range(prompt))
+        self.sink, rest = tokens[:sink_size], tokens[sink_size:]
+        cut = max(len(rest) - recent_size, 0)
+        self.pruned, self.recent = rest[:cut], rest[cut:]
+
+    def append(self) -> None:
+        sink_size, recent_size, flush_size = self.sizes
+        token = len(self.sink) + len(self.pruned) + len(self.recent)
+        if len(self.sink) < sink_size:
+            self.sink.append(token)
+            return
+        if len(self.recent) == recent_size + flush_size:
+            self.pruned += self.recent[:flush_size]
+            self.recent = self.recent[flush_size:]
+        self.recent.append(token)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("prompt", [1, 2, 4, 9, 12, 13, 14, 40])
+def test_lengths_follow_the_lists(sizes, prompt):
+    row = ListRow(prompt, *sizes)
+    pruned = pruned_after_prefill(torch.tensor([prompt]), sizes[0], sizes[1])
+    assert pruned.tolist() == [len(row.pruned)]
+    random.seed(prompt)
+    length = prompt
+    while length < prompt + 60:
+        count = random.choice([1, 1, 2, 5, 23])
+        for _ in range(count):
+            row.append()
+        length += count
+        pruned = pruned_after_append(torch.tensor([length]), pruned, *sizes)
+        assert pruned.tolist() == [len(row.pruned)], (length, count)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("prompt", [1, 4, 30])
+def test_every_whole_token_has_the_slot_that_it_was_written_to(sizes, prompt):
+    sink_size, recent_size, flush_size = sizes
+    num_slots = sum(sizes)
+    row = ListRow(prompt, *sizes)
+    for length in range(prompt, prompt + 40):
+        tokens = window_tokens(torch.tensor([length], dtype=torch.int32), sink_size, num_slots)[0].tolist()
+        for token in [*row.sink, *row.recent]:
+            slot = (
+                token if token < sink_size else sink_size + (token - sink_size) % (recent_size + flush_size)
+            )
+            assert tokens[slot] == token, (length, token)
+        assert tokens.count(-1) == max(num_slots - length, 0)
+        row.append()
+
+
+def test_a_decode_step_without_padding_asks_nothing_of_the_device():
+    """Meta tensors have no data: whatever reads a value raises."""
+    rows = RowState(3, 6, 4, "eager")
+    meta = torch.device("meta")
+    rows.step(0, 2, 30, None, meta)
+    for start in range(30, 50):
+        step = rows.step(start, 2, 1, None, meta)
+        assert step.append is not None and step.append.max_length == start + 1
+
+
+def test_a_padded_decode_step_asks_nothing_of_the_device():
+    rows = RowState(3, 6, 4, "eager")
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[1, :11] = False
+    rows.step(0, 2, 30, mask, torch.device("cpu"))
+    assert rows.max_length == 30
+    rows.lengths, rows.pruned_lengths = rows.lengths.to("meta"), rows.pruned_lengths.to("meta")
+    for start in range(30, 50):
+        rows.step(
+            start, 2, 1, torch.ones(2, start + 1, dtype=torch.bool, device="meta"), torch.device("meta")
+        )
+    assert rows.max_length == 50
+
+
+def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
+    rows = RowState(3, 6, 4, "eager")
+    cpu = torch.device("cpu")
+    first = rows.step(0, 1, 5, None, cpu)
+    assert rows.step(0, 1, 5, None, cpu) is first
+    rows.step(5, 1, 1, None, cpu)
+    with pytest.raises(RuntimeError, match="earlier forward pass did not reach every layer"):
+        rows.step(3, 1, 1, None, cpu)
+
+
+def test_a_step_moves_to_another_device_once():
+    rows = RowState(3, 6, 4, "eager")
+    rows.step(0, 1, 5, None, torch.device("cpu"))
+    step = rows.step(5, 1, 1, None, torch.device("cpu"))
+    moved = step.to(torch.device("meta"))
+    assert moved.append.lengths.device.type == moved.append.positions.device.type == "meta"
+    assert moved.append.capacity == step.append.capacity
+    assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step
