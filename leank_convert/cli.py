@@ -1,0 +1,347 @@
+"""The command line: reads options, calls the toolkit, prints. Imports torch only inside a command.
+
+Text for people goes to stderr, results to stdout; `--json` makes stdout one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from leank_convert.errors import LeanKError
+
+if TYPE_CHECKING:
+    from leank_convert.mask import ChannelMask
+    from leank_convert.recipe import Recipe
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OUT = click.option(
+    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
+_RECIPE = click.option(
+    "--recipe", "recipe_name", metavar="NAME|FILE", help="Packaged recipe or YAML file. Default: the model's."
+)
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
+)
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
+
+
+def _window_options(command: _Command) -> _Command:
+    for name, text in (
+        ("flush-size", "Tokens that leave the recent window at once."),
+        ("recent-size", "Last tokens that keep every channel."),
+        ("sink-size", "First tokens that keep every channel."),
+    ):
+        command = click.option(f"--{name}", type=click.IntRange(0), help=text)(command)
+    return command
+
+
+def _hub_options(command: _Command) -> _Command:
+    command = click.option("--private", is_flag=True, help="Make a private hub repository.")(command)
+    return click.option(
+        "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
+    )(command)
+
+
+class _Group(click.Group):
+    """Turns the toolkit's errors into `error:` and `hint:` lines and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LeanKError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"error: {error}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="leank-convert")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Learn which channels of an LLM's K cache it needs; write a checkpoint that keeps only those."""
+    logging.basicConfig(
+        format="%(levelname)s: %(message)s",
+        level=logging.DEBUG if debug else logging.WARNING,
+        stream=sys.stderr,
+    )
+    logging.addLevelName(logging.WARNING, "warning")
+
+
+@main.command()
+@click.argument("model")
+@_OUT
+@_RECIPE
+@_SET
+@click.option(
+    "--pruning-ratio", type=click.FloatRange(0, 1, max_open=True), help="Share of channels to remove."
+)
+@_window_options
+@click.option("--seed", type=click.IntRange(0), help="Seed of the training samples.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
+@click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
+@_OVERWRITE
+@_hub_options
+def train(
+    model: str,
+    out: Path,
+    recipe_name: str | None,
+    overrides: tuple[str, ...],
+    pruning_ratio: float | None,
+    sink_size: int | None,
+    recent_size: int | None,
+    flush_size: int | None,
+    seed: int | None,
+    resume: bool,
+    mask_only: bool,
+    device: str | None,
+    overwrite: bool,
+    repo_id: str | None,
+    private: bool,
+) -> None:
+    """Learn MODEL's channel mask and write its pruned checkpoint.
+
+    MODEL is a hub id, a local folder, or `testbed`, the small model that ships with leank-convert.
+    """
+    flags = {
+        "pruning_ratio": pruning_ratio,
+        "windows.sink_size": sink_size,
+        "windows.recent_size": recent_size,
+        "windows.flush_size": flush_size,
+        "seed": seed,
+    }
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    recipe = _load_recipe(model, recipe_name, (*overrides, *given))
+    _quiet_transformers()
+    from leank_convert.train import train_mask
+
+    mask = train_mask(recipe, out, resume=resume, device=device, model_override=model)
+    if mask_only:
+        click.echo(out / "channel_mask.safetensors")
+        return
+    from leank_convert.export import export_checkpoint
+
+    export_checkpoint(
+        model, mask, out, config_overrides=recipe.model.config_overrides, overwrite=overwrite or resume
+    )
+    _finish_export(out, repo_id, private)
+
+
+@main.command()
+@click.argument("model")
+@_OUT
+@click.option("--mask", "mask_path", metavar="FILE|ID", help="Mask: .safetensors, .npy, .pth, or a hub id.")
+@click.option("--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache.")
+@_RECIPE
+@_SET
+@_window_options
+@click.option("--prune", type=click.Choice(["eager", "deferred"]), default="eager", show_default=True)
+@_OVERWRITE
+@_hub_options
+def export(
+    model: str,
+    out: Path,
+    mask_path: str | None,
+    all_channels: bool,
+    recipe_name: str | None,
+    overrides: tuple[str, ...],
+    sink_size: int | None,
+    recent_size: int | None,
+    flush_size: int | None,
+    prune: str,
+    overwrite: bool,
+    repo_id: str | None,
+    private: bool,
+) -> None:
+    """Write MODEL's pruned checkpoint from a mask.
+
+    Without --mask: the mask that `train --mask-only` left in --out, else the recipe's `mask`.
+    """
+    if mask_path and all_channels:
+        raise click.UsageError("--mask and --all-channels exclude each other")
+    recipe = _export_recipe(model, out, recipe_name, overrides)
+    from leank_convert.export import export_checkpoint
+
+    mask, origin = _choose_mask(model, out, mask_path, all_channels, recipe)
+    export_checkpoint(
+        model,
+        mask,
+        out,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        flush_size=flush_size,
+        prune=prune,
+        config_overrides=recipe.model.config_overrides if recipe else None,
+        overwrite=overwrite,
+        mask_origin=origin,
+    )
+    _finish_export(out, repo_id, private)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--source", metavar="MODEL", help="The model it was made from: compares every weight.")
+@_JSON
+def verify(checkpoint: Path, source: str | None, as_json: bool) -> None:
+    """Check a checkpoint: digests, shapes, masks and, with --source, its weights. Exits 1 if any fails."""
+    from leank_convert.verify import verify_checkpoint
+
+    report = verify_checkpoint(checkpoint, source)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+    else:
+        for check in report.checks:
+            click.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}")
+    if not report.ok:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@_JSON
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in a mask file or a checkpoint: widths, ratio, bytes per token, provenance."""
+    from leank_convert.inspection import inspect_artifact, render_inspection
+
+    facts = inspect_artifact(path)
+    click.echo(json.dumps(facts) if as_json else render_inspection(facts), nl=as_json)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@_RECIPE
+@_SET
+@click.option("-n", "--num-samples", type=click.IntRange(1), default=200, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out samples."
+)
+@click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
+@_JSON
+def evaluate(
+    checkpoint: Path,
+    recipe_name: str | None,
+    overrides: tuple[str, ...],
+    num_samples: int,
+    seed: int,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Compare CHECKPOINT's pruned answers with its own dense ones on held-out samples of a recipe's data."""
+    _quiet_transformers()
+    from leank_convert.evaluate import evaluate_checkpoint, render_comparison
+
+    recipe = _evaluation_recipe(checkpoint, recipe_name, overrides)
+    result = evaluate_checkpoint(checkpoint, recipe.data, num_samples=num_samples, seed=seed, device=device)
+    click.echo(json.dumps(result.to_dict()) if as_json else render_comparison(result), nl=as_json)
+
+
+@main.command()
+@click.argument("name", required=False)
+@_JSON
+def recipes(name: str | None, as_json: bool) -> None:
+    """List the packaged recipes, or print one."""
+    from leank_convert.recipe import list_recipes, load_recipe
+
+    if name is not None:
+        recipe = load_recipe(name)
+        click.echo(json.dumps(recipe.model_dump(mode="json")) if as_json else recipe.text, nl=as_json)
+        return
+    packaged = list_recipes()
+    if as_json:
+        click.echo(json.dumps([{"name": r.name, "model": r.model, "summary": r.summary} for r in packaged]))
+        return
+    size = max(len(entry.name) for entry in packaged)
+    for entry in packaged:
+        click.echo(f"{entry.name:<{size}}  {entry.summary}")
+
+
+def _load_recipe(model: str, name: str | None, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe by name, else the packaged one for `model`."""
+    from leank_convert.recipe import find_recipe, load_recipe
+
+    return load_recipe(name or find_recipe(model), overrides)
+
+
+def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
+    """The recipe that tells how the config changes: by name, of the run in `out`, or the model's, if any."""
+    from leank_convert.recipe import find_recipe, load_recipe
+
+    trained = out / "leank" / "recipe.yaml"
+    if name is None and trained.exists():
+        name = str(trained)
+    if name is None:
+        try:
+            name = find_recipe(model)
+        except LeanKError:
+            if overrides:
+                raise
+            return None
+    return load_recipe(name, overrides)
+
+
+def _choose_mask(
+    model: str, out: Path, mask_path: str | None, all_channels: bool, recipe: Recipe | None
+) -> tuple[ChannelMask, str]:
+    from leank_convert.checkpoint_io import read_config, resolve_model
+    from leank_convert.mask import MASK_FILE_NAME, all_channels_mask, load_mask, resolve_mask
+
+    if all_channels:
+        from leank_convert.architectures import apply_config_overrides, read_model_facts
+
+        config = apply_config_overrides(
+            read_config(resolve_model(model)), recipe.model.config_overrides if recipe else {}
+        )
+        return all_channels_mask(read_model_facts(config, origin=model)), "--all-channels"
+    trained = out / MASK_FILE_NAME
+    if mask_path is None and trained.exists():
+        mask_path = str(trained)
+    if mask_path is None and recipe is not None:
+        mask_path = recipe.mask
+    if mask_path is None:
+        raise LeanKError(
+            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe",
+            hint=f"pass `--mask FILE`, or learn one with `leank-convert train {model} -o {out}`",
+        )
+    path = resolve_mask(mask_path)
+    return load_mask(path), mask_path
+
+
+def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe whose data is drawn: by name, of the run beside the checkpoint, or its model's."""
+    from leank_convert.inspection import inspect_artifact
+    from leank_convert.recipe import find_recipe, load_recipe
+
+    trained = checkpoint / "leank" / "recipe.yaml"
+    if name is None and trained.exists():
+        name = str(trained)
+    if name is None:
+        name = find_recipe(str(inspect_artifact(checkpoint)["model"]))
+    return load_recipe(name, overrides)
+
+
+def _finish_export(out: Path, repo_id: str | None, private: bool) -> None:
+    click.echo(out)
+    if repo_id is not None:
+        from leank_convert.hub import push_to_hub
+
+        click.echo(push_to_hub(out, repo_id, private=private))
+
+
+def _quiet_transformers() -> None:
+    """Keep transformers' own loading bars out of the terminal; ours tell more."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,85 @@
+"""The wheel and the sdist: what they hold, and that an installed leank-convert exports without a checkout."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNTIME_FILES = sorted(path.name for path in (ROOT / "runtime").glob("*_leank.py"))
+RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """Folder with a wheel and an sdist, built from a copy of the tracked tree."""
+    work = tmp_path_factory.mktemp("dist")
+    tree = work / "tree"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    for name in filter(None, tracked.stdout.decode().split("\0")):
+        source, target = ROOT / name, tree / name
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "out", tree],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    return work / "out"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions):
+    (path,) = distributions.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_runtime_recipes_and_the_shipped_model(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in RUNTIME_FILES:
+        assert f"leank_convert/_runtime/{file}" in names
+    for recipe in RECIPES:
+        assert f"leank_convert/_recipes/{recipe}" in names
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert f"leank_convert/testbed/model/{file}" in names
+    top_level = {name.split("/")[0] for name in names}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"leank_convert"}
+
+
+def test_sdist_holds_what_the_wheel_is_built_from(distributions):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"runtime/{file}" for file in RUNTIME_FILES} <= names
+    assert {f"recipes/{recipe}" for recipe in RECIPES} <= names
+    assert "leank_convert/testbed/model/model.safetensors" in names
+
+
+def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    # A site folder on PYTHONPATH goes before the checkout's editable install.
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import leank_convert; print(leank_convert.__file__)"],
+        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert where.stdout.startswith(str(site))
+    command = [sys.executable, "-m", "leank_convert"]
+    exported = subprocess.run(
+        [*command, "export", "testbed", "--all-channels", "-o", "out"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert exported.returncode == 0, exported.stderr
+    assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES)

@@ -1,0 +1,142 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+from leank_convert.testbed import MODEL_DIR
+
+COMMANDS = ["evaluate", "export", "inspect", "recipes", "train", "verify"]
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "out"
+    result = CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_imports_no_heavy_library(arguments):
+    code = (
+        "import sys; from leank_convert.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage:" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_errors_are_two_lines_on_stderr_and_exit_code_2(run, tmp_path):
+    result = run("inspect", tmp_path / "absent.safetensors")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "absent.safetensors" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(run, tmp_path):
+    result = run("--debug", "inspect", tmp_path / "absent.safetensors")
+    assert type(result.exception).__name__ == "LeanKError"
+
+
+def test_misspelt_recipe_key_is_answered_with_the_right_one(run, tmp_path):
+    result = run("train", "testbed", "-o", tmp_path / "out", "--set", "stage1.step=5")
+    assert result.exit_code == 2
+    assert "unknown key `stage1.step`" in result.stderr
+    assert "did you mean `stage1.steps`?" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_without_recipe_names_the_remedy(run, tmp_path):
+    result = run("train", "someone/some-model", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "no packaged recipe for `someone/some-model`" in result.stderr
+    assert "--recipe" in result.stderr
+
+
+def test_plainest_recipe_is_taken_where_a_model_has_several(run, tmp_path):
+    result = run("train", "Qwen/Qwen2.5-7B-Instruct", "-o", tmp_path / "out", "--set", "stage1.step=5")
+    assert "recipe `qwen2.5-7b-instruct`" in result.stderr
+
+
+def test_export_without_any_mask_exits_2_with_a_hint(run, tmp_path):
+    result = run("export", "testbed", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "no mask for `testbed`" in result.stderr
+    assert "--mask" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_mask_and_all_channels_exclude_each_other(run, tmp_path):
+    result = run("export", "testbed", "--all-channels", "--mask", "m.npy", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "exclude each other" in result.stderr
+
+
+def test_export_takes_the_recipes_mask(run, tmp_path, exported):
+    mask = exported / "channel_mask.safetensors"
+    out = tmp_path / "out"
+    result = run("export", "testbed", "-o", out, "--recipe", "quickstart", "--set", f"mask={mask}")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}\n"
+
+
+def test_window_flags_reach_the_checkpoint(run, tmp_path):
+    out = tmp_path / "out"
+    sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3", "--prune", "deferred"]
+    assert run("export", "testbed", "--all-channels", *sizes, "-o", out).exit_code == 0
+    facts = json.loads(run("inspect", out, "--json").stdout)
+    assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
+
+
+def test_verify_reports_and_its_exit_code_tells(run, tmp_path, exported):
+    result = run("verify", exported, "--source", "testbed", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["ok"] is True
+    damaged = shutil.copytree(exported, tmp_path / "damaged")
+    (damaged / "cache_leank.py").write_text("raise SystemExit\n")
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    assert "FAIL  digest of cache_leank.py" in result.stdout
+
+
+def test_inspect_is_for_people_by_default(run, exported):
+    result = run("inspect", exported / "channel_mask.safetensors")
+    assert result.exit_code == 0
+    assert "pruning ratio" in result.stdout
+
+
+def test_recipes_are_listed_and_printed(run):
+    names = [recipe["name"] for recipe in json.loads(run("recipes", "--json").stdout)]
+    listed = run("recipes").stdout
+    assert "quickstart" in names
+    assert all(name in listed for name in names)
+    assert "stage1:" in run("recipes", "quickstart").stdout
+    assert json.loads(run("recipes", "quickstart", "--json").stdout)["pruning_ratio"] == 0.7
+
+
+def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
+    out = tmp_path / "out"
+    short = ["stage1.steps=1", "stage2.steps=1", "data.min_length=160", "data.max_length=170"]
+    settings = [part for setting in short for part in ("--set", setting)]
+    result = run("train", "testbed", "-o", out, *settings, "--mask-only")
+    assert result.exit_code == 0, result.output
+    assert not (out / "config.json").exists()
+    assert run("export", MODEL_DIR, "-o", out).exit_code == 0
+    assert (out / "config.json").exists()
+    assert (out / "leank" / "log.csv").exists()
+    assert run("train", "testbed", "-o", out, *settings).exit_code == 2

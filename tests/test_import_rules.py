@@ -1,0 +1,119 @@
+"""Who may import whom, read from the source: the toolkit's layers, and the runtime that travels alone."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A module may import those of its own rank's packages and of lower ranks, within leank_convert.
+RANKS = [
+    {"errors"},
+    {"architectures", "recipe", "head_layout", "safetensors_file", "haystack", "cache_bytes"},
+    {"checkpoint_io", "mask", "testbed"},
+    {"data"},
+    {"train", "export"},
+    {"verify", "inspection", "hub", "evaluate"},
+    {"cli"},
+    {"__main__"},
+]
+NEVER_EACH_OTHER = [("train", "export"), ("verify", "evaluate"), ("recipe", "architectures")]
+WITHOUT_TORCH = [
+    "errors",
+    "architectures",
+    "recipe",
+    "head_layout",
+    "safetensors_file",
+    "cli",
+    "__main__",
+    "__init__",
+]
+RUNTIME_LIBRARIES = {"torch", "transformers"}
+
+TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
+RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
+
+
+def _imports(path, *, top_level_only=False):
+    """Absolute names of imported modules, and the relative ones with their leading dots."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def _component(module):
+    """`leank_convert.export.plan` -> `export`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def _rank(component):
+    ranks = [rank for rank, members in enumerate(RANKS) if component in members]
+    assert ranks, f"`{component}` has no rank in {Path(__file__).name}: decide which layer it belongs to"
+    return ranks[0]
+
+
+@pytest.mark.parametrize("path", TOOLKIT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
+    relative = path.relative_to(ROOT).with_suffix("")
+    component = relative.parts[1]
+    for module in _imports(path):
+        assert not module.startswith("."), f"relative import of `{module}`"
+        assert not module.startswith("runtime"), "the toolkit reaches the runtime through a checkpoint alone"
+        if not module.startswith("leank_convert.") or component == "__init__":
+            continue
+        imported = _component(module)
+        if imported == component:
+            continue
+        assert _rank(imported) <= _rank(component), f"`{component}` is below `{imported}`"
+        pair = {component, imported}
+        assert not any(pair == set(rule) for rule in NEVER_EACH_OTHER), (
+            f"{sorted(pair)} never import each other"
+        )
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_light_modules_import_no_heavy_library_when_loaded(name):
+    seen = set()
+    waiting = [ROOT / "leank_convert" / f"{name}.py"]
+    while waiting:
+        path = waiting.pop()
+        for module in _imports(path, top_level_only=True):
+            assert module.split(".")[0] not in {"torch", "transformers", "matplotlib", "numpy"}, (
+                f"{path}: {module}"
+            )
+            if module.startswith("leank_convert.") and module not in seen:
+                seen.add(module)
+                local = ROOT.joinpath(*module.split("."))
+                waiting.append(local / "__init__.py" if local.is_dir() else local.with_suffix(".py"))
+
+
+@pytest.mark.parametrize("path", RUNTIME, ids=lambda path: path.name)
+def test_runtime_files_import_the_standard_library_torch_transformers_and_each_other(path):
+    shipped = {f".{file.stem}" for file in RUNTIME if file.stem.endswith("_leank")}
+    for module in _imports(path):
+        if module.startswith("."):
+            # Only `from .name_leank import x` is followed when transformers copies remote code.
+            assert module in shipped, f"`{module}` is not copied into a checkpoint"
+        else:
+            library = module.split(".")[0]
+            assert library in RUNTIME_LIBRARIES | set(sys.stdlib_module_names), f"`{library}` may be absent"
+
+
+def test_packaging_lists_every_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    for folder in {path.parent for path in TOOLKIT}:
+        package = ".".join(folder.relative_to(ROOT).parts)
+        assert f'"{package}"' in text, f"`{package}` is missing from [tool.setuptools] packages"
