@@ -212,6 +212,24 @@ def list_recipes() -> list[PackagedRecipe]:
     ]
 
 
+def find_recipe(model: str) -> str:
+    """Find the packaged recipe of a model; of several, the one with the plainest name.
+
+    Args:
+        model: Hub id, or `testbed`.
+
+    Raises:
+        LeanKError: No packaged recipe is for `model`.
+    """
+    names = [recipe.name for recipe in list_recipes() if recipe.model == model]
+    if not names:
+        raise LeanKError(
+            f"there is no packaged recipe for `{model}`",
+            hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
+        )
+    return min(names, key=len)
+
+
 def _packaged_files() -> Iterator[Traversable]:
     folder = importlib.resources.files("leank_convert._recipes")
     return (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
