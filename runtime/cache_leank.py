@@ -117,9 +117,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def set_channel_mask(self, channel_mask: torch.Tensor) -> None:
         """Replace the kept channels, for this cache only, before its prompt is split.
 
-        The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for its
-        last token, look at `pending`, set a mask in every layer, and call `generate` with the whole prompt and
-        this cache.
+        The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
+        its last token, look at `pending`, set a mask in every layer, then call `generate` with the whole
+        prompt and this cache.
 
         Args:
             channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
@@ -387,6 +387,8 @@ class LeanKCache(Cache):
         Raises:
             ValueError: If more is dropped than there is, or a token that has been pruned already.
         """
+        # Some releases of transformers count in a 0-dim tensor.
+        tokens_to_remove = int(tokens_to_remove)
         length = self.get_seq_length()
         count = max(length - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
         if count == 0:

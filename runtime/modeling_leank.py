@@ -43,7 +43,8 @@ logger = logging.get_logger(__name__)
 
 # Requests that mean "the usual attention": prompts run through SDPA, decoding through the LeanK cache.
 _USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
-_OWN_CACHE = (None, "dynamic")
+# `dynamic_full` is what older releases of transformers ask of a drafting model.
+_OWN_CACHE = (None, "dynamic", "dynamic_full")
 
 
 class LeanKMixin:
@@ -273,6 +274,8 @@ class LeanKForCausalLMMixin(LeanKMixin):
             prune = check_prune(prune, "`prune`")
         if _first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        if implementation is not None:
+            kwargs["cache_implementation"] = None  # transformers takes a cache or the name of one
         cache = self._own_cache(kwargs.pop("past_key_values", None), prune)
         cache.prefill_length = _prompt_columns(inputs, kwargs)
         try:

@@ -43,6 +43,7 @@ def one_row(length: int = 21) -> torch.Tensor:
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "num_return_sequences": 2},
         {"prefill_chunk_size": 4},
+        {"cache_implementation": "dynamic"},
         {"prefill_chunk_size": 20, "prune": "deferred"},
         {"use_cache": False, "max_new_tokens": 6, "min_new_tokens": 6},
     ],
