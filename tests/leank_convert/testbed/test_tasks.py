@@ -1,0 +1,183 @@
+"""The shipped model's tasks, read back from the prompt's text by a parser of their own."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+import pytest
+
+from leank_convert.testbed.tasks import (
+    MIN_TOKENS,
+    NAMES,
+    TASKS,
+    VOCABULARY,
+    Sample,
+    build_document,
+    build_sample,
+)
+
+SINK_SIZE, RECENT_SIZE = 16, 64
+LENGTHS = (MIN_TOKENS, 161, 200, 256, 513, 1000, 2048)
+VALUE = re.compile(r"\d\d \d\d")
+
+every_task = pytest.mark.parametrize("task", TASKS)
+every_name = pytest.mark.parametrize("two_word_names", [False, True], ids=["one_word", "two_words"])
+
+
+class Parsed:
+    """A prompt as its reader sees it: facts (name, what it stands for), their places, and the question."""
+
+    def __init__(self, prompt: str, name_words: int) -> None:
+        *lines, question = prompt.split(" ; ")
+        self.word, self.asked = question.split(" ", 1)
+        self.facts: list[tuple[str, str]] = []
+        self.spans: list[tuple[int, int]] = []
+        position = 2  # <|begin|> <|user|>
+        for line in lines:
+            words = line.split()
+            self.facts.append((" ".join(words[:name_words]), " ".join(words[name_words:])))
+            self.spans.append((position, position + len(words) + 1))
+            position += len(words) + 1
+        self.prompt_tokens = position + len(question.split()) + 2  # <|end|> <|assistant|>
+
+    def answer(self) -> tuple[str, list[int]]:
+        """The right answer and the facts that it needs."""
+        if self.word == "trace":
+            told, needed, name = self.asked, [], self.asked
+            while not needed or not VALUE.fullmatch(name):
+                (index,) = [i for i, (left, _) in enumerate(self.facts) if left == name]
+                name = self.facts[index][1]
+                needed.append(index)
+                told += " " + name
+            return told, needed
+        needed = [i for i, (left, _) in enumerate(self.facts) if left == self.asked]
+        return " ; ".join(f"{self.asked} {self.facts[i][1]}" for i in needed), needed
+
+
+def draw(task: str, tokens: int, two_word_names: bool, count: int) -> list[tuple[Sample, Parsed]]:
+    rng = random.Random(f"{task} {tokens}")
+    samples = [build_sample(task, rng, tokens, two_word_names=two_word_names) for _ in range(count)]
+    return [(sample, Parsed(sample.prompt, 1 + two_word_names)) for sample in samples]
+
+
+@every_task
+@every_name
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_answer_is_what_the_prompt_says(task, two_word_names, tokens):
+    for sample, parsed in draw(task, tokens, two_word_names, 12):
+        answer, needed = parsed.answer()
+        assert sample.task == task
+        assert sample.answer == answer
+        assert (
+            {"find": 1, "list": 2, "trace": 2}[parsed.word]
+            <= len(needed)
+            <= (1 if task == "retrieval" else 4)
+        )
+
+
+@every_task
+@every_name
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_length_is_honoured_and_used(task, two_word_names, tokens):
+    for sample, parsed in draw(task, tokens, two_word_names, 12):
+        used = parsed.prompt_tokens + len(sample.answer.split()) + 1
+        assert tokens - 45 <= used <= tokens
+
+
+@every_task
+@every_name
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_windows_hold_no_fact_of_the_answer(task, two_word_names, tokens):
+    for _, parsed in draw(task, tokens, two_word_names, 12):
+        for fact in parsed.answer()[1]:
+            start, end = parsed.spans[fact]
+            assert start >= SINK_SIZE
+            assert end <= parsed.prompt_tokens - RECENT_SIZE
+
+
+@every_task
+@every_name
+def test_no_document_says_two_things(task, two_word_names):
+    for _, parsed in draw(task, 1500, two_word_names, 5):
+        times = Counter(name for name, _ in parsed.facts)
+        assert max(times.values()) <= (4 if task == "multi_value" else 1)
+        if task == "variable_tracking":
+            links = [told for _, told in parsed.facts if not VALUE.fullmatch(told)]
+            assert len(set(links)) == len(links), "two names stand for one"
+            assert set(links) <= times.keys(), "a link leads nowhere"
+            assert parsed.asked not in links, "the question starts inside a chain"
+        else:
+            assert all(VALUE.fullmatch(told) for _, told in parsed.facts)
+
+
+def test_neither_word_of_a_two_word_name_identifies_it():
+    (_, parsed), *_ = draw("retrieval", 2048, True, 1)
+    for place in (0, 1):
+        times = Counter(name.split()[place] for name, _ in parsed.facts)
+        assert sum(count > 1 for count in times.values()) > 0.9 * len(times)
+
+
+@every_task
+@every_name
+def test_document_answers_all_of_its_questions(task, two_word_names):
+    document = build_document(task, random.Random(3), 700, two_word_names=two_word_names)
+    text = " ".join(word for line in document.lines for word in line)
+    for question in document.questions:
+        parsed = Parsed(f"{text} {' '.join(question.words)}", 1 + two_word_names)
+        assert parsed.answer() == (
+            " ".join(question.answer),
+            sorted(question.lines) if task != "variable_tracking" else list(question.lines),
+        )
+
+
+@every_task
+@every_name
+@pytest.mark.parametrize("tokens", [0, 5, 37, 400, 2142])
+def test_document_fits(task, two_word_names, tokens):
+    for seed in range(10):
+        document = build_document(task, random.Random(seed), tokens, two_word_names=two_word_names)
+        assert sum(map(len, document.lines)) <= tokens
+
+
+@every_task
+def test_same_state_gives_the_same_sample(task):
+    drawn = [[build_sample(task, rng, 300) for _ in range(5)] for rng in (random.Random(9), random.Random(9))]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 5
+
+
+@every_task
+def test_both_kinds_of_name_are_drawn_unless_one_is_asked_for(task):
+    rng = random.Random(0)
+    lengths = Counter(
+        len(build_sample(task, rng, 200).prompt.split(" ; ")[-1].split()) - 1 for _ in range(60)
+    )
+    assert lengths.keys() == {1, 2}
+    assert min(lengths.values()) > 15
+
+
+@every_task
+def test_only_words_of_the_vocabulary_are_used(task):
+    rng = random.Random(1)
+    words = {word for _ in range(5) for word in build_sample(task, rng, 1000).prompt.split()}
+    assert words <= set(VOCABULARY)
+    assert len(set(VOCABULARY)) == len(VOCABULARY)
+    assert not set(NAMES) & {"find", "list", "trace"}
+
+
+def test_unknown_task_is_named_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"unknown task `sorting`; one of retrieval, multi_value, variable_tracking"
+    ):
+        build_sample("sorting", random.Random(0), 512)
+    with pytest.raises(ValueError, match="unknown task `sorting`"):
+        build_document("sorting", random.Random(0), 512)
+
+
+@every_task
+@pytest.mark.parametrize("tokens", [-1, 0, MIN_TOKENS - 1])
+def test_length_without_room_is_refused(task, tokens):
+    with pytest.raises(ValueError, match=f"{tokens} tokens are too few for a prompt; at least {MIN_TOKENS}"):
+        build_sample(task, random.Random(0), tokens)
