@@ -1,13 +1,13 @@
 """The three tasks of the shipped model, as text in its own small language.
 
 A document is a shuffled list of facts, each closed by `;`. A fact is a name followed by what it stands
-for: a value of two numbers (`bako 17 42 ;`) or another name (`delu bako ;`). The question names the task and
+for: a value of two numbers (`goze 17 42 ;`) or another name (`deme goze ;`). The question names the task and
 a name; the answer repeats the name, so that every value is retrieved by a decode step and none by the
 prefill:
 
-    retrieval           every name has one value            `find bako`   ->  `bako 17 42`
-    multi_value         a name may have up to four values   `list bako`   ->  `bako 17 42 ; bako 03 99`
-    variable_tracking   names stand for names, then a value `trace delu`  ->  `delu bako 17 42`
+    retrieval           every name has one value            `find goze`   ->  `goze 17 42`
+    multi_value         a name may have up to four values   `list goze`   ->  `goze 17 42 ; goze 03 99`
+    variable_tracking   names stand for names, then a value `trace deme`  ->  `deme goze 17 42`
 
 Values are listed in the order of the document. A name is one word or, where `two_word_names` asks for it,
 two.
