@@ -7,6 +7,9 @@ have built a dense one.
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +30,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
@@ -40,6 +44,8 @@ from .configuration_leank import (
 )
 
 logger = logging.get_logger(__name__)
+
+_MASK_FILE = "channel_mask.safetensors"
 
 # Requests that mean "the usual attention": prompts run through SDPA, decoding through the LeanK cache.
 _USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
@@ -96,6 +102,20 @@ class LeanKMixin:
                 "are not available"
             )
         return ATTENTION_NAME
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as the stock class does, and carry the mask's file along.
+
+        transformers copies weights, config and these files; the mask's file is looked for where the model was
+        loaded from. Where it is not found, the saved config no longer names it.
+        """
+        files = self.config.leank.get("files", {})
+        if _MASK_FILE in files and not _carry_file(
+            _MASK_FILE, self.config.name_or_path, Path(save_directory)
+        ):
+            remaining = {name: digest for name, digest in files.items() if name != _MASK_FILE}
+            self.config.leank = {**self.config.leank, "files": remaining}
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def build_cache(self, prune: str | None = None) -> LeanKCache:
         """Return an empty cache for this model, to pass as `past_key_values`.
@@ -295,6 +315,20 @@ class LeanKForCausalLMMixin(LeanKMixin):
             "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
             "`generate`, or serve without continuous batching"
         )
+
+
+def _carry_file(name: str, source: str, folder: Path) -> bool:
+    """Copy a file of a checkpoint, a folder or a hub id, to another folder; return whether it is there."""
+    try:
+        found = cached_file(source, name) if source else None
+    except OSError:
+        found = None
+    if found is None:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).exists() or not (folder / name).samefile(found):
+        shutil.copyfile(found, folder / name)
+    return True
 
 
 def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:

@@ -1,0 +1,223 @@
+"""A converted checkpoint loads through transformers alone, and what it saves loads again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.dynamic_module_utils import get_imports
+
+from leank_convert.verify import verify_checkpoint
+from runtime import configuration_leank, modeling_leank
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
+
+# Runs where `leank_convert`, its dependencies and tilelang cannot be imported.
+STRANGER = """
+import sys
+for name in ("leank_convert", "runtime", "tilelang", "pydantic", "matplotlib", "tensorboard"):
+    sys.modules[name] = None
+import warnings
+warnings.simplefilter("error")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+"""
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, 64, (2, 23), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, :8], mask[1, :8] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run_stranger(folder: Path, tmp_path: Path, code: str) -> str:
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "stranger"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STRANGER) + textwrap.dedent(code), str(folder)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_channels_kept_the_checkpoint_is_its_source(family, converted, load):
+    checkpoint = converted(family)
+    dense = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
+    ours = load(checkpoint.folder)
+    assert type(ours).__name__ == f"LeanK{family}ForCausalLM"
+    assert ours.generate(**batch(), **GREEDY).tolist() == dense.generate(**batch(), **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_permuted_heads_prune_the_channels_that_the_mask_names(family, converted, load):
+    """The checkpoint against the same mask on the source's weights, in the source's head order."""
+    checkpoint = converted(family, WIDTHS)
+    ours = load(checkpoint.folder)
+    dense = AutoModelForCausalLM.from_pretrained(checkpoint.source)
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    assert config["leank"]["head_permutation"] == [[1, 0], [1, 0]]
+    block = {**config["leank"], "head_permutation": [[0, 1], [0, 1]], "widths": WIDTHS}
+    plain = {k: v for k, v in dense.config.to_dict().items() if k not in ("model_type", "architectures")}
+    config_class = getattr(configuration_leank, f"LeanK{family}Config")
+    direct = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(config_class(**plain, leank=block)).eval()
+    masks = {f"model.layers.{i}.self_attn.channel_mask": m for i, m in enumerate(checkpoint.channel_mask)}
+    direct.load_state_dict(dense.state_dict() | masks)
+    settings = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    expected, found = direct.generate(**batch(), **settings), ours.generate(**batch(), **settings)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert torch.allclose(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stock_class_loads_the_original_dense_model(family, converted):
+    checkpoint = converted(family, WIDTHS)
+    stock = getattr(transformers, f"{family}ForCausalLM")
+    with torch.no_grad():
+        ours = stock.from_pretrained(checkpoint.folder)(**batch()).logits
+        assert torch.allclose(ours, stock.from_pretrained(checkpoint.source)(**batch()).logits, atol=1e-3)
+
+
+def test_every_auto_class_finds_its_class(converted):
+    folder = converted(widths=WIDTHS).folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert type(config).__name__ == "LeanKLlamaConfig" and config.model_type == "leank_llama"
+    base = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(base).__name__ == "LeanKLlamaModel"
+    with torch.no_grad():
+        assert base(**batch()).past_key_values.memory().kept_keys.used
+
+
+def test_without_trust_in_its_code_the_checkpoint_is_not_silently_dense(converted):
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(converted(widths=WIDTHS).folder, trust_remote_code=False)
+
+
+def test_shipped_files_need_torch_and_transformers_alone(converted):
+    folder = converted().folder
+    shipped = sorted(folder.glob("*_leank.py"))
+    assert {file.name for file in shipped} >= {"modeling_leank.py", "configuration_leank.py"}
+    for file in shipped:
+        assert set(get_imports(file)) - set(sys.stdlib_module_names) <= {"torch", "transformers"}, file.name
+        assert not re.search(r"^\s*from \. import|^\s*from \.\w+\.\w", file.read_text(), re.MULTILINE)
+
+
+def test_it_runs_where_the_toolkit_cannot_be_imported(converted, load, tmp_path):
+    checkpoint = converted("Qwen2", WIDTHS)
+    expected = load(checkpoint.folder).generate(torch.arange(4, 34)[None], **GREEDY)
+    printed = run_stranger(
+        checkpoint.folder,
+        tmp_path,
+        """
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        settings = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+        print(model.generate(torch.arange(4, 34)[None], **settings).tolist())
+        """,
+    )
+    assert json.loads(printed) == expected.tolist()
+
+
+def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
+    checkpoint = converted("Qwen3", WIDTHS)
+    model = load(checkpoint.folder)
+    again = tmp_path / "again"
+    model.save_pretrained(again)
+    AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=True).save_pretrained(again)
+    report = verify_checkpoint(again)
+    failed = [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
+    # transformers writes its own header metadata; everything else must hold.
+    failed = [line for line in failed if not line.startswith("header metadata")]
+    assert failed == [], "\n".join(failed)
+    expected = model.generate(torch.arange(4, 34)[None], **GREEDY)
+    code = """
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    settings = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+    print(model.generate(torch.arange(4, 34)[None], **settings).tolist())
+    """
+    assert json.loads(run_stranger(again, tmp_path, code)) == expected.tolist()
+    third = tmp_path / "third"
+    load(again).save_pretrained(third)
+    assert json.loads(run_stranger(third, tmp_path, code)) == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
+    model = load(converted(widths=WIDTHS).folder, dtype=dtype, device_map="auto")
+    assert model.model.layers[0].self_attn.channel_mask.dtype == torch.bool
+    result = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
+    store = result.past_key_values.layers[0].store
+    assert store.kept_keys.dtype == store.window_values.dtype == dtype
+    assert result.sequences.shape == (2, 43)
+
+
+def test_the_text_generation_pipeline_generates(converted, load):
+    checkpoint = converted(widths=WIDTHS)
+    model, tokenizer = (
+        load(checkpoint.folder),
+        AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=True),
+    )
+    text = " ".join(f"w{number % 60}" for number in range(30))
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    ours = generate(text, return_full_text=False, **GREEDY)[0]["generated_text"]
+    tokens = model.generate(**tokenizer(text, return_tensors="pt"), **GREEDY)[0, 30:]
+    assert ours == tokenizer.decode(tokens, skip_special_tokens=True)
+    messages = [{"role": "user", "content": text}]
+    assert generate(messages, **GREEDY)[0]["generated_text"][-1]["role"] == "assistant"
+
+
+def test_a_saved_model_without_its_mask_file_does_not_name_it(converted, load, tmp_path):
+    checkpoint = converted(widths=WIDTHS)
+    model = load(checkpoint.folder)
+    (checkpoint.folder / "channel_mask.safetensors").unlink()
+    model.save_pretrained(tmp_path / "again")
+    files = json.loads((tmp_path / "again" / "config.json").read_text())["leank"]["files"]
+    assert "modeling_leank.py" in files and "channel_mask.safetensors" not in files
+
+
+def test_two_checkpoints_live_in_one_process(converted, load):
+    """Another family, another mask: each model loads its own copy of the code over one global registry."""
+    one, two = (
+        converted("Llama", WIDTHS, name="one"),
+        converted("Qwen3", [[0, 5], [8, 8]], name="two", seed=3),
+    )
+    first = load(one.folder)
+    alone = first.generate(**batch(), **GREEDY)
+    second = load(two.folder)
+    assert type(first).__module__ != type(second).__module__
+    other = second.generate(**batch(), **GREEDY)
+    caches: list = [None, None]
+    for turn in range(3):
+        for index, model in enumerate((first, second)):
+            with torch.no_grad():
+                ids = batch()["input_ids"][:1] if turn == 0 else torch.tensor([[5]])
+                caches[index] = model(ids, past_key_values=caches[index]).past_key_values
+    assert [cache.get_seq_length() for cache in caches] == [25, 25]
+    assert first.generate(**batch(), **GREEDY).tolist() == alone.tolist()
+    third = load(one.folder)
+    assert third.generate(**batch(), **GREEDY).tolist() == alone.tolist()
+    assert second.generate(**batch(), **GREEDY).tolist() == other.tolist()
+    dense = AutoModelForCausalLM.from_pretrained(one.source).eval()
+    assert dense.generate(**batch(), **GREEDY).shape == (2, 43)
