@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 FORMAT_VERSION = 1
 PRUNE_MODES = ("eager", "deferred")
@@ -190,3 +198,10 @@ class LeanKQwen3Config(LeanKConfigMixin, Qwen3Config):  # type: ignore[no-untype
 
     model_type = "leank_qwen3"
     leank: dict[str, Any] | None = None
+
+
+# `transformers serve` takes the class named in `architectures` from transformers itself and calls its
+# `from_pretrained`. Under that name it finds the auto class, which finds each checkpoint's own class. Set on
+# the module's class, because transformers exchanges its own module object while it is imported.
+for _family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+    setattr(type(transformers), f"LeanK{_family}ForCausalLM", AutoModelForCausalLM)
