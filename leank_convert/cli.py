@@ -126,7 +126,11 @@ def train(
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
     recipe = _load_recipe(model, recipe_name, (*overrides, *given))
     _quiet_transformers()
+    from leank_convert.export import check_replaceable
     from leank_convert.train import train_mask
+
+    # Before hours of training, not after.
+    check_replaceable(out, overwrite=overwrite or resume)
 
     mask = train_mask(recipe, out, resume=resume, device=device, model_override=model)
     if mask_only:

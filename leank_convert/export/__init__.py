@@ -42,7 +42,7 @@ from leank_convert.mask import (
     save_mask,
 )
 
-__all__ = ["export_checkpoint"]
+__all__ = ["check_replaceable", "export_checkpoint"]
 
 _logger = logging.getLogger("leank_convert")
 

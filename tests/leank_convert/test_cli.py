@@ -139,4 +139,15 @@ def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
     assert run("export", MODEL_DIR, "-o", out).exit_code == 0
     assert (out / "config.json").exists()
     assert (out / "leank" / "log.csv").exists()
-    assert run("train", "testbed", "-o", out, *settings).exit_code == 2
+    result = run("train", "testbed", "-o", out, *settings)
+    assert result.exit_code == 2
+    assert "already holds a checkpoint" in result.stderr
+
+
+def test_training_into_a_foreign_folder_is_refused_before_it_begins(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    result = run("train", "testbed", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "`thesis.tex`" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
