@@ -41,6 +41,7 @@ _WORDS = tuple(a + b for a, b in itertools.product(_SYLLABLES, _SYLLABLES))[3::7
 FIRST_WORDS, NAMES = _WORDS[:64], _WORDS[64:]
 NUMBERS = tuple(f"{n:02d}" for n in range(100))
 VOCABULARY = (*SPECIAL_TOKENS, ";", *QUESTION_WORDS.values(), *NUMBERS, *FIRST_WORDS, *NAMES)
+IDS = {word: index for index, word in enumerate(VOCABULARY)}
 
 # Asked facts stay this many tokens away from the document's start and end, so that neither the sink nor the
 # recent window of the shipped recipe (16 and 64 tokens) holds them while the answer is decoded.

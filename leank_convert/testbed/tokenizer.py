@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from leank_convert.testbed.tasks import BEGIN, END, MAX_TOKENS, PAD, SPECIAL_TOKENS, UNKNOWN, VOCABULARY
+from leank_convert.testbed.tasks import BEGIN, END, IDS, MAX_TOKENS, PAD, SPECIAL_TOKENS, UNKNOWN
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -18,9 +18,7 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer: words are separated by spaces, ids are places in `VOCABULARY`."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN)
-    )
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,

@@ -28,10 +28,12 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.held_out import exact_match, measure_all, render_table
 from leank_convert.testbed.tasks import (
     ASSISTANT,
     BEGIN,
     END,
+    IDS,
     MAX_TOKENS,
     PAD,
     TASKS,
@@ -39,14 +41,12 @@ from leank_convert.testbed.tasks import (
     VOCABULARY,
     Words,
     build_document,
-    build_sample,
 )
 from leank_convert.testbed.tokenizer import save_tokenizer
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
-HELD_OUT_LENGTHS = (256, 512, 1024, 2048)
 _READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device
-_IDS = {word: index for index, word in enumerate(VOCABULARY)}
+_HELD_OUT_COUNT = 1024  # prompts a cell
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class TrainingPlan:
         return self.learning_rate * min(1.0, ramp, fall)
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """What one batch shall hold."""
 
     step: int
@@ -87,7 +87,7 @@ class _Request(NamedTuple):
     two_word_share: float
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Sequences and where their answers are: `ids` [B, T], the others [A]."""
 
     ids: torch.Tensor
@@ -95,7 +95,7 @@ class _Batch(NamedTuple):
     answer_ids: torch.Tensor
 
 
-class _Curriculum:
+class Curriculum:
     """Chooses the length of every batch, and moves on once the loss at the present length is low."""
 
     _LOSSES = 100
@@ -105,13 +105,13 @@ class _Curriculum:
         self.stage = 0
         self._losses: collections.deque[float] = collections.deque(maxlen=self._LOSSES)
 
-    def __iter__(self) -> Iterator[_Request]:
+    def __iter__(self) -> Iterator[Request]:
         rng = random.Random(f"lengths/{self.plan.seed}")
         for step in range(1, self.plan.steps + 1):
             # Half of the batches at the present length; the rest keep the shorter ones alive.
             stage = self.stage if rng.random() < 0.5 else rng.randrange(self.stage + 1)
             two_words = LENGTHS[self.stage] > 256
-            yield _Request(step, LENGTHS[stage], self.plan.two_word_share if two_words else 0.0)
+            yield Request(step, LENGTHS[stage], self.plan.two_word_share if two_words else 0.0)
 
     def observe(self, length: int, loss: float) -> None:
         """Take note of one batch's loss; batches that were on their way at the last move do not count."""
@@ -127,26 +127,26 @@ class _Curriculum:
             self._losses.clear()
 
 
-class _Batches(Dataset[_Batch]):
+class Batches(Dataset[Batch]):
     """Batches of about `tokens_per_step` tokens; a batch is a function of the seed and its request."""
 
     def __init__(self, plan: TrainingPlan) -> None:
         self.plan = plan
 
-    def __getitem__(self, request: _Request) -> _Batch:
+    def __getitem__(self, request: Request) -> Batch:
         rng = random.Random(f"{self.plan.seed}/{request.step}")
         ids, positions = [], []
         for row in range(self.plan.tokens_per_step // request.length):
-            sequence, answered = _training_sequence(
+            sequence, answered = training_sequence(
                 rng, request.length, self.plan.question_share, rng.random() < request.two_word_share
             )
             ids.append(sequence)
             positions += [row * request.length + position for position in answered]
         batch, answer_positions = torch.tensor(ids), torch.tensor(positions)
-        return _Batch(batch, answer_positions, batch.flatten()[answer_positions])
+        return Batch(batch, answer_positions, batch.flatten()[answer_positions])
 
 
-def _training_sequence(
+def training_sequence(
     rng: random.Random, length: int, question_share: float, two_word_names: bool
 ) -> tuple[list[int], list[int]]:
     """Build the ids [length] of one document with its questions, and the positions of the answers' tokens."""
@@ -166,60 +166,15 @@ def _training_sequence(
         words += asking
         answered += range(len(words), len(words) + len(answer))
         words += answer
-    return [_IDS[word] for word in words] + [_IDS[PAD]] * (length - len(words)), answered
+    return [IDS[word] for word in words] + [IDS[PAD]] * (length - len(words)), answered
 
 
-def _answer_loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
+def _answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     """Mean cross entropy over the answer tokens; logits exist for those positions alone."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state.flatten(0, 1)
     # Not `hidden[...]`, whose backward pass sorts the positions.
     logits = model.lm_head(hidden.index_select(0, batch.answer_positions - 1))
     return torch.nn.functional.cross_entropy(logits.float(), batch.answer_ids)
-
-
-@torch.no_grad()
-def exact_match(
-    model: LlamaForCausalLM, task: str, num_tokens: int, *, two_word_names: bool, count: int, seed: int
-) -> float:
-    """Measure the share of held-out prompts whose greedy answer is right, token for token.
-
-    Greedy decoding gives the right answer exactly when every answer token is the most likely one after the
-    prompt and the right tokens before it, so one forward pass over prompt and answer decides.
-    """
-    rng = random.Random(f"held-out/{seed}/{task}/{num_tokens}/{two_word_names}")
-    right = 0
-    for start in range(0, count, 32):
-        rows = min(32, count - start)
-        ids = torch.full((rows, num_tokens), _IDS[PAD])
-        is_answer = torch.zeros(rows, num_tokens, dtype=torch.bool)
-        for row in range(rows):
-            sample = build_sample(task, rng, num_tokens, two_word_names=two_word_names)
-            prompt = [BEGIN, USER, *sample.prompt.split(), END, ASSISTANT]
-            words = [*prompt, *sample.answer.split(), END]
-            ids[row, : len(words)] = torch.tensor([_IDS[word] for word in words])
-            is_answer[row, len(prompt) : len(words)] = True
-        ids, is_answer = ids.to(model.device), is_answer.to(model.device)
-        # Compiled layers would be compiled anew for every length.
-        with torch.compiler.set_stance("force_eager"):
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        wrong = (model.lm_head(hidden).argmax(-1) != ids[:, 1:]) & is_answer[:, 1:]
-        right += int((~wrong.any(1)).sum())
-    return right / count
-
-
-def _held_out_figures(model: LlamaForCausalLM, count: int, seed: int) -> list[dict[str, object]]:
-    return [
-        {
-            "task": task,
-            "tokens": tokens,
-            "two_word_names": two_words,
-            "n": count,
-            "exact_match": exact_match(model, task, tokens, two_word_names=two_words, count=count, seed=seed),
-        }
-        for task in TASKS
-        for tokens in HELD_OUT_LENGTHS
-        for two_words in (False, True)
-    ]
 
 
 def _build_model(plan: TrainingPlan) -> LlamaForCausalLM:
@@ -234,9 +189,9 @@ def _build_model(plan: TrainingPlan) -> LlamaForCausalLM:
             num_key_value_heads=plan.num_key_value_heads,
             head_dim=plan.head_dim,
             max_position_embeddings=MAX_TOKENS,
-            bos_token_id=_IDS[BEGIN],
-            eos_token_id=_IDS[END],
-            pad_token_id=_IDS[PAD],
+            bos_token_id=IDS[BEGIN],
+            eos_token_id=IDS[END],
+            pad_token_id=IDS[PAD],
             tie_word_embeddings=False,
         )
     )
@@ -255,12 +210,12 @@ def _fit(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, float]]:
         weight_decay=plan.weight_decay,
         fused=device.type == "cuda",
     )
-    curriculum = _Curriculum(plan)
+    curriculum = Curriculum(plan)
     batches = DataLoader(
-        _Batches(plan),
+        Batches(plan),
         sampler=curriculum,
         batch_size=None,
-        num_workers=min(15, max(1, (os.cpu_count() or 2) - 1)),
+        num_workers=min(15, (os.cpu_count() or 1) - 1),
         pin_memory=device.type == "cuda",
     )
     curve: list[dict[str, float]] = []
@@ -269,7 +224,7 @@ def _fit(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, float]]:
     for step, on_host in enumerate(batches, 1):
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate_at(step)
-        batch = _Batch(*(part.to(device, non_blocking=True) for part in on_host))
+        batch = Batch(*(part.to(device, non_blocking=True) for part in on_host))
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = _answer_loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
@@ -310,7 +265,7 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
     curve = _fit(model, plan)
     seconds = round(time.monotonic() - began, 1)
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
-    figures = _held_out_figures(model, count=1024, seed=2)
+    figures = measure_all(model, count=_HELD_OUT_COUNT, seed=2)
     model.save_pretrained(out)
     save_tokenizer(out)
     record = {
@@ -322,7 +277,7 @@ def train_testbed(plan: TrainingPlan, out: Path) -> None:
         "curve": curve,
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    logger.info(json.dumps(figures))
+    logger.info(render_table(figures))
 
 
 def main() -> None:

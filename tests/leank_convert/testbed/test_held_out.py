@@ -1,0 +1,52 @@
+"""The measure of the shipped model's figures."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.held_out import HELD_OUT_LENGTHS, exact_match, render_table
+from leank_convert.testbed.tasks import TASKS, build_sample
+
+
+def test_exact_match_is_what_generate_gets_right():
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # spoilt, so that some answers are wrong
+        for parameter in model.parameters():
+            parameter += 0.48 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    right = dict.fromkeys(TASKS, 0)
+    for task in TASKS:
+        rng = random.Random(f"held-out/5/{task}/200/True")
+        for _ in range(10):
+            sample = build_sample(task, rng, 200, two_word_names=True)
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": sample.prompt}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=False,
+            )
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )
+            right[task] += tokenizer.decode(output[0, ids.shape[1] :]) == f"{sample.answer} <|end|>"
+        measured = exact_match(model, task, 200, two_word_names=True, count=10, seed=5)
+        assert measured == right[task] / 10
+    assert 3 < sum(right.values()) < 27
+
+
+def test_table_has_a_row_a_task_and_kind_of_name():
+    cells = itertools.product(TASKS, HELD_OUT_LENGTHS, (False, True))
+    figures = [
+        {"task": task, "tokens": tokens, "two_word_names": two_words, "exact_match": index / 100}
+        for index, (task, tokens, two_words) in enumerate(cells)
+    ]
+    lines = render_table(figures).splitlines()
+    assert len(lines) == 2 + 6
+    assert lines[0] == "| task | names | 256 tokens | 512 tokens | 1024 tokens | 2048 tokens |"
+    assert lines[3] == "| retrieval | two words | 0.0100 | 0.0300 | 0.0500 | 0.0700 |"

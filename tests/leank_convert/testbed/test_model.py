@@ -1,0 +1,105 @@
+"""The model that ships: its files, and that it answers from the middle of its context."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
+
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.held_out import HELD_OUT_LENGTHS
+from leank_convert.testbed.tasks import MAX_TOKENS, TASKS, VOCABULARY, Sample, build_sample
+
+SINK_SIZE, RECENT_SIZE = 16, 64
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+
+
+def held_out(task: str, count: int, lengths: Iterable[int]) -> list[Sample]:
+    rng = random.Random(f"test/{task}")
+    return [build_sample(task, rng, tokens) for tokens in itertools.islice(itertools.cycle(lengths), count)]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> torch.Tensor:
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": sample.prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=False,
+    )
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, new_ids: torch.Tensor) -> str:
+    return tokenizer.decode(new_ids, skip_special_tokens=True)
+
+
+def test_weights_are_small_and_bfloat16():
+    path = MODEL_DIR / "model.safetensors"
+    assert path.stat().st_size <= 8 * 1024 * 1024
+    with safe_open(path, framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_shape_leaves_pruning_a_choice(model):
+    config = model.config
+    assert config.model_type == "llama"
+    assert config.num_attention_heads > config.num_key_value_heads
+    assert config.num_hidden_layers * config.num_key_value_heads >= 16
+    assert config.head_dim in (64, 128)
+    assert config.vocab_size == len(VOCABULARY)
+    assert config.max_position_embeddings == MAX_TOKENS
+
+
+def test_generation_ends_at_the_end_token(model, tokenizer):
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_written_figures_are_complete_and_as_claimed():
+    record = json.loads((MODEL_DIR / "training.json").read_text())
+    cells = {(cell["task"], cell["tokens"], cell["two_word_names"]) for cell in record["held_out"]}
+    assert cells == set(itertools.product(TASKS, HELD_OUT_LENGTHS, (False, True)))
+    assert min(cell["exact_match"] for cell in record["held_out"]) >= 0.98
+    assert record["curve"][-1]["step"] == record["plan"]["steps"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_generate_answers_held_out_prompts(model, tokenizer, task):
+    right = 0
+    for sample in held_out(task, 12, HELD_OUT_LENGTHS):
+        ids = encode(tokenizer, sample)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        right += decode(tokenizer, output[0, ids.shape[1] :]) == sample.answer
+    assert right == 12
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_nothing_is_answered_from_the_windows_alone(model, tokenizer, task):
+    """Zeroing every key between the sink and the recent window, before the answer, leaves no right answer."""
+    for sample in held_out(task, 6, (256, 512)):
+        ids = encode(tokenizer, sample)
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache).logits
+            for layer in cache.layers:
+                layer.keys[:, :, SINK_SIZE : ids.shape[1] - RECENT_SIZE] = 0
+            answer = []
+            while len(answer) < len(sample.answer.split()):
+                answer.append(logits[:, -1:].argmax(-1))
+                logits = model(input_ids=answer[-1], past_key_values=cache).logits
+        assert decode(tokenizer, torch.cat(answer, 1)[0]) != sample.answer

@@ -1,0 +1,131 @@
+"""How the shipped model is trained: what its batches hold and when they grow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from leank_convert.testbed import held_out, train
+from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, IDS, PAD, USER, VOCABULARY
+from leank_convert.testbed.train import LENGTHS, Batches, Curriculum, Request, TrainingPlan, training_sequence
+
+PLAN = TrainingPlan(steps=1000, tokens_per_step=2048)
+
+
+def lengths_drawn(curriculum: Curriculum, count: int) -> set[int]:
+    return {request.length for request in itertools.islice(curriculum, count)}
+
+
+def see_losses(curriculum: Curriculum, loss: float, count: int) -> None:
+    for _ in range(count):
+        curriculum.observe(LENGTHS[curriculum.stage], loss)
+
+
+@pytest.mark.parametrize("two_word_names", [False, True], ids=["one_word", "two_words"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_answered_positions_are_the_answers(length, two_word_names):
+    for seed in range(10):
+        ids, answered = training_sequence(random.Random(seed), length, 0.3, two_word_names)
+        assert len(ids) == length
+        words = [VOCABULARY[i] for i in ids]
+        assert words[:2] == [BEGIN, USER]
+        expected, inside = [], False
+        for position, word in enumerate(words):
+            if inside:
+                expected.append(position)
+            inside = word == ASSISTANT or (inside and word != END)
+        assert answered == expected
+        assert answered
+
+
+def test_padding_follows_the_last_answer():
+    ids, answered = training_sequence(random.Random(0), 256, 0.3, False)
+    assert set(ids[answered[-1] + 1 :]) <= {IDS[PAD]}
+    assert IDS[PAD] not in ids[: answered[-1] + 1]
+
+
+def test_longest_documents_are_those_of_prompts_of_2048_tokens():
+    ids, answered = training_sequence(random.Random(1), LENGTHS[-1], PLAN.question_share, False)
+    assert ids.index(IDS[END]) >= 2048
+    assert len(answered) > 200
+
+
+@pytest.mark.parametrize("length", LENGTHS[:5])
+def test_batch_is_a_function_of_the_seed_and_its_request(length):
+    request = Request(7, length, 0.5)
+    batch, again = Batches(PLAN)[request], Batches(PLAN)[request]
+    other = Batches(replace(PLAN, seed=1))[request]
+    assert batch.ids.shape == (2048 // length, length)
+    assert torch.equal(batch.ids, again.ids)
+    assert not torch.equal(batch.ids, other.ids)
+    assert torch.equal(batch.ids.flatten()[batch.answer_positions], batch.answer_ids)
+    assert (batch.ids.flatten()[batch.answer_positions - 1] != IDS[PAD]).all()
+
+
+def test_length_grows_after_enough_low_losses():
+    curriculum = Curriculum(PLAN)
+    see_losses(curriculum, 0.01, 99)
+    assert lengths_drawn(curriculum, 50) == {64}
+    see_losses(curriculum, 0.01, 1)
+    assert lengths_drawn(curriculum, 200) == {64, 128}
+    see_losses(curriculum, 0.5, 100)
+    see_losses(curriculum, 0.01, 80)
+    assert curriculum.stage == 1
+    see_losses(curriculum, 0.01, 20)
+    assert curriculum.stage == 2
+
+
+def test_losses_at_other_lengths_do_not_count():
+    curriculum = Curriculum(PLAN)
+    see_losses(curriculum, 0.01, 100)
+    for _ in range(200):
+        curriculum.observe(64, 0.01)
+    assert curriculum.stage == 1
+
+
+def test_last_length_is_kept():
+    curriculum = Curriculum(PLAN)
+    see_losses(curriculum, 0.0, 5000)
+    assert LENGTHS[curriculum.stage] == LENGTHS[-1]
+    assert lengths_drawn(curriculum, 500) == set(LENGTHS)
+
+
+def test_two_word_names_join_after_256_tokens():
+    curriculum = Curriculum(PLAN)
+    see_losses(curriculum, 0.0, 200)
+    assert LENGTHS[curriculum.stage] == 256
+    assert {request.two_word_share for request in itertools.islice(curriculum, 20)} == {0.0}
+    see_losses(curriculum, 0.0, 100)
+    assert {request.two_word_share for request in itertools.islice(curriculum, 20)} == {0.5}
+
+
+def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
+    plan = TrainingPlan(steps=1000, warmup_steps=100, decay_share=0.4, learning_rate=1.0)
+    rates = [plan.learning_rate_at(step) for step in range(1, 1001)]
+    assert rates[0] == 0.01
+    assert rates[99:600] == [1.0] * 501
+    assert rates[600:] == sorted(rates[600:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+
+
+def test_a_short_run_writes_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(train, "_HELD_OUT_COUNT", 1)
+    monkeypatch.setattr(held_out, "HELD_OUT_LENGTHS", (256,))
+    plan = TrainingPlan(steps=30, tokens_per_step=512, learning_rate=1e-2, warmup_steps=1)
+    train.train_testbed(plan, tmp_path)
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["plan"] == asdict(plan)
+    assert [point["step"] for point in record["curve"]] == [30]
+    assert record["curve"][0]["loss"] < 6.5, "no better than ln(vocabulary) = 6.7"
+    assert len(record["held_out"]) == 6
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id
