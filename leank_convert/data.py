@@ -76,7 +76,18 @@ class SampleSource:
         """
         rng = random.Random(f"{self.seed}/{step}")
         task = self.data.tasks[step % len(self.data.tasks)]
-        budget = rng.randint(self.data.min_length, self.data.max_length)
+        return self._draw(task, rng, rng.randint(self.data.min_length, self.data.max_length))
+
+    def check(self) -> None:
+        """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
+
+        Raises:
+            LeanKError: As `draw`.
+        """
+        for task in self.data.tasks:
+            self._draw(task, random.Random(self.seed), self.data.min_length)
+
+    def _draw(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
         if self.data.wording == "testbed":
             return self._draw_testbed(task, rng, budget)
         draft = _RetrievalDraft(rng) if task == "retrieval" else _MultiValueDraft(rng)

@@ -99,6 +99,7 @@ def train_mask(
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     subject = load_subject(recipe, chosen, model_override)
     samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
+    samples.check()
     run = _Run(recipe, subject, samples, chosen)
     if directory.state.exists():
         run.restore(load_state(directory.state), directory.state)

@@ -7,9 +7,11 @@ import pytest
 import torch
 import yaml
 
+from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe, load_recipe
+from leank_convert.testbed.tokenizer import build_tokenizer
 from leank_convert.train import TrainingDirectory, loop, train_mask
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import load_state
@@ -57,12 +59,16 @@ def read_log(out):
 
 
 def test_log_has_a_row_per_step_of_both_stages(short_recipe, retriever_folder, tmp_path):
-    train_mask(short_recipe(), tmp_path, progress=False, model_override=str(retriever_folder))
+    recipe = short_recipe()
+    train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
     rows = read_log(tmp_path)
     assert [int(row["step"]) for row in rows] == list(range(1, 14))
     assert [row["stage"] for row in rows] == ["1"] * 7 + ["2"] * 6
     assert [row["task"] for row in rows[:3]] == ["retrieval", "multi_value", "retrieval"]
     assert all(150 <= int(row["num_tokens"]) <= 280 for row in rows)
+    # A fresh sample at every step, in stage 2 too.
+    samples = SampleSource(build_tokenizer(), recipe.data, recipe.seed)
+    assert [int(row["num_tokens"]) for row in rows] == [len(samples.draw(step)) for step in range(13)]
     assert all(float(row["distillation"]) >= 0 for row in rows)
     assert {row["pruning_ratio"] for row in rows[:7]} == {""}
     assert all(0.6 < float(row["pruning_ratio"]) < 0.8 for row in rows[7:])
@@ -116,16 +122,38 @@ def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
     assert float(read_log(tmp_path)[19]["mean_factor"]) < 0.5
 
 
-def test_without_penalty_stage_two_moves_factors_of_pruned_channels_too(
-    short_recipe, retriever_folder, tmp_path
+def test_stage_two_is_clamped_too(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(
+        stage1={"steps": 3, "learning_rate": 0.1}, stage2={"steps": 6, "learning_rate": 0.9}
+    )
+    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    assert mask.scaling_factors.min() == 0
+    assert mask.scaling_factors.max() == 1
+
+
+def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
+    short_recipe, retriever_folder, tmp_path, monkeypatch
 ):
-    recipe = short_recipe(stage1={"steps": 7, "learning_rate": 0.1}, stage2={"steps": 0})
-    first = train_mask(recipe, tmp_path / "a", progress=False, model_override=str(retriever_folder))
-    recipe = short_recipe(stage1={"steps": 7, "learning_rate": 0.1})
-    second = train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
-    moved = first.scaling_factors != second.scaling_factors
-    pruned_but_alive = ~first.channel_mask & first.channel_mask.any(-1, keepdim=True)
-    assert moved[pruned_but_alive].any()
+    """Straight through for heads that see the middle; neither gradient nor penalty for those that do not."""
+    kept = torch.zeros(2, 2, 16, dtype=torch.bool)
+    kept[0, 0, :4] = kept[1, 1, 8:] = True
+    monkeypatch.setattr(loop, "select_channels", lambda factors, **_: kept)
+    before, after = (
+        train_mask(
+            short_recipe(
+                stage1={"steps": 7, "learning_rate": 0.03}, stage2={"steps": steps, "learning_rate": 0.01}
+            ),
+            tmp_path / str(steps),
+            progress=False,
+            model_override=str(retriever_folder),
+        ).scaling_factors
+        for steps in (0, 4)
+    )
+    moved = before != after
+    assert moved[0, 0, 4:].float().mean() > 0.5
+    assert moved[1, 1, :8].float().mean() > 0.5
+    assert not moved[0, 1].any()
+    assert not moved[1, 0].any()
 
 
 def test_budget_rounding_never_ends_below_the_asked_ratio(short_recipe, retriever_folder, tmp_path):
@@ -167,6 +195,15 @@ def test_data_longer_than_the_models_positions_is_refused(short_recipe, retrieve
     with pytest.raises(LeanKError, match=r"`data.max_length` 513 exceeds the 512 positions") as caught:
         train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
     assert "config_overrides" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_length_without_room_for_a_task_is_refused_before_anything_is_written(
+    short_recipe, retriever_folder, tmp_path
+):
+    recipe = short_recipe(data={"wording": "testbed", "min_length": 64, "max_length": 500})
+    with pytest.raises(LeanKError, match="no sample of 64 tokens"):
+        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
     assert not (tmp_path / "out").exists()
 
 
