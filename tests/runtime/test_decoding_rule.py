@@ -97,9 +97,20 @@ def test_a_row_that_is_padding_for_two_turns_starts_with_a_prefill(
     side, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]))
-    per_row = [[20, 5, 4, 1, 1], [0, 0, 25, 1, 1], [0, 17, 0, 1, 0]]
+    per_row = [[20, 5, 4, 1, 1], [0, 0, 22, 1, 1], [0, 18, 0, 1, 1]]
     rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
     ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
+    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
+        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+
+
+def test_a_row_that_starts_with_one_token_sees_it_whole(
+    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=0, recent=0, flush=2)
+    per_row = [[5, 1, 1, 1], [0, 1, 1, 1]]
+    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
+    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)))
     for logits, ids, turns in zip(ours, rows, per_row, strict=True):
         assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
 

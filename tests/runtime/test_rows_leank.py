@@ -92,6 +92,19 @@ def test_a_padded_decode_step_asks_nothing_of_the_device():
     assert rows.max_length == 50
 
 
+def test_padding_takes_places_of_its_own_behind_the_tokens():
+    rows = RowState(3, 6, 4, "eager")
+    cpu = torch.device("cpu")
+    rows.step(0, 2, 10, None, cpu)
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, 10:13] = False
+    mask[1, [11, 15]] = False
+    append = rows.step(10, 2, 6, mask, cpu).append
+    assert append.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
+    assert append.capacity == 16
+    assert rows.max_length == 14
+
+
 def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
     rows = RowState(3, 6, 4, "eager")
     cpu = torch.device("cpu")

@@ -1,0 +1,97 @@
+"""The seam to transformers: handles, masks, and what padding may hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.attention_leank import leank_attention, leank_mask
+
+
+class Attention(nn.Module):
+    """What an attention function asks of its module."""
+
+    num_key_value_groups = 2
+    is_causal = True
+    layer_idx = 0
+
+
+def states(columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of two rows."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, heads, columns, 16, generator=generator) for heads in (6, 3, 3))
+
+
+def test_what_padding_holds_does_not_matter(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4, 16]]), sink=2, recent=3, flush=2)
+    mask = torch.ones(2, 18, dtype=torch.bool)
+    mask[1, :4] = False
+    mask[1, 13:15] = False
+    mask[0, 17] = False
+    results = []
+    for filler in (1.0, math.nan):
+        cache = pair.leank.build_cache()
+        outputs = []
+        for start, stop in ((0, 12), (12, 16), (16, 17), (17, 18)):
+            query, key, value = states(stop - start, seed=start)
+            padding = ~mask[:, start:stop]
+            handle, _ = cache.layers[0].update(key, value)
+            if start:  # a prompt's padding runs through SDPA, which needs finite numbers
+                key.transpose(1, 2)[padding] = filler
+                value.transpose(1, 2)[padding] = filler
+                query.transpose(1, 2)[padding] = filler
+                seen = mask[:, :stop]
+            else:
+                seen = mask[:, None, None, :stop] & torch.ones(stop, stop, dtype=torch.bool).tril()
+                seen[1, 0, :4, :4] |= torch.eye(4, dtype=torch.bool)
+            out, _ = leank_attention(Attention(), query, handle, handle, seen, scaling=0.3)
+            outputs.append(out[mask[:, start:stop]])
+        store = cache.layers[0].store
+        for tensor in (store.kept_keys, store.values, store.window_keys, store.window_values):
+            assert tensor.isfinite().all()
+        results.append(torch.cat(outputs))
+    assert torch.equal(*results)
+
+
+def test_memory_beyond_a_padded_prompt_is_zero(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4, 16]]), sink=2, recent=3, flush=2)
+    cache = pair.leank.build_cache()
+    query, key, value = states(12, seed=0)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, :4] = False
+    handle, _ = cache.layers[0].update(key, value)
+    causal = mask[:, None, None] & torch.ones(12, 12, dtype=torch.bool).tril()
+    leank_attention(Attention(), query, handle, handle, causal, scaling=0.3)
+    store = cache.layers[0].store
+    assert store.values[1, :, 7].all(dim=-1).all() and not store.values[1, :, 8:].any()
+    assert not store.kept_keys[1, :, 8:].any()
+
+
+def test_tensors_mean_plain_attention():
+    query, key, value = states(5, seed=0)
+    ours, _ = leank_attention(Attention(), query, key, value, None, scaling=0.3)
+    expected = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    assert torch.allclose(ours, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_more_keys_than_queries_come_from_a_foreign_cache():
+    query, key, value = states(5, seed=0)
+    with pytest.raises(ValueError, match=r"5 keys for 1 queries: .* not LeanK's"):
+        leank_attention(Attention(), query[:, :, -1:], key, value, None, scaling=0.3)
+
+
+def test_decoding_gets_the_padding_mask_as_it_is():
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    assert leank_mask(kv_length=0, attention_mask=mask, batch_size=2, q_length=1, q_offset=29) is mask
+    assert leank_mask(kv_length=0, attention_mask=None, batch_size=2, q_length=1, q_offset=29) is None
+
+
+def test_a_layer_refuses_keys_of_another_shape(model_pair, some_masks):
+    cache = model_pair(some_masks([[0, 4, 16]])).leank.build_cache()
+    with pytest.raises(ValueError, match=r"keys have 2 heads of 16, .* the channel mask has 3 heads of 16"):
+        cache.layers[0].update(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 5, 16))
