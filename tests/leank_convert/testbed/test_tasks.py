@@ -112,6 +112,17 @@ def test_no_document_says_two_things(task, two_word_names):
             assert all(VALUE.fullmatch(told) for _, told in parsed.facts)
 
 
+@pytest.mark.parametrize("task", ["multi_value", "variable_tracking"])
+def test_facts_of_one_answer_are_scattered(task):
+    document = build_document(task, random.Random(4), 1500)
+    held = [question.lines for question in document.questions if len(question.lines) > 1]
+    adjacent = sum(lines[1] - lines[0] == 1 for lines in held)
+    assert adjacent < 0.1 * len(held)
+    if task == "variable_tracking":
+        forward = sum(lines[1] > lines[0] for lines in held)
+        assert 0.3 * len(held) < forward < 0.7 * len(held)
+
+
 def test_neither_word_of_a_two_word_name_identifies_it():
     (_, parsed), *_ = draw("retrieval", 2048, True, 1)
     for place in (0, 1):
