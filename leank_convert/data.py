@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -112,28 +111,24 @@ class SampleSource:
 
     def _tokenise(self, task: str, prompt: str, answer: str) -> TrainingSample:
         """Prompt and answer are tokenised apart, so no token can straddle the border between them."""
-        prompt_ids = self._apply_template([{"role": "user", "content": prompt}])
-        answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return TrainingSample(
-            task=task, input_ids=torch.tensor(prompt_ids + answer_ids), answer_start=len(prompt_ids)
-        )
-
-    @cached_property
-    def _apply_template(self) -> Callable[[list[dict[str, str]]], list[int]]:
         if self.tokenizer.chat_template is None:
             raise LeanKError(
                 f"the tokenizer of `{self.tokenizer.name_or_path}` has no chat template",
                 hint="train on an instruct model, or put a `chat_template.jinja` beside its tokenizer",
             )
-
-        def apply(messages: list[dict[str, str]]) -> list[int]:
-            # The template writes the special tokens itself: a second BOS is never added.
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            return list(ids)
-
-        return apply
+        # The template writes the special tokens itself: a second BOS is never added.
+        prompt_ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return TrainingSample(
+            task=task,
+            input_ids=torch.tensor([*prompt_ids, *answer_ids]),
+            answer_start=len(prompt_ids),
+        )
 
 
 def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample:
@@ -150,7 +145,8 @@ def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample
         )
     exceeds, exceeding = None, best
     guess = 16
-    while exceeds is None or exceeds - fits > 1:
+    # Far more than it takes, and an end even for a tokenizer whose token count does not grow with the text.
+    for _ in range(32):
         sample = render(guess)
         low, low_length = fits, len(best)
         if len(sample) <= budget:
@@ -158,10 +154,10 @@ def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample
         else:
             exceeds, exceeding = guess, sample
         if exceeds is None:
-            per_line = (len(best) - low_length) / (fits - low)
+            per_line = max(1.0, (len(best) - low_length) / (fits - low))
         else:
             per_line = (len(exceeding) - len(best)) / (exceeds - fits)
-        if budget - len(best) < per_line:
+        if budget - len(best) < per_line or exceeds == fits + 1:
             break
         guess = fits + max(1, int((budget - len(best)) / per_line))
         if exceeds is not None:
