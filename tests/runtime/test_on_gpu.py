@@ -1,0 +1,54 @@
+"""The plain torch path on a CUDA device: the CPU's tokens, and decode steps that never wait for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = {"do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30, "pad_token_id": 0}
+MASK_WIDTHS = [[0, 16, 32], [8, 64, 64]]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 64, (3, 50), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :22] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}], ids=str)
+def test_it_generates_what_the_cpu_generates(options, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.double()
+    expected = model.generate(**batch(), **GREEDY, **options)
+    model.cuda()
+    ours = model.generate(**{name: tensor.cuda() for name, tensor in batch().items()}, **GREEDY, **options)
+    assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["one length", "padded"])
+def test_a_decode_step_never_waits_for_the_device(padded, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.cuda()
+    prompt = {name: tensor.cuda() for name, tensor in batch().items()}
+    mask = prompt["attention_mask"] if padded else None
+    token = torch.full((3, 1), 7, device="cuda")
+    position = torch.full((3, 1), 50, device="cuda")
+    with torch.no_grad():
+        cache = model(prompt["input_ids"], attention_mask=mask).past_key_values
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(30):
+                mask = None if mask is None else torch.cat([mask, torch.ones_like(token)], dim=1)
+                model(token, attention_mask=mask, position_ids=position + step, past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert cache.get_seq_length() == 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs(dtype, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", dtype)
+    prompt = {name: tensor.cuda() for name, tensor in batch().items()}
+    assert model.generate(**prompt, **GREEDY).shape == (3, 80)
