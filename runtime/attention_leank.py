@@ -24,6 +24,7 @@ class CacheLayer(Protocol):
     """What a handle needs of a layer of the cache."""
 
     rows: RowState
+    num_columns: int
 
     def extend_pending(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep prompt input whole and return all of it."""
@@ -83,6 +84,8 @@ class AttentionHandle:
         """
         batch_size, _, num_columns, head_dim = query.shape
         step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
+        # Only now, so that a refused step leaves the layer as it was.
+        self.layer.num_columns = self.start + num_columns
         prompt = step.num_prefill
         outputs = []
         if prompt:

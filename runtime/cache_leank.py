@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
@@ -12,65 +11,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .attention_leank import AttentionHandle
 from .configuration_leank import check_prune, read_settings
 from .layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from .memory_leank import CacheMemory, pending_memory, store_memory, sum_memory
 from .reference_leank import decode_attention
 from .rows_leank import RowState, Step
 from .store_leank import ChunkStore
-
-
-@dataclass(frozen=True)
-class RegionBytes:
-    """Bytes of one region of the cache.
-
-    Attributes:
-        used: Channels of tokens that are there, without padding and free capacity.
-        allocated: Everything held.
-    """
-
-    used: int
-    allocated: int
-
-    def __add__(self, other: RegionBytes) -> RegionBytes:
-        return RegionBytes(self.used + other.used, self.allocated + other.allocated)
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """What a cache holds, by region, all layers together.
-
-    Attributes:
-        kept_keys: Kept channels of all tokens.
-        kept_values: V of heads that see pruned tokens, all tokens.
-        window_keys: Dropped channels of sink and recent tokens.
-        window_values: V of heads of width 0, sink and recent tokens.
-        pending_keys: Whole K that waits to be split (`prune="deferred"`).
-        pending_values: Whole V that waits to be split.
-        dense_keys: K bytes that a dense cache uses for the same tokens, padding left out.
-        dense_values: V bytes of the same.
-    """
-
-    kept_keys: RegionBytes
-    kept_values: RegionBytes
-    window_keys: RegionBytes
-    window_values: RegionBytes
-    pending_keys: RegionBytes
-    pending_values: RegionBytes
-    dense_keys: int
-    dense_values: int
-
-    @property
-    def keys(self) -> RegionBytes:
-        """K of all regions."""
-        return self.kept_keys + self.window_keys + self.pending_keys
-
-    @property
-    def values(self) -> RegionBytes:
-        """V of all regions."""
-        return self.kept_values + self.window_values + self.pending_values
-
-    @property
-    def total(self) -> RegionBytes:
-        """All regions."""
-        return self.keys + self.values
 
 
 class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -194,7 +138,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         handle = AttentionHandle(self, self.num_columns, key_states, value_states)
-        self.num_columns += key_states.shape[2]
         return handle, handle
 
     def extend_pending(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,6 +206,15 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not one_token:
             store.append(key, value, append)
         return out
+
+    def memory(self) -> CacheMemory:
+        """Count this layer's bytes. Waits for the device."""
+        if self.pending is not None:
+            return pending_memory(*self.pending)
+        if self.store is not None and self.rows.lengths is not None and self.rows.pruned_lengths is not None:
+            tokens = int(self.rows.lengths.sum())
+            return store_memory(self.store, tokens, tokens - int(self.rows.pruned_lengths.sum()))
+        return CacheMemory()
 
     def get_seq_length(self) -> int:
         """Return the columns seen, padding included."""
@@ -366,16 +318,7 @@ class LeanKCache(Cache):
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
-        regions = dict.fromkeys(
-            ("kept_keys", "kept_values", "window_keys", "window_values", "pending_keys", "pending_values"),
-            RegionBytes(0, 0),
-        )
-        dense = 0
-        for layer in self.layers:
-            for name, used, allocated in _layer_bytes(layer):
-                regions[name] += RegionBytes(used, allocated)
-            dense += _dense_bytes(layer)
-        return CacheMemory(**regions, dense_keys=dense, dense_values=dense)
+        return sum_memory(layer.memory() for layer in self.layers)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens at the end, as far as they still have all channels.
@@ -433,36 +376,3 @@ class LeanKCache(Cache):
         if layer.store is not None:
             return layer.store.kept_keys.shape[0]
         return layer.pending[0].shape[0] if layer.pending is not None else None
-
-
-def _layer_bytes(layer: LeanKLayer) -> list[tuple[str, int, int]]:
-    if layer.pending is not None:
-        names = ("pending_keys", "pending_values")
-        sizes = [state.numel() * state.element_size() for state in layer.pending]
-        return [(name, size, size) for name, size in zip(names, sizes, strict=True)]
-    rows, store, layout = layer.rows, layer.store, layer.layout
-    if store is None or rows.lengths is None or rows.pruned_lengths is None:
-        return []
-    tokens = int(rows.lengths.sum())
-    whole_tokens = tokens - int(rows.pruned_lengths.sum())
-    kept_channels = sum(layout.widths)
-    dropped_channels = len(layout.widths) * layout.head_dim - kept_channels
-    used = (
-        ("kept_keys", store.kept_keys, tokens * kept_channels),
-        ("kept_values", store.values, tokens * len(layout.value_heads) * layout.head_dim),
-        ("window_keys", store.window_keys, whole_tokens * dropped_channels),
-        ("window_values", store.window_values, whole_tokens * len(layout.window_heads) * layout.head_dim),
-    )
-    return [
-        (name, count * tensor.element_size(), tensor.numel() * tensor.element_size())
-        for name, tensor, count in used
-    ]
-
-
-def _dense_bytes(layer: LeanKLayer) -> int:
-    if layer.pending is not None:
-        return layer.pending[0].numel() * layer.pending[0].element_size()
-    if layer.store is None or layer.rows.lengths is None:
-        return 0
-    channels = len(layer.layout.widths) * layer.layout.head_dim
-    return int(layer.rows.lengths.sum()) * channels * layer.store.kept_keys.element_size()

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from runtime.cache_leank import CacheMemory
+from runtime.memory_leank import CacheMemory
 from runtime.store_leank import capacity_for
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]

@@ -316,6 +316,8 @@ def test_a_mask_shorter_than_the_conversation_is_refused(model_pair):
         cache = model(ids).past_key_values
         with pytest.raises(ValueError, match="covers 1 tokens, the cache and the input hold 22"):
             model(ids[:, :1], attention_mask=torch.ones(1, 1), past_key_values=cache)
+        output = model(ids[:, :1], attention_mask=torch.ones(1, 22), past_key_values=cache)
+    assert output.past_key_values.get_seq_length() == 22
 
 
 def test_attention_weights_are_refused(model_pair):

@@ -1,4 +1,4 @@
-"""The plain torch path on a CUDA device: the CPU's tokens, and decode steps that never wait for the device."""
+"""The plain torch path on a CUDA device: the CPU's tokens, and no decode step waits for the device."""
 
 from __future__ import annotations
 
