@@ -65,6 +65,14 @@ class _Group(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            raise  # click's own: the reader of stdout has gone
+        except OSError as error:
+            # A full disk, a folder that may not be written: nothing a traceback would explain.
+            if ctx.params.get("debug") or error.strerror is None:
+                raise
+            click.echo(f"error: `{error.filename or 'output'}`: {error.strerror}", err=True)
+            ctx.exit(2)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -34,7 +34,14 @@ _SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
 
 def package_versions() -> dict[str, str]:
     """The versions that a learned mask depends on."""
-    return {name: importlib.metadata.version(name) for name in ("leank-convert", "torch", "transformers")}
+    versions = {}
+    for name in ("leank-convert", "torch", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            # A source tree on the path, without an installation.
+            versions[name] = "not installed"
+    return versions
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrapper(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
             if tensor.is_floating_point() and not tensor.is_meta:
-                tensor.fill_(float("nan"))
+                tensor.detach().fill_(float("nan"))
             return tensor
 
         return wrapper

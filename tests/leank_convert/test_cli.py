@@ -1,3 +1,4 @@
+import errno
 import json
 import shutil
 import subprocess
@@ -50,6 +51,16 @@ def test_errors_are_two_lines_on_stderr_and_exit_code_2(run, tmp_path):
 def test_debug_shows_the_traceback(run, tmp_path):
     result = run("--debug", "inspect", tmp_path / "absent.safetensors")
     assert type(result.exception).__name__ == "LeanKError"
+
+
+def test_full_disk_is_told_in_one_line(run, tmp_path, monkeypatch):
+    def fill(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.csv")
+
+    monkeypatch.setattr("leank_convert.train.train_mask", fill)
+    result = run("train", "testbed", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr == "error: `out/leank/log.csv`: No space left on device\n"
 
 
 def test_misspelt_recipe_key_is_answered_with_the_right_one(run, tmp_path):
