@@ -192,7 +192,7 @@ def _check_digest(folder: Path, name: str, expected: object) -> str:
     found = sha256_of(file)
     if found != expected:
         raise LeanKError(f"`{file}` was changed: its SHA-256 is {found}, config.json says {expected}")
-    return found
+    return f"SHA-256 {found[:12]}… as in config.json"
 
 
 def _check_headers(folder: Path) -> str:
