@@ -74,6 +74,7 @@ class Comparison:
         seed: Of the held-out samples.
         pruning_ratio_asked: None if the mask was imported.
         pruning_ratio: Reached.
+        num_whole: Prompts so short that nothing of them is pruned.
         outcomes: One per prompt.
         cache: Bytes at the longest prompt.
     """
@@ -82,6 +83,7 @@ class Comparison:
     seed: int
     pruning_ratio_asked: float | None
     pruning_ratio: float
+    num_whole: int
     outcomes: tuple[Outcome, ...]
     cache: CacheBytes
 
@@ -103,6 +105,7 @@ class Comparison:
             "seed": self.seed,
             "pruning_ratio_asked": self.pruning_ratio_asked,
             "pruning_ratio": self.pruning_ratio,
+            "num_whole": self.num_whole,
             "exact_match": {
                 "total": asdict(self.total),
                 **{task: asdict(score) for task, score in self.by_task.items()},

@@ -7,6 +7,7 @@ for the stock model class and stay, pending, in the LeanK cache; only what is de
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.comparison import CacheBytes, Comparison, Outcome
 from leank_convert.recipe import DataSection
+
+_logger = logging.getLogger("leank_convert")
 
 # Room to be wrong in: a right answer ends here at the latest.
 _EXTRA_TOKENS = 4
@@ -51,7 +54,8 @@ def evaluate_checkpoint(
         The comparison.
 
     Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint, or samples cannot be drawn for its tokenizer.
+        LeanKError: If `checkpoint` is no LeanK checkpoint, samples cannot be drawn for its tokenizer,
+            or all of them are too short for anything to be pruned.
     """
     config = read_config(checkpoint)
     leank = config.get("leank")
@@ -68,6 +72,21 @@ def evaluate_checkpoint(
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
     source = SampleSource(tokenizer, data, seed)
     samples = sorted((source.draw(index) for index in range(num_samples)), key=len)
+    whole_size = leank["sink_size"] + leank["recent_size"]
+    num_whole = sum(sample.answer_start <= whole_size for sample in samples)
+    if num_whole == num_samples:
+        raise LeanKError(
+            f"nothing of any prompt would be pruned: the longest has {samples[-1].answer_start} tokens, "
+            f"`{checkpoint}` keeps the first {leank['sink_size']} and the last {leank['recent_size']} whole",
+            hint="raise `data.min_length` and `data.max_length`, or export with a smaller `--recent-size`",
+        )
+    if num_whole:
+        _logger.warning(
+            "%d of %d prompts have at most %d tokens, of which nothing is pruned",
+            num_whole,
+            num_samples,
+            whole_size,
+        )
 
     outcomes: list[Outcome] = []
     for start in range(0, num_samples, batch_size):
@@ -82,6 +101,7 @@ def evaluate_checkpoint(
         seed=seed,
         pruning_ratio_asked=leank["pruning_ratio_asked"],
         pruning_ratio=leank["pruning_ratio"],
+        num_whole=num_whole,
         outcomes=tuple(outcomes),
         cache=_count_bytes(cache, len(batch) - 1),
     )
@@ -118,19 +138,30 @@ def _answer(dense: Any, pruned: Any, batch: Sequence[TrainingSample]) -> tuple[l
         logits_to_keep=1,
     )
     first = prefill.logits[:, -1].argmax(-1, keepdim=True)
-    dense_cache = DynamicCache()
+
+    def decode(model: Any, past: Cache) -> list[list[int]]:
+        return _decode(model, past, first, attention_mask, num_steps, _end_tokens(pruned))
+
+    # One after the other, so that no more than two whole caches exist at a time.
+    dense_answers = decode(dense, _dense_copy(cache))
+    window_answers = decode(pruned, _window_copy(cache))
+    return [dense_answers, decode(pruned, cache), window_answers], cache
+
+
+def _dense_copy(cache: Any) -> Cache:
+    """A dense cache of the keys and values that wait in a LeanK cache."""
+    dense = DynamicCache()
     for index, layer in enumerate(cache.layers):
-        keys, values = layer.pending
-        dense_cache.update(keys, values, index)
-    window_cache = copy.deepcopy(cache)
-    for layer in window_cache.layers:
+        dense.update(*layer.pending, index)
+    return dense
+
+
+def _window_copy(cache: Any) -> Any:
+    """A LeanK cache of the same input that will prune every channel."""
+    window = copy.deepcopy(cache)
+    for layer in window.layers:
         layer.set_channel_mask(torch.zeros_like(layer.channel_mask[0]))
-    end_tokens = _end_tokens(pruned)
-    answers = [
-        _decode(model, past, first, attention_mask, num_steps, end_tokens)
-        for model, past in ((dense, dense_cache), (pruned, cache), (pruned, window_cache))
-    ]
-    return answers, cache
+    return window
 
 
 def _decode(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
@@ -14,9 +15,9 @@ WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory):
-    def run(channel_mask, name):
+    def run(channel_mask, name, **windows):
         out = tmp_path_factory.mktemp("evaluate") / name
-        export_checkpoint("testbed", ChannelMask(channel_mask), out, **WINDOWS)
+        export_checkpoint("testbed", ChannelMask(channel_mask), out, **(WINDOWS | windows))
         return evaluate_checkpoint(out, DATA, num_samples=6, seed=7, device="cpu", batch_size=4)
 
     return run
@@ -45,3 +46,14 @@ def test_same_seed_same_outcomes(compare):
     mask = torch.ones(4, 4, 64, dtype=torch.bool)
     mask[:, :, ::2] = False
     assert compare(mask, "first").outcomes == compare(mask, "second").outcomes
+
+
+def test_prompts_within_the_window_prove_nothing_and_are_refused(compare):
+    with pytest.raises(LeanKError, match="nothing of any prompt would be pruned"):
+        compare(torch.ones(4, 4, 64, dtype=torch.bool), "wide", recent_size=400)
+
+
+def test_some_prompts_within_the_window_are_counted(compare, caplog):
+    result = compare(torch.ones(4, 4, 64, dtype=torch.bool), "half", recent_size=300)
+    assert 0 < result.num_whole < result.total.n
+    assert f"{result.num_whole} of 6 prompts" in caplog.text

@@ -65,6 +65,7 @@ def test_render_names_every_task_and_both_ratios():
         seed=1,
         pruning_ratio_asked=0.7,
         pruning_ratio=0.703125,
+        num_whole=0,
         outcomes=tuple(outcomes(3, 1, 0, 0) + outcomes(4, 0, 0, 0, task="multi_value")),
         cache=CacheBytes(2048, 1000, 320, 1000, 900),
     )
