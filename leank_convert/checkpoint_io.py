@@ -7,9 +7,10 @@ config, the index, every shard's header against its size.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,45 @@ def _no_weights(folder: Path) -> LeanKError:
         f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`",
         hint="only safetensors weights are read; of a hub model, nothing else is downloaded",
     )
+
+
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file so that it holds the old content or the new whole, whenever the process or machine dies.
+
+    Args:
+        path: The file. What is written to first lies beside it, as `<name>.partial`.
+        content: All of it, or its parts in order.
+
+    Raises:
+        OSError: If it cannot be written; carries the file's name.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_path(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file or a folder to the disk.
+
+    Raises:
+        OSError: If that fails, as it may for want of space; carries the file's name.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
 
 
 def first_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import download_file, is_hub_id, model_name
+from leank_convert.checkpoint_io import download_file, is_hub_id, model_name, write_atomically
 from leank_convert.errors import LeanKError
 from leank_convert.safetensors_file import encode_header, read_header
 
@@ -207,15 +207,9 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
         ),
         metadata,
     )
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            file.writelines((header, *data))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_atomically(path, (header, *data))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise LeanKError(f"cannot write mask `{path}`: {error.strerror}") from error
 
 

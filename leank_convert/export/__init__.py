@@ -25,13 +25,15 @@ from leank_convert.checkpoint_io import (
     model_name,
     open_checkpoint,
     resolve_model,
+    sync_path,
+    write_atomically,
 )
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
-from leank_convert.export.publish import check_replaceable, staged_folder, sync_path, write_file
+from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.export.runtime_files import copy_runtime_files, sha256_of
 from leank_convert.mask import (
     MASK_FILE_NAME,
@@ -116,10 +118,10 @@ def export_checkpoint(
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
-            write_file(
+            write_atomically(
                 partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
             )
-            write_file(
+            write_atomically(
                 partial / "README.md", _describe(model_name(model), mask, facts, windows, checkpoint).encode()
             )
             _check_written(checkpoint, plan, partial)
@@ -179,7 +181,7 @@ def _write_weights(checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str,
         },
         "weight_map": dict(sorted(weight_map.items())),
     }
-    write_file(partial / INDEX_NAME, encode_json(index))
+    write_atomically(partial / INDEX_NAME, encode_json(index))
 
 
 def _copy_companions(folder: Path, partial: Path) -> None:
@@ -189,7 +191,7 @@ def _copy_companions(folder: Path, partial: Path) -> None:
     for path in found:
         target = partial / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
-        write_file(target, path.read_bytes())
+        write_atomically(target, path.read_bytes())
     if not any(path.name.startswith(("tokenizer", "vocab", "tekken")) for path in found):
         _logger.warning("`%s` has no tokenizer; the checkpoint will have none either", folder)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from leank_convert.checkpoint_io import CONFIG_NAME
+from leank_convert.checkpoint_io import CONFIG_NAME, sync_path
 from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME
 
@@ -94,36 +94,6 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         raise LeanKError(
             f"`{out}` already holds a checkpoint", hint="name another folder, or pass `--overwrite`"
         )
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file and flush it to the disk.
-
-    Raises:
-        OSError: If it cannot be written; carries the file's name.
-    """
-    try:
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_path(path: Path) -> None:
-    """Flush a file or a folder to the disk.
-
-    Raises:
-        OSError: If that fails, as it may for want of space; carries the file's name.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
 
 
 def _recover(out: Path, previous: Path) -> None:

@@ -7,8 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from leank_convert.architectures import Architecture
+from leank_convert.checkpoint_io import write_atomically
 from leank_convert.errors import LeanKError
-from leank_convert.export.publish import write_file
 
 CONFIGURATION_FILE = "configuration_leank.py"
 MODELING_FILE = "modeling_leank.py"
@@ -43,7 +43,7 @@ def copy_runtime_files(folder: Path) -> list[str]:
     """
     contents = read_runtime_files()
     for name, content in contents.items():
-        write_file(folder / name, content)
+        write_atomically(folder / name, content)
     return list(contents)
 
 

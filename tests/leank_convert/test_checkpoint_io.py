@@ -21,6 +21,7 @@ from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_json,
     resolve_model,
+    write_atomically,
 )
 from leank_convert.errors import LeanKError
 
@@ -178,3 +179,25 @@ def test_reading_headers_needs_no_torch(source_model: Callable[..., Path]) -> No
         f"open_checkpoint(Path({str(folder)!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_is_written_whole(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", b"old")
+    write_atomically(tmp_path / "file", (b"n", b"e", b"w"))
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
+def test_a_file_that_cannot_be_written_keeps_its_old_content(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_atomically(tmp_path / "file", b"old")
+    monkeypatch.setattr(step, fail)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_atomically(tmp_path / "file", b"new")
+    assert caught.value.filename == str(tmp_path / "file")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
