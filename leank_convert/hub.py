@@ -49,3 +49,18 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
             hint="check the name, and that `hf auth login` gave a token that may write",
         ) from error
     return str(address)
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Check a repository's name without asking the hub.
+
+    Raises:
+        LeanKError: If it cannot be one.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`") from error
