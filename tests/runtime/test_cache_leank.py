@@ -121,6 +121,23 @@ def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
     assert cache.rows.lengths.tolist() == [21, 16]
 
 
+@pytest.mark.parametrize("mask", ["none", "ones", "padded"])
+def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(mask, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8).leank
+    full = torch.ones(2, 21, dtype=torch.long)
+    if mask == "padded":
+        full[1, :5] = 0
+    masks = (None, None) if mask == "none" else (full[:, :20], full)
+    cache = feed(model, ids(2, 20), attention_mask=masks[0]).past_key_values
+    feed(model, ids(2, 1), cache, attention_mask=masks[1])
+    allocated = cache.memory().total.allocated
+    for _ in range(70):
+        cache.crop(-1)
+        feed(model, ids(2, 1), cache, attention_mask=masks[1])
+    assert cache.rows.max_length == 21
+    assert cache.memory().total.allocated == allocated
+
+
 def test_a_positive_crop_is_a_length(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = feed(model, ids(1, 20)).past_key_values
@@ -133,7 +150,10 @@ def test_a_positive_crop_is_a_length(model_pair, some_masks):
 def test_crop_into_the_pruned_region_is_refused_and_changes_nothing(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
     cache = feed(model, ids(1, 20)).past_key_values
-    with pytest.raises(ValueError, match="crop of 7 tokens reaches into the pruned region: only the last 6"):
+    message = (
+        r"crop of 7 tokens reaches into the pruned region: only the last 6 .* at most recent_size \+ 1 tokens"
+    )
+    with pytest.raises(ValueError, match=message):
         cache.crop(-7)
     assert cache.get_seq_length() == 20
     cache.crop(-6)
