@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -50,7 +52,13 @@ def test_a_decode_step_never_waits_for_the_device(padded, model_pair, some_masks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_runs(dtype, model_pair, some_masks):
-    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", dtype)
-    prompt = {name: tensor.cuda() for name, tensor in batch().items()}
-    assert model.generate(**prompt, **GREEDY).shape == (3, 80)
+def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, model_pair, fed_logits):
+    pair = model_pair(torch.ones(2, 3, 64, dtype=torch.bool))
+    row = batch()["input_ids"][0].cuda()
+    turns = [[30]] + [[1]] * 20
+    with torch.device("cuda"):
+        (exact,), _ = fed_logits(pair.dense.cuda(), [row], turns)
+        (dense,), _ = fed_logits(copy.deepcopy(pair.dense).to(dtype), [row], turns)
+        (ours,), _ = fed_logits(copy.deepcopy(pair.leank).to("cuda", dtype), [row], turns)
+    assert ours.dtype == dtype
+    assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
