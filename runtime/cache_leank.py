@@ -179,6 +179,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         store, append = self.store, step.append
         assert store is not None and append is not None
+        if not store.is_writable:
+            store.copy_memory()
         key, value = key.detach(), value.detach()
         if append.valid is not None:
             padding = ~append.valid[:, None, :, None]
@@ -204,6 +206,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             new_valid=None if one_token else append.valid,
         )
         if not one_token:
+            if out.requires_grad:
+                store.copy_memory()  # the backward pass needs what was attended to
             store.append(key, value, append)
         return out
 

@@ -372,8 +372,8 @@ class RowState:
                 raise ValueError(
                     f"crop of {num_columns} tokens reaches into the pruned region: only the last {whole} "
                     f"tokens still have all channels (recent_size {self.recent_size}); crop fewer, use a "
-                    "larger `recent_size`, or run the prompt again; drafts of assisted decoding must be at most "
-                    f"recent_size + 1 tokens, here {self.recent_size + 1}"
+                    "larger `recent_size`, or run the prompt again; drafts of assisted decoding must be at "
+                    f"most recent_size + 1 tokens, here {self.recent_size + 1}"
                 )
             self.lengths = lengths
             self.max_length = max(int(lengths.max()), 1)

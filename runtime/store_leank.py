@@ -75,6 +75,17 @@ class ChunkStore:
         self.window_values = keys.new_zeros(batch_size, len(layout.window_heads), num_slots, head_dim)
         self._write_window(chunks[:, num_kept:], values, split.window_source, split.window_fresh)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
+        return torch.is_inference_mode_enabled() or not self.kept_keys.is_inference()
+
+    def copy_memory(self) -> None:
+        """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.clone())
+
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
         """Add tokens behind each row's last one.
 

@@ -200,6 +200,26 @@ def test_a_copied_cache_goes_its_own_way(model_pair, some_masks):
     assert (cache.get_seq_length(), other.get_seq_length()) == (21, 50)
 
 
+@pytest.mark.parametrize("prune", ["eager", "deferred"])
+@pytest.mark.parametrize("decoded", [0, 1], ids=["prompt", "prompt and a token"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, prune, model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
+    expected = feed(model, ids(1, 20)).past_key_values
+    with torch.inference_mode():
+        cache = model(ids(1, 20), attention_mask=torch.ones(1, 20)).past_key_values
+        if decoded:
+            model(ids(1, 1), past_key_values=cache)
+    if decoded:
+        feed(model, ids(1, 1), expected)
+    for _ in range(2):
+        ours = model(ids(1, count, 1), past_key_values=cache).logits
+        ours.sum().backward()
+        assert torch.allclose(ours, feed(model, ids(1, count, 1), expected).logits, atol=1e-5)
+    with torch.inference_mode():
+        model(ids(1, 1), past_key_values=cache)
+
+
 def test_a_reset_cache_starts_again(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = model.build_cache()
