@@ -2,7 +2,7 @@
 
 A folder is written as `<out>.partial`, then swapped: `<out>` becomes `<out>.previous`, the partial folder
 becomes `<out>`, the previous one is removed. Whatever moment the process dies in, the next run finds its way
-back.
+back. A marker file tells these folders from a user's own of the same name, which are never touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from leank_convert.checkpoint_io import CONFIG_NAME, sync_path
@@ -20,8 +20,8 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME
 
 TRAINING_FOLDER = "leank"
-# Marks a folder as half written, and is locked while its writer lives.
-_MARKER = ".leank-partial"
+# Says that a folder is part of a swap; the partial folder's is locked while its writer lives.
+_MARKER = ".leank-export"
 
 
 @contextmanager
@@ -40,11 +40,9 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         LeanKError: If something else is in `out`, or another export is writing to it.
     """
-    # A link to a folder stays a link.
-    out = out.resolve()
-    partial, previous = out.with_name(out.name + ".partial"), out.with_name(out.name + ".previous")
+    out, partial, previous = _locate(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _recover(out, previous)
+    recover(out)
     check_replaceable(out, overwrite=overwrite)
     lock = _start(partial)
     try:
@@ -56,20 +54,49 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
                 copy_function=_link_or_copy,
                 dirs_exist_ok=True,
             )
-        (partial / _MARKER).unlink()
         sync_path(partial)
         if out.exists():
+            (out / _MARKER).touch()
+            sync_path(out)
             out.rename(previous)
         partial.rename(out)
         sync_path(out.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+        (out / _MARKER).unlink()
+        with suppress(OSError):  # the next run removes what is left
+            _remove(previous)
     except BaseException:
-        if previous.exists() and not out.exists():
-            previous.rename(out)
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            _restore(out, previous)
+            _remove(partial)
         raise
     finally:
         os.close(lock)
+
+
+def recover(out: Path) -> None:
+    """Finish or undo a swap that a killed export left in the middle.
+
+    Nothing happens where there was none. `out` is afterwards what it was before that export, or what that
+    export wrote.
+
+    Args:
+        out: The folder that was to be written.
+
+    Raises:
+        LeanKError: If another export is writing to `out`, or `<out>.partial` or
+            `<out>.previous` is not what an export left.
+    """
+    out, partial, previous = _locate(out)
+    for folder in (partial, previous):
+        if folder.exists() and not (folder / _MARKER).exists() and not _is_empty(folder):
+            raise LeanKError(
+                f"`{folder}` is in the way: it is not what a stopped export left", hint="move it elsewhere"
+            )
+    if (partial / _MARKER).exists():
+        os.close(_lock(partial))
+    _restore(out, previous)
+    if previous.exists():
+        _remove(previous)
 
 
 def check_replaceable(out: Path, *, overwrite: bool) -> None:
@@ -82,7 +109,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise LeanKError(f"`{out}` is a file", hint="name a folder that does not exist yet")
-    other = sorted({path.name for path in out.iterdir()} - {TRAINING_FOLDER, MASK_FILE_NAME})
+    other = sorted({path.name for path in out.iterdir()} - {TRAINING_FOLDER, MASK_FILE_NAME, _MARKER})
     if not other:
         return
     if not _is_checkpoint(out):
@@ -96,33 +123,37 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def _recover(out: Path, previous: Path) -> None:
-    """Finish or undo a swap that a killed run left in the middle."""
-    if not previous.is_dir():
-        return
-    other = {path.name for path in previous.iterdir()} - {TRAINING_FOLDER, MASK_FILE_NAME}
-    if other and not _is_checkpoint(previous):
-        raise LeanKError(
-            f"`{previous}` is in the way: it is neither a checkpoint nor a training run",
-            hint="move it elsewhere",
-        )
-    if out.exists():
-        shutil.rmtree(previous)
-    else:
+def _locate(out: Path) -> tuple[Path, Path, Path]:
+    # A link to a folder stays a link.
+    out = out.resolve()
+    return out, out.with_name(out.name + ".partial"), out.with_name(out.name + ".previous")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _restore(out: Path, previous: Path) -> None:
+    if (previous / _MARKER).exists() and not out.exists():
         previous.rename(out)
+    if out.is_dir():
+        (out / _MARKER).unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a marked folder, its marker last: what a killed removal leaves is removed by the next run."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARKER:
+            path.unlink()
+    (folder / _MARKER).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _start(partial: Path) -> int:
     if partial.exists():
-        if not partial.is_dir() or (
-            any(partial.iterdir()) and not (partial / _MARKER).exists() and not _is_checkpoint(partial)
-        ):
-            raise LeanKError(
-                f"`{partial}` is in the way: it is no half-written export", hint="move it elsewhere"
-            )
-        if (partial / _MARKER).exists():
-            os.close(_lock(partial))
-        shutil.rmtree(partial)
+        _remove(partial)
     partial.mkdir()
     return _lock(partial)
 

@@ -1,12 +1,15 @@
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.export import publish
-from leank_convert.export.publish import staged_folder
+from leank_convert.export.publish import check_replaceable, recover, staged_folder
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -121,30 +124,86 @@ def test_a_stale_partial_folder_is_cleared(tmp_path: Path) -> None:
     assert content(tmp_path) == {"out/config.json": NEW["config.json"]}
 
 
-def test_a_partial_folder_that_only_lacked_its_rename_is_cleared(tmp_path: Path) -> None:
-    write(tmp_path / "out.partial", config_json='{"leank": "old"}')
-    stage(tmp_path / "out")
-    assert content(tmp_path) == {"out/config.json": NEW["config.json"]}
+@pytest.mark.parametrize("text", ['{"leank": "mine"}', "{}"], ids=["checkpoint", "other"])
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("suffix", ["partial", "previous"])
+def test_folders_of_others_beside_it_are_left_alone(
+    suffix: str, existing: bool, text: str, tmp_path: Path
+) -> None:
+    write(tmp_path / f"out.{suffix}", config_json=text)
+    if existing:
+        write(tmp_path / "out", config_json='{"leank": "old"}')
+    before = content(tmp_path)
+    for run in (recover, lambda out: stage(out, overwrite=True)):
+        with pytest.raises(LeanKError, match=rf"`.*out\.{suffix}` is in the way") as caught:
+            run(tmp_path / "out")
+        assert "move" in str(caught.value.hint)
+        assert content(tmp_path) == before
 
 
-def test_folders_of_others_beside_it_are_left_alone(tmp_path: Path) -> None:
-    write(tmp_path / "out.partial", thesis="x")
-    with pytest.raises(LeanKError, match=r"`.*out\.partial` is in the way"):
-        stage(tmp_path / "out")
-    (tmp_path / "out.partial").rename(tmp_path / "out.previous")
-    with pytest.raises(LeanKError, match=r"`.*out\.previous` is in the way"):
-        stage(tmp_path / "out")
-    assert content(tmp_path) == {"out.previous/thesis": "x"}
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from leank_convert.export.publish import staged_folder
+
+def stopping(function, when):
+    def wrapper(path, *rest, **options):
+        if path.name == sys.argv[2] and sys.argv[4] == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(path, *rest, **options)
+        if path.name == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return wrapper
+
+setattr(Path, sys.argv[3], stopping(getattr(Path, sys.argv[3]), sys.argv[4]))
+with staged_folder(Path(sys.argv[1]), overwrite=True) as partial:
+    (partial / "config.json").write_text('{"leank": "new"}')
+"""
 
 
-def test_a_killed_swap_is_undone_first(tmp_path: Path) -> None:
-    write(tmp_path / "out.previous", config_json='{"leank": "old"}', leank__log="a")
-    with pytest.raises(LeanKError, match="already holds a checkpoint"):
-        stage(tmp_path / "out")
-    assert content(tmp_path) == {"out/config.json": OLD["config.json"], "out/leank/log": "a"}
-    write(tmp_path / "out.previous", config_json='{"leank": "older"}')
-    stage(tmp_path / "out", overwrite=True)
-    assert content(tmp_path) == {"out/config.json": NEW["config.json"], "out/leank/log": "a"}
+@pytest.mark.parametrize(
+    ("name", "step", "when", "expected"),
+    [
+        ("out", "rename", "before", OLD),
+        ("out", "rename", "after", OLD),
+        ("out.partial", "rename", "before", OLD),
+        ("out.partial", "rename", "after", NEW),
+        ("a-first", "unlink", "after", NEW),
+        ("out.previous", "rmdir", "before", NEW),
+    ],
+)
+def test_a_killed_swap_is_finished_or_undone(
+    name: str, step: str, when: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    out = write(tmp_path / "out", config_json='{"leank": "old"}', leank__log="a")
+    (out / "a-first").touch()  # of the previous folder's files, the one whose removal is seen
+    arguments = [str(out), name, step, when]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    recover(out)
+    found = content(out)
+    found.pop("a-first", None)
+    assert found == {**expected, "leank/log": "a"}
+    stage(out, "newer", overwrite=True)
+    assert content(tmp_path) == {"out/config.json": '{"leank": "newer"}', "out/leank/log": "a"}
+
+
+def test_a_marker_does_not_make_a_training_run_irreplaceable(tmp_path: Path) -> None:
+    out = write(tmp_path / "out", leank__log="a")
+    (out / publish._MARKER).touch()
+    check_replaceable(out, overwrite=False)
+    recover(out)
+    assert content(out) == {"leank/log": "a"}
+
+
+def test_recovery_leaves_what_no_export_touched(tmp_path: Path) -> None:
+    recover(tmp_path / "a" / "out")
+    write(tmp_path, file="x")
+    recover(tmp_path / "file")
+    write(tmp_path / "out", thesis="x")
+    recover(tmp_path / "out")
+    assert content(tmp_path) == {"file": "x", "out/thesis": "x"}
 
 
 def test_a_running_export_is_not_disturbed(tmp_path: Path) -> None:
