@@ -9,7 +9,7 @@ BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "BF16": 2, "F16"
 
 
 @dataclass(frozen=True)
-class CacheBytes:
+class BytesPerToken:
     """Bytes per cached token, over all layers and heads.
 
     Attributes:
@@ -30,7 +30,7 @@ class CacheBytes:
         return 1 - (self.key_pruned + self.value_pruned) / (self.key_dense + self.value_dense)
 
 
-def count_cache_bytes(widths: Sequence[Sequence[int]], head_dim: int, element_bytes: int) -> CacheBytes:
+def count_cache_bytes(widths: Sequence[Sequence[int]], head_dim: int, element_bytes: int) -> BytesPerToken:
     """Count the bytes of one token.
 
     Args:
@@ -40,7 +40,7 @@ def count_cache_bytes(widths: Sequence[Sequence[int]], head_dim: int, element_by
     """
     heads = [width for layer in widths for width in layer]
     dense = len(heads) * head_dim * element_bytes
-    return CacheBytes(
+    return BytesPerToken(
         key_dense=dense,
         value_dense=dense,
         key_pruned=sum(heads) * element_bytes,

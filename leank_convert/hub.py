@@ -40,7 +40,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
             commit_message="Upload a LeanK checkpoint",
         )
     except HFValidationError as error:
-        raise LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`") from error
+        raise _bad_repo_id(repo_id) from error
     except LocalTokenNotFoundError as error:
         raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
     except (HfHubHTTPError, transport_error, OSError) as error:
@@ -58,9 +58,13 @@ def check_repo_id(repo_id: str) -> None:
         LeanKError: If it cannot be one.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`") from error
+        raise _bad_repo_id(repo_id) from error
+
+
+def _bad_repo_id(repo_id: str) -> LeanKError:
+    return LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`")

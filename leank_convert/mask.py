@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import download_file, is_hub_id, model_name, write_atomically
+from leank_convert.checkpoint_io import download_file, is_hub_id, write_atomically
 from leank_convert.errors import LeanKError
 from leank_convert.safetensors_file import encode_header, read_header
 
@@ -86,9 +86,9 @@ class MaskProvenance:
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
-        """Fill the model's fields from what the user calls it and from its facts."""
+        """Fill the model's fields from its name, as `model_name` gives it, and its facts."""
         return cls(
-            model=model_name(model),
+            model=model,
             model_type=facts.model_type,
             num_hidden_layers=facts.num_hidden_layers,
             num_attention_heads=facts.num_attention_heads,

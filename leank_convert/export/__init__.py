@@ -33,20 +33,46 @@ from leank_convert.export.apply import write_shard
 from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
-from leank_convert.export.publish import check_replaceable, staged_folder
+from leank_convert.export.publish import check_replaceable, recover, staged_folder
 from leank_convert.export.runtime_files import copy_runtime_files, sha256_of
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
     MaskProvenance,
+    all_channels_mask,
     check_mask_fits,
     load_mask,
     save_mask,
 )
 
-__all__ = ["check_replaceable", "export_checkpoint"]
+__all__ = ["check_exportable", "check_replaceable", "export_checkpoint", "recover"]
 
 _logger = logging.getLogger("leank_convert")
+
+
+def check_exportable(
+    model: str | Path,
+    out: Path,
+    *,
+    config_overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Check what an export would refuse whatever the mask, so that it can be known before training.
+
+    Only headers are read and nothing is written.
+
+    Args:
+        model: A local folder or a hub id.
+        out: The folder to write.
+        config_overrides: Keys of config.json to replace.
+        overwrite: Whether to replace a checkpoint in `out`.
+
+    Raises:
+        LeanKError: If the source cannot be converted, or `out` not be written.
+    """
+    checkpoint, _, facts = _open_source(model, out, config_overrides)
+    plan_export(checkpoint, all_channels_mask(facts), facts)
+    check_replaceable(out, overwrite=overwrite)
 
 
 def export_checkpoint(
@@ -61,7 +87,6 @@ def export_checkpoint(
     config_overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     mask_origin: str | Path = "mask",
-    recipe_text: str | None = None,
 ) -> Path:
     """Write a checkpoint that prunes its K cache with a mask.
 
@@ -76,7 +101,6 @@ def export_checkpoint(
         config_overrides: Keys of config.json to replace, such as `rope_parameters`.
         overwrite: Whether to replace a checkpoint in `out`.
         mask_origin: The mask's file, for messages.
-        recipe_text: The recipe to show where the mask carries none.
 
     Returns:
         `out`.
@@ -84,6 +108,46 @@ def export_checkpoint(
     Raises:
         LeanKError: If anything about the source, the mask or the target is wrong; `out` is then as before.
     """
+    checkpoint, config, facts = _open_source(model, out, config_overrides)
+    check_mask_fits(mask, facts, mask_origin=str(mask_origin), model_origin=str(model))
+    windows = _choose_windows(mask, sink_size, recent_size, flush_size, prune)
+    plan = plan_export(checkpoint, mask, facts)
+    _refuse_to_lose_mask(out, mask, overwrite=overwrite)
+
+    name = model_name(model)
+    known = mask.provenance or MaskProvenance.for_model(
+        name,
+        facts,
+        method="all-channels" if mask.channel_mask.all() else "imported",
+        sink_size=windows.sink_size,
+        recent_size=windows.recent_size,
+        flush_size=windows.flush_size,
+    )
+    mask = dataclasses.replace(mask, provenance=known)
+    leank = build_leank_facts(mask, known, plan.layout, windows)
+    try:
+        with staged_folder(out, overwrite=overwrite) as partial:
+            _write_weights(checkpoint, plan, leank, partial)
+            _copy_companions(checkpoint.folder, partial)
+            files = copy_runtime_files(partial)
+            save_mask(mask, partial / MASK_FILE_NAME)
+            digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
+            write_atomically(
+                partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
+            )
+            write_atomically(
+                partial / "README.md", _describe(name, mask, known, facts, windows, checkpoint).encode()
+            )
+            _check_written(checkpoint, plan, partial)
+    except OSError as error:
+        raise _cannot_write(error, out, checkpoint) from error
+    return out
+
+
+def _open_source(
+    model: str | Path, out: Path, config_overrides: Mapping[str, Any] | None
+) -> tuple[Checkpoint, dict[str, Any], ModelFacts]:
+    """The source, its config with the overrides applied, and the facts of that."""
     folder = resolve_model(model)
     _refuse_overlap(folder, out)
     checkpoint = open_checkpoint(folder)
@@ -93,41 +157,7 @@ def export_checkpoint(
             hint="convert the model it was quantized from",
         )
     config = apply_config_overrides(checkpoint.config, config_overrides or {})
-    facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
-    check_mask_fits(mask, facts, mask_origin=str(mask_origin), model_origin=str(model))
-    windows = _choose_windows(mask, sink_size, recent_size, flush_size, prune)
-    plan = plan_export(checkpoint, mask, facts)
-    _refuse_to_lose_mask(out, mask, overwrite=overwrite)
-
-    if mask.provenance is None:
-        provenance = MaskProvenance.for_model(
-            str(model),
-            facts,
-            method="imported",
-            sink_size=windows.sink_size,
-            recent_size=windows.recent_size,
-            flush_size=windows.flush_size,
-            recipe=recipe_text,
-        )
-        mask = dataclasses.replace(mask, provenance=provenance)
-    leank = build_leank_facts(mask, plan.layout, windows)
-    try:
-        with staged_folder(out, overwrite=overwrite) as partial:
-            _write_weights(checkpoint, plan, leank, partial)
-            _copy_companions(folder, partial)
-            files = copy_runtime_files(partial)
-            save_mask(mask, partial / MASK_FILE_NAME)
-            digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
-            write_atomically(
-                partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
-            )
-            write_atomically(
-                partial / "README.md", _describe(model_name(model), mask, facts, windows, checkpoint).encode()
-            )
-            _check_written(checkpoint, plan, partial)
-    except OSError as error:
-        raise _cannot_write(error, out, checkpoint) from error
-    return out
+    return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
 
 
 def _choose_windows(
@@ -197,18 +227,23 @@ def _copy_companions(folder: Path, partial: Path) -> None:
 
 
 def _describe(
-    name: str, mask: ChannelMask, facts: ModelFacts, windows: Windows, checkpoint: Checkpoint
+    name: str,
+    mask: ChannelMask,
+    known: MaskProvenance,
+    facts: ModelFacts,
+    windows: Windows,
+    checkpoint: Checkpoint,
 ) -> str:
     key = checkpoint.find(facts.architecture.attention_tensor(0, "k_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (key.dtype if key else ""), 2)
     return build_model_card(
         name,
         mask,
+        known,
         facts,
         windows,
         count_cache_bytes(mask.widths, facts.head_dim, element_bytes),
         element_bytes=element_bytes,
-        recipe=mask.provenance.recipe if mask.provenance else None,
     )
 
 

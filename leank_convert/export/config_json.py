@@ -11,7 +11,7 @@ from leank_convert.architectures import Architecture
 from leank_convert.errors import LeanKError
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.head_layout import HeadLayout
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, MaskProvenance
 
 FORMAT_VERSION = 1
 PRUNE_MODES = ("eager", "deferred")
@@ -58,9 +58,17 @@ class Windows:
             raise LeanKError(f"`prune` is `{self.prune}`; it is `eager` or `deferred`")
 
 
-def build_leank_facts(mask: ChannelMask, layout: HeadLayout, windows: Windows) -> dict[str, Any]:
-    """Build the `leank` block without its digests, as every shard's header metadata carries it."""
-    known = mask.provenance
+def build_leank_facts(
+    mask: ChannelMask, known: MaskProvenance, layout: HeadLayout, windows: Windows
+) -> dict[str, Any]:
+    """Build the `leank` block without its digests, as every shard's header metadata carries it.
+
+    Args:
+        mask: The mask.
+        known: Its provenance.
+        layout: The heads' order and widths.
+        windows: Window sizes.
+    """
     return {
         "format_version": FORMAT_VERSION,
         "widths": [list(layer) for layer in layout.widths],
@@ -69,9 +77,9 @@ def build_leank_facts(mask: ChannelMask, layout: HeadLayout, windows: Windows) -
         "recent_size": windows.recent_size,
         "flush_size": windows.flush_size,
         "prune": windows.prune,
-        "pruning_ratio_asked": None if known is None else known.pruning_ratio_asked,
+        "pruning_ratio_asked": known.pruning_ratio_asked,
         "pruning_ratio": mask.pruning_ratio,
-        "width_multiple": None if known is None else known.width_multiple,
+        "width_multiple": known.width_multiple,
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.cache_bytes import CacheBytes
+from leank_convert.cache_bytes import BytesPerToken
 from leank_convert.export.config_json import Windows
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, MaskProvenance
 
 _CARD = """\
 ---
@@ -68,25 +68,24 @@ _RECIPE = """
 def build_model_card(
     name: str,
     mask: ChannelMask,
+    known: MaskProvenance,
     facts: ModelFacts,
     windows: Windows,
-    cache: CacheBytes,
+    cache: BytesPerToken,
     *,
     element_bytes: int,
-    recipe: str | None,
 ) -> str:
     """Build a checkpoint's README.md.
 
     Args:
         name: The model's hub id or folder name.
         mask: The mask that was exported.
+        known: Its provenance.
         facts: The model's facts.
         windows: Window sizes.
         cache: Bytes per token.
         element_bytes: Bytes of one number in the cache.
-        recipe: The training recipe, verbatim.
     """
-    known = mask.provenance
     front_matter = ["library_name: transformers", "pipeline_tag: text-generation"]
     if name.count("/") == 1:
         front_matter.insert(0, f"base_model: {name}")
@@ -102,14 +101,12 @@ def build_model_card(
         recent_most=windows.recent_size + windows.flush_size,
         empty=heads.count(0),
         heads=len(heads),
-        asked="not known"
-        if known is None or known.pruning_ratio_asked is None
-        else known.pruning_ratio_asked,
+        asked="not known" if known.pruning_ratio_asked is None else known.pruning_ratio_asked,
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
-        method="imported" if known is None else f"`{known.method}`, made for {known.model}",
+        method=f"`{known.method}`, made for {known.model}",
         cache=cache,
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
-        recipe=_RECIPE.format(text=recipe.rstrip("\n")) if recipe else "",
+        recipe=_RECIPE.format(text=known.recipe.rstrip("\n")) if known.recipe else "",
     )

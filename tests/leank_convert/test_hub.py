@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from leank_convert.errors import LeanKError
-from leank_convert.hub import push_to_hub
+from leank_convert.hub import check_repo_id, push_to_hub
 
 
 @pytest.fixture
@@ -90,3 +90,11 @@ def test_only_checkpoints_of_ours_are_uploaded(checkpoint: Path, monkeypatch: py
     with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
         push_to_hub(checkpoint, "me/model")
     assert hub.repositories == {}
+
+
+@pytest.mark.parametrize("name", ["me/mo del", "me/a--b", "me/model.git", "a/b/c", "", "/model"])
+def test_names_the_hub_would_refuse_are_known_before(name: str) -> None:
+    check_repo_id("me/model-1.5_b")
+    with pytest.raises(LeanKError, match="is no name of a hub repository") as caught:
+        check_repo_id(name)
+    assert "owner/name" in str(caught.value.hint)

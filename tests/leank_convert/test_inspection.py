@@ -66,7 +66,7 @@ def test_provenance_of_a_trained_mask_is_told(
 ) -> None:
     source = source_model()
     known = MaskProvenance.for_model(
-        str(source),
+        source.name,
         read_model_facts(read_json(source / "config.json"), origin="config.json"),
         method="leank",
         sink_size=1,

@@ -220,12 +220,22 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(
     assert known is not None and known.method == "imported" and known.model == "llama-model"
 
 
+def test_a_mask_that_keeps_every_channel_is_called_that(
+    source_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = source_model()
+    out = export_checkpoint(source, all_channels_mask(facts_of(source)), tmp_path / "out")
+    known = load_mask(out / "channel_mask.safetensors").provenance
+    assert known is not None and known.method == "all-channels"
+    assert "`all-channels`, made for llama-model" in (out / "README.md").read_text()
+
+
 def test_a_trained_mask_gives_its_windows_and_facts(
     source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
     source = source_model()
     known = MaskProvenance.for_model(
-        str(source),
+        source.name,
         facts_of(source),
         method="leank",
         sink_size=16,

@@ -1,7 +1,9 @@
 """What an export refuses, and that it then leaves nothing."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from leank_convert.checkpoint_io import INDEX_NAME, read_json
 from leank_convert.errors import LeanKError
-from leank_convert.export import export_checkpoint
+from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.verify import verify_checkpoint
 
@@ -186,3 +188,34 @@ def test_another_mask_in_the_folder_is_not_lost(
     export_checkpoint(source, trained, out)
     assert (out / "leank" / "log.csv").read_text() == "step\n"
     assert verify_checkpoint(out, source).ok
+
+
+def test_what_no_mask_would_help_is_known_before_there_is_one(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    snapshot: Callable[[Path], dict[str, str] | None],
+) -> None:
+    source, out = source_model(), tmp_path / "out"
+
+    def refused(message: str, target: Path = out, **options: Any) -> None:
+        before = snapshot(tmp_path)
+        with pytest.raises(LeanKError, match=re.escape(message)):
+            check_exportable(source, target, **options)
+        assert snapshot(tmp_path) == before
+
+    check_exportable(source, out)
+    assert not out.exists()
+    refused("overlaps the source", source / "inside")
+    refused("the weights fix this key", config_overrides={"hidden_size": 3})
+    export_checkpoint(source, fitting_mask(source), out)
+    refused("already holds a checkpoint")
+    check_exportable(source, out, overwrite=True)
+    edit_json(source / "config.json", sliding_window=64, model_type="mistral")
+    refused("sliding window", overwrite=True)
+    check_exportable(source, out, overwrite=True, config_overrides={"sliding_window": None})
+    rewrite(source, ATTENTION + "v_proj.weight", lambda tensor: tensor.to(torch.int8))
+    refused("has dtype I8", overwrite=True, config_overrides={"sliding_window": None})
+    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
+    refused("is quantized", overwrite=True)

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.cache_bytes import CacheBytes, count_cache_bytes
+from leank_convert.cache_bytes import BytesPerToken, count_cache_bytes
 from leank_convert.export.config_json import Windows, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.mask import ChannelMask, MaskProvenance
@@ -23,25 +23,21 @@ FACTS = read_model_facts(
 )
 
 
-def card(name: str = "owner/model", recipe: str | None = None, provenance: Any = None) -> str:
+def card(name: str = "owner/model", **known: Any) -> str:
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
     mask[0, 0] = True
     mask[1, 1, :4] = True
     cache = count_cache_bytes(ChannelMask(mask).widths, 8, 2)
+    given = {"method": "imported", "sink_size": 1, "recent_size": 1, "flush_size": 1, **known}
+    provenance = MaskProvenance.for_model(name, FACTS, **given)
     return build_model_card(
-        name,
-        ChannelMask(mask, None, provenance),
-        FACTS,
-        Windows(4, 16, 2),
-        cache,
-        element_bytes=2,
-        recipe=recipe,
+        name, ChannelMask(mask), provenance, FACTS, Windows(4, 16, 2), cache, element_bytes=2
     )
 
 
 def test_bytes_of_a_token_are_counted_by_head() -> None:
     cache = count_cache_bytes([[8, 0], [0, 4]], 8, 2)
-    assert cache == CacheBytes(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32)
+    assert cache == BytesPerToken(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32)
     assert cache.saved == pytest.approx(1 - 56 / 128)
     assert count_cache_bytes([[8, 8]], 8, 4).saved == 0
     assert count_cache_bytes([[0, 0]], 8, 4).saved == 1
@@ -56,20 +52,12 @@ def test_the_card_says_what_was_pruned_and_what_it_saves() -> None:
     assert "0: 2, 4: 1, 8: 1" in text and "2 of 4" in text
     assert "`Qwen2ForCausalLM.from_pretrained(path)`" in text
     assert "trust_remote_code=True" in text and "Not measured" in text
+    assert "| not known / 0.6250 |" in text and "`imported`" in text
     assert "## Recipe" not in text
 
 
 def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told() -> None:
-    known = MaskProvenance.for_model(
-        "owner/model",
-        FACTS,
-        method="leank",
-        sink_size=1,
-        recent_size=1,
-        flush_size=1,
-        pruning_ratio_asked=0.6,
-    )
-    text = card(recipe="steps: 3 # {braces}\n", provenance=known)
+    text = card(method="leank", pruning_ratio_asked=0.6, recipe="steps: 3 # {braces}\n")
     assert "```yaml\nsteps: 3 # {braces}\n```" in text
     assert "0.6 / 0.6250" in text and "`leank`" in text
 
