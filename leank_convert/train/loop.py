@@ -12,6 +12,7 @@ from torch import Tensor
 
 from leank_convert.checkpoint_io import model_name
 from leank_convert.data import SampleSource, TrainingSample
+from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, save_mask
 from leank_convert.recipe import Recipe
@@ -88,7 +89,8 @@ def train_mask(
 
     Raises:
         LeanKError: If `out/leank/` exists and `resume` is not given, the saved state belongs to another
-            recipe, model or data, the model cannot be trained on, or the loss is not finite.
+            recipe, model or data, the model cannot be trained on, the device cannot be used, or the loss
+            is not finite.
     """
     directory = TrainingDirectory(Path(out))
     if directory.folder.exists() and not resume:
@@ -96,7 +98,7 @@ def train_mask(
             f"`{directory.folder}` already holds a training run",
             hint="go on with it by `--resume`, or train into another folder",
         )
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose_device(device)
     subject = load_subject(recipe, chosen, model_override)
     samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
     samples.check()

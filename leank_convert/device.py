@@ -1,0 +1,31 @@
+"""Which device a run computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from leank_convert.errors import LeanKError
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Find out whether a device can be used before anything is loaded onto it.
+
+    Args:
+        device: As `torch.device` takes it; None for CUDA if there is any, else the CPU.
+
+    Raises:
+        LeanKError: If torch does not know the device, or cannot compute on it here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        # Naming a device proves nothing. What a value cannot be read back from, as `meta`, is no use either.
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LeanKError(
+            f"device `{device}` cannot be used: {reason}",
+            hint="`cpu` always can, `cuda` and `cuda:0` where there is a GPU and torch is built for it",
+        ) from error
+    return chosen
