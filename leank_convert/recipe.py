@@ -1,7 +1,7 @@
 """Recipes: what is trained, on what, for how long. One YAML file, checked whole before anything runs.
 
-Precedence: defaults < the recipe's file < `--set key=value` < flags (which the command line passes as the
-last of the overrides). An unknown key is an error with a suggestion, and every problem is told at once.
+Precedence: defaults < the recipe's file < `--set key=value` < flags. An unknown key is an error with a
+suggestion, and every problem is told at once.
 Importing this module does not import torch.
 """
 
@@ -12,6 +12,7 @@ import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
@@ -148,6 +149,14 @@ class Recipe(_Section):
         """The recipe as its author wrote it, overrides as trailing comments; for provenance."""
         return self.to_yaml() if self._text is None else self._text
 
+    @property
+    def given_windows(self) -> dict[str, int]:
+        """The `windows` keys that the file, an override or a flag gave, with their values; no defaults.
+
+        What was not given may yield to a mask's own window sizes. A resolved recipe (`to_yaml`) gives all.
+        """
+        return self.windows.model_dump(exclude_unset=True)
+
     def to_yaml(self) -> str:
         """The resolved recipe, every key spelt out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
@@ -163,26 +172,39 @@ class PackagedRecipe:
     text: str
 
 
-def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path_or_name: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    flags: Mapping[str, object] = MappingProxyType({}),
+) -> Recipe:
     """Read and check a recipe.
 
     Args:
         path_or_name: A YAML file, or the bare name of a packaged recipe such as `quickstart`.
         overrides: `key=value` strings; keys are dotted (`stage1.steps`), values YAML; later ones win.
+        flags: Values by dotted key, applied last. Told to the user as command-line options of the key's
+            last part: `windows.flush_size` as `--flush-size`.
 
     Raises:
-        RecipeError: Everything that is wrong with the recipe and the overrides, at once.
+        RecipeError: Everything that is wrong with the recipe, the overrides and the flags, at once.
         LeanKError: There is no such recipe.
     """
     name = str(path_or_name)
     text = _read_text(path_or_name)
     document = _parse(name, text)
+    changes = [f"--set {override}" for override in overrides]
     origins: dict[str, str] = {}
     problems: list[str] = []
     for override in overrides:
         problem = _apply_override(document, override, origins)
         if problem is not None:
             problems.append(problem)
+    for key, value in flags.items():
+        option = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        _write_key(document, key, value)
+        origins[key] = option
+        changes.append(f"{option} {value}")
     hint = None
     recipe = None
     try:
@@ -192,9 +214,9 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
         problems += found
     if recipe is None or problems:
         raise RecipeError(name, problems, hint)
-    if overrides and not text.endswith("\n"):
+    if changes and not text.endswith("\n"):
         text += "\n"
-    recipe._text = text + "".join(f"# --set {override}\n" for override in overrides)
+    recipe._text = text + "".join(f"# {change}\n" for change in changes)
     return recipe
 
 
@@ -277,8 +299,9 @@ def _parse(name: str, text: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise RecipeError(name, [f"{place}{getattr(error, 'problem', None) or error}"]) from None
-    if document is None:
-        return {}
+    if document is None or document == {}:
+        # The defaults alone are nobody's recipe; a file cut short is more likely.
+        raise RecipeError(name, ["the file holds no key"], "write at least one key, such as `seed: 0`")
     if not isinstance(document, dict):
         raise RecipeError(name, [f"the file holds a {type(document).__name__}, not a mapping of keys"])
     return document
@@ -294,6 +317,12 @@ def _apply_override(document: dict[str, Any], override: str, origins: dict[str, 
         parsed = yaml.load(value, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         return f"`--set {override}`: the value is not YAML: {getattr(error, 'problem', None) or error}"
+    _write_key(document, key, parsed)
+    origins[key] = f"--set {override}"
+    return None
+
+
+def _write_key(document: dict[str, Any], key: str, value: object) -> None:
     *parents, leaf = key.split(".")
     section = document
     for parent in parents:
@@ -301,9 +330,7 @@ def _apply_override(document: dict[str, Any], override: str, origins: dict[str, 
         # What is not a mapping is replaced: the override goes first, and validation judges the result.
         section[parent] = dict(child) if isinstance(child, Mapping) else {}
         section = section[parent]
-    section[leaf] = parsed
-    origins[key] = override
-    return None
+    section[leaf] = value
 
 
 def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tuple[list[str], str | None]:
@@ -312,8 +339,9 @@ def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tupl
     hints: list[str | None] = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
-        source = next((origins[name] for name in origins if f"{name}.".startswith(f"{key}.")), None)
-        origin = "" if source is None else f" (from `--set {source}`)"
+        # The last of several is the one whose value is judged.
+        sources = [origins[name] for name in origins if f"{name}.".startswith(f"{key}.")]
+        origin = f" (from `{sources[-1]}`)" if sources else ""
         hint = None
         if item["type"] == "extra_forbidden":
             problem = f"unknown key `{key}`{origin}"

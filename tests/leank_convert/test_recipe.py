@@ -21,9 +21,9 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def problems_of(path, overrides=()):
+def problems_of(path, overrides=(), **flags):
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path, overrides)
+        load_recipe(path, overrides, **flags)
     return caught.value
 
 
@@ -70,8 +70,39 @@ def test_every_problem_is_told_at_once(write):
         assert part in text
 
 
-def test_empty_recipe_is_the_defaults(write):
-    assert load_recipe(write("")).model_dump() == Recipe().model_dump()
+@pytest.mark.parametrize("text", ["", "\n", "# a note alone\n", "{}", "---\n"])
+def test_recipe_without_a_key_is_refused(write, text):
+    """A file that was cut short must not pass for the defaults, whatever is changed on the command line."""
+    for error in (problems_of(write(text)), problems_of(write(text), ["seed=1"], flags={"seed": 1})):
+        assert str(error) == "recipe `x.yaml`: the file holds no key"
+        assert error.hint
+
+
+def test_a_recipe_of_one_key_is_the_defaults_beside_it(write):
+    assert load_recipe(write("seed: 0")).model_dump() == Recipe().model_dump()
+
+
+def test_flags_go_last_and_are_told_and_recorded_as_flags(write):
+    path = write("windows: {flush_size: 2}")
+    recipe = load_recipe(path, ["windows.flush_size=4"], flags={"windows.flush_size": 16, "seed": 3})
+    assert (recipe.windows.flush_size, recipe.seed) == (16, 3)
+    assert recipe.text.splitlines()[1:] == ["# --set windows.flush_size=4", "# --flush-size 16", "# --seed 3"]
+    error = problems_of(path, ["windows.flush_size=4"], flags={"windows.flush_size": 0})
+    assert str(error).endswith("greater than or equal to 1 (from `--flush-size`)")
+
+
+def test_an_error_names_the_change_that_made_the_judged_value(write):
+    error = problems_of(write("seed: 1"), ["seed=2", "seed=-3"])
+    assert str(error).endswith("(from `--set seed=-3`)")
+
+
+def test_given_windows_are_those_of_file_overrides_and_flags(write):
+    path = write("windows: {sink_size: 128}")
+    assert load_recipe(path).given_windows == {"sink_size": 128}  # the default, but given
+    recipe = load_recipe(path, ["windows.recent_size=8"], flags={"windows.flush_size": 16})
+    assert recipe.given_windows == {"sink_size": 128, "recent_size": 8, "flush_size": 16}
+    assert load_recipe(write("seed: 1")).given_windows == {}
+    assert Recipe().given_windows == {}
 
 
 def test_defaults_yield_to_the_file_and_the_file_to_overrides_and_the_last_override_wins(write):
@@ -87,7 +118,7 @@ def test_numbers_that_yaml_reads_as_strings_are_numbers(write):
     # PyYAML wants a dot in a number with an exponent.
     assert yaml.safe_load("2e-2") == "2e-2"
     assert load_recipe(write("stage1: {learning_rate: 2e-2}")).stage1.learning_rate == 0.02
-    assert load_recipe(write(""), ["stage1.learning_rate=4e-2"]).stage1.learning_rate == 0.04
+    assert load_recipe(write("seed: 0"), ["stage1.learning_rate=4e-2"]).stage1.learning_rate == 0.04
 
 
 @pytest.mark.parametrize("value", ["yes", "true", ".nan", ".inf", "-1", "[3]", "null", "''"])
@@ -119,7 +150,7 @@ def test_section_that_is_not_a_mapping_is_refused(write):
 
 def test_override_of_a_section_below_a_scalar_is_judged_as_a_whole(write):
     assert load_recipe(write("stage1: 5"), ["stage1.steps=3"]).stage1.steps == 3
-    error = problems_of(write(""), ["stage1.steps.more=3"])
+    error = problems_of(write("seed: 0"), ["stage1.steps.more=3"])
     assert "`stage1.steps` is" in str(error)
     assert "(from `--set stage1.steps.more=3`)" in str(error)
 
@@ -130,7 +161,7 @@ def test_override_value_is_yaml(write):
     assert recipe.data.tasks == ("multi_value",)
     assert recipe.model.config_overrides == {"rope_parameters": {"factor": 4.0}}
     assert recipe.mask is None
-    assert "the value is not YAML" in str(problems_of(write(""), ["seed=[1"]))
+    assert "the value is not YAML" in str(problems_of(write("seed: 0"), ["seed=[1"]))
 
 
 @pytest.mark.parametrize(
