@@ -23,7 +23,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     Attributes:
         rows: Lengths of the rows, shared by all layers.
         num_columns: Columns seen, padding included.
-        channel_mask: Kept channels `[1 or B, H_kv, D]`, bool.
+        model_mask: Channels that the model keeps `[1, H_kv, D]`, bool.
+        channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
         layout: How they are cut into chunks.
         pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
         store: K and V after that.
@@ -45,7 +46,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer_idx = layer_idx
         self.rows = rows
-        self._model_mask = channel_mask[None]
+        self.model_mask = channel_mask[None]
         self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
         self.reset()
 
@@ -53,7 +54,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Drop all tokens and go back to the model's own channel mask."""
         self.is_initialized = False
         self.num_columns = 0
-        self.channel_mask = self._model_mask
+        self.channel_mask = self.model_mask
         self.layout = self._model_layout
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.store: ChunkStore | None = None
@@ -319,6 +320,14 @@ class LeanKCache(Cache):
         if value is not None and value < 1:
             raise ValueError(f"`prefill_length` is {value}, a prompt has at least one token")
         self.rows.prefill_length = value
+
+    def is_made_of(self, channel_masks: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the masks it was built with. Waits for the device if they are copies."""
+        own = [layer.model_mask[0] for layer in self.layers]
+        return len(own) == len(channel_masks) and all(
+            mask.data_ptr() == other.data_ptr() or torch.equal(mask, other.to(mask.device))
+            for mask, other in zip(own, channel_masks, strict=True)
+        )
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""

@@ -7,6 +7,8 @@ have built a dense one.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -107,34 +109,48 @@ class LeanKMixin:
         """Save as the stock class does, and carry the mask's file along.
 
         transformers copies weights, config and these files; the mask's file is looked for where the model was
-        loaded from. Where it is not found, the saved config no longer names it.
+        loaded from. Where it is not found, or is another one by now, the saved config does not name it.
         """
-        files = self.config.leank.get("files", {})
-        if _MASK_FILE in files and not _carry_file(
-            _MASK_FILE, self.config.name_or_path, Path(save_directory)
-        ):
-            remaining = {name: digest for name, digest in files.items() if name != _MASK_FILE}
-            self.config.leank = {**self.config.leank, "files": remaining}
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        block = self.config.leank
+        files = dict(block.get("files", {}))
+        digest = files.get(_MASK_FILE)
+        if digest and not _carry_file(_MASK_FILE, digest, self.config.name_or_path, Path(save_directory)):
+            del files[_MASK_FILE]
+        self.config.leank = {**block, "files": files} if "files" in block else block
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.config.leank = block
 
     def build_cache(self, prune: str | None = None) -> LeanKCache:
         """Return an empty cache for this model, to pass as `past_key_values`.
 
         Args:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
-        """
-        masks = [attention.channel_mask for attention in self._attention_modules()]
-        return LeanKCache(self.config, [mask for mask in masks if isinstance(mask, torch.Tensor)], prune)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare_cache(
+        Raises:
+            ValueError: If the channel masks are not in memory.
+        """
+        return LeanKCache(self.config, self._channel_masks(), prune)
+
+    def _channel_masks(self) -> list[torch.Tensor]:
+        masks = [attention.get_buffer("channel_mask") for attention in self._attention_modules()]
+        if any(mask.is_meta for mask in masks):
+            raise ValueError(
+                "`self_attn.channel_mask` is on the meta device, so the cache cannot know which channels to "
+                "keep; load the checkpoint without `offload_buffers=True` (weights may be offloaded)"
+            )
+        return masks
+
+    def _forward(
         self,
         past_key_values: Cache | None,
         use_cache: bool | None,
         attention_mask: torch.Tensor | None,
         output_attentions: bool | None,
-    ) -> tuple[Cache | None, bool]:
-        """Return the cache of a forward pass and whether there is one.
+        **inputs: Any,
+    ) -> Any:
+        """Run the stock model, on a LeanK cache if on any.
 
         Raises:
             ValueError: If the request cannot be served from a LeanK cache.
@@ -157,46 +173,62 @@ class LeanKMixin:
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not training
-        if past_key_values is None and not use_cache:
-            return None, False
-        if attention_mask is not None and (
-            not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2
-        ):
-            raise ValueError(
-                "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
-                "pass one, or `use_cache=False` for a custom mask"
-            )
-        return self._own_cache(past_key_values), use_cache
+        if past_key_values is not None or use_cache:
+            return self._forward_with_cache(past_key_values, use_cache, attention_mask, inputs)
+        return super().forward(attention_mask=attention_mask, use_cache=False, **inputs)  # type: ignore[misc]
 
-    def _own_cache(self, past_key_values: Cache | None, prune: str | None = None) -> LeanKCache:
-        """Return `past_key_values` if it is a LeanK cache, a new one in place of nothing.
+    # torch.compile runs this as it is: the cache's counters change with every token, and traced code would be
+    # compiled again for each of them.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_with_cache(
+        self,
+        past_key_values: Cache | None,
+        use_cache: bool,
+        attention_mask: torch.Tensor | None,
+        inputs: dict[str, Any],
+    ) -> Any:
+        cache = self.build_cache() if past_key_values is None else self._checked_cache(past_key_values)
+        tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+        if attention_mask is not None:
+            if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+                raise ValueError(
+                    "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
+                    "pass one, or `use_cache=False` for a custom mask"
+                )
+            total = cache.get_seq_length() + tokens.shape[1]
+            if attention_mask.shape[1] != total:
+                raise ValueError(
+                    f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
+                    f"{total}; pass the mask of the whole conversation"
+                )
+        return super().forward(  # type: ignore[misc]
+            past_key_values=cache, use_cache=use_cache, attention_mask=attention_mask, **inputs
+        )
+
+    def _checked_cache(self, past_key_values: object) -> LeanKCache:
+        """Return `past_key_values` if this model can go on with it.
 
         Raises:
-            ValueError: If it is a cache of another kind that holds tokens or serves another purpose.
+            ValueError: If it is no LeanK cache, or an empty one of a model with other channel masks.
         """
-        if past_key_values is None:
-            return self.build_cache(prune)
         # Not isinstance: the cache may come from another copy of these files.
         if hasattr(past_key_values, "prefill_length"):
-            if prune is not None:
-                past_key_values.prune = prune  # type: ignore[attr-defined]
-            return past_key_values  # type: ignore[return-value]
-        name = type(past_key_values).__name__
-        if type(past_key_values) is not DynamicCache or past_key_values.offloading:
-            raise ValueError(
-                f"past_key_values is a {name}, which a LeanK model cannot use; leave it out, or pass "
-                "`model.build_cache()`"
-            )
-        if past_key_values.get_seq_length():
-            raise ValueError(
-                f"past_key_values is a {name} with {past_key_values.get_seq_length()} tokens of a dense "
-                "model; run the prompt through this model instead, or pass `model.build_cache()`"
-            )
-        logger.warning_once(
-            "An empty DynamicCache was passed to a LeanK model and is replaced by a LeanKCache: take the "
-            "cache to go on with from the output's `past_key_values`"
+            cache: LeanKCache = past_key_values  # type: ignore[assignment]
+            # Only once: comparing may wait for the device.
+            if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
+                raise ValueError(
+                    "past_key_values was built for a model that keeps other channels; build one with this "
+                    "model's `model.build_cache()`"
+                )
+            return cache
+        # An empty dense cache is refused too: its owner would go on with it, and it would stay empty.
+        held = past_key_values.get_seq_length() if type(past_key_values) is DynamicCache else 0
+        raise ValueError(
+            f"past_key_values is a {type(past_key_values).__name__}"
+            + (f" with {held} tokens of a dense model" if held else "")
+            + ", which a LeanK model cannot use; leave it out, or pass `model.build_cache()`"
+            + (" and run the prompt through this model" if held else "")
         )
-        return self.build_cache(prune)
 
 
 class LeanKModelMixin(LeanKMixin):
@@ -213,16 +245,14 @@ class LeanKModelMixin(LeanKMixin):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        past_key_values, use_cache = self._prepare_cache(
-            past_key_values, use_cache, attention_mask, kwargs.pop("output_attentions", None)
-        )
-        output: BaseModelOutputWithPast = super().forward(  # type: ignore[misc]
+        output: BaseModelOutputWithPast = self._forward(
+            past_key_values,
+            use_cache,
+            attention_mask,
+            kwargs.pop("output_attentions", None),
             input_ids=input_ids,
-            attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
             **kwargs,
         )
         return output
@@ -244,17 +274,15 @@ class LeanKForCausalLMMixin(LeanKMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Run the stock model on a LeanK cache; arguments as in the stock class."""
-        past_key_values, use_cache = self._prepare_cache(
-            past_key_values, use_cache, attention_mask, kwargs.pop("output_attentions", None)
-        )
-        output: CausalLMOutputWithPast = super().forward(  # type: ignore[misc]
+        output: CausalLMOutputWithPast = self._forward(
+            past_key_values,
+            use_cache,
+            attention_mask,
+            kwargs.pop("output_attentions", None),
             input_ids=input_ids,
-            attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
-            use_cache=use_cache,
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
@@ -274,29 +302,46 @@ class LeanKForCausalLMMixin(LeanKMixin):
             inputs: Prompt, as in the stock class.
             generation_config: As in the stock class; a field `prune` in it counts as the argument.
             *args: As in the stock class.
-            prune: `eager` or `deferred`, see `LeanKCache`. Default: the generation config's, else the
-                config's `leank.prune`.
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
+                the generation config's, else the config's `leank.prune`.
             **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
 
         Raises:
-            ValueError: If another kind of cache is asked for.
+            ValueError: If another kind of cache or a draft by early exit is asked for.
         """
         configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
+        if _first_given(kwargs, configs, "assistant_early_exit") is not None:
+            raise ValueError(
+                "assistant_early_exit: a model of fewer layers cannot draft on a LeanK cache; draft with "
+                "`assistant_model` or `prompt_lookup_num_tokens`"
+            )
         implementation = _first_given(kwargs, configs, "cache_implementation")
         if implementation not in _OWN_CACHE:
             raise ValueError(
                 f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
                 "own, so leave it out"
             )
-        if prune is None:
-            prune = _first_given({}, configs, "prune")
-        if prune is not None:
-            prune = check_prune(prune, "`prune`")
+        default_prune = _first_given({}, configs, "prune")
+        for mode in (prune, default_prune):
+            if mode is not None:
+                check_prune(mode, "`prune`")
         if _first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
-        if implementation is not None:
-            kwargs["cache_implementation"] = None  # transformers takes a cache or the name of one
-        cache = self._own_cache(kwargs.pop("past_key_values", None), prune)
+        # transformers takes a cache or the name of one.
+        if getattr(generation_config, "cache_implementation", None) is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None  # type: ignore[union-attr]
+        if kwargs.pop("cache_implementation", None) or configs[1].cache_implementation:
+            kwargs["cache_implementation"] = None
+        past_key_values = kwargs.pop("past_key_values", None)
+        if past_key_values is None:
+            cache = self.build_cache(prune or default_prune)
+        else:
+            cache = self._checked_cache(past_key_values)
+            if prune is not None:
+                cache.prune = prune
+            elif default_prune is not None and not cache.get_seq_length():
+                cache.prune = default_prune
         cache.prefill_length = _prompt_columns(inputs, kwargs)
         try:
             return super().generate(  # type: ignore[misc]
@@ -317,13 +362,13 @@ class LeanKForCausalLMMixin(LeanKMixin):
         )
 
 
-def _carry_file(name: str, source: str, folder: Path) -> bool:
+def _carry_file(name: str, digest: str, source: str, folder: Path) -> bool:
     """Copy a file of a checkpoint, a folder or a hub id, to another folder; return whether it is there."""
     try:
         found = cached_file(source, name) if source else None
     except OSError:
         found = None
-    if found is None:
+    if found is None or hashlib.sha256(Path(found).read_bytes()).hexdigest() != digest:
         return False
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / name).exists() or not (folder / name).samefile(found):

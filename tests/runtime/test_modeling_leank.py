@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.utils import logging as transformers_logging
 
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
@@ -143,6 +144,21 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
         model.generate(one_row(), prune="lazy")
 
 
+def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair, some_masks):
+    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    with torch.no_grad():
+        cache = model(one_row()).past_key_values
+    model.generation_config.prune = "deferred"
+    ids = torch.cat([one_row(), one_row(3)], dim=1)
+    with pytest.raises(ValueError, match="it cannot change to `deferred`"):
+        model.generate(ids, past_key_values=cache, prune="deferred", **GREEDY)
+    model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.prune == "eager"
+    empty = model.build_cache()
+    model.generate(ids, past_key_values=empty, **GREEDY)
+    assert empty.prune == "deferred"
+
+
 def test_prune_is_read_from_a_saved_generation_config(tmp_path, model_pair):
     GenerationConfig(prune="deferred", max_new_tokens=1).save_pretrained(tmp_path)
     model = model_pair(everything()).leank
@@ -266,7 +282,7 @@ def test_foreign_caches_are_refused(model_pair):
         full = pair.dense(ids).past_key_values
     assert isinstance(full, DynamicCache)
     for call in (pair.leank.generate, pair.leank.forward):
-        with pytest.raises(ValueError, match="DynamicCache with 21 tokens of a dense model"):
+        with pytest.raises(ValueError, match=r"DynamicCache with 21 tokens .* run the prompt through this"):
             call(ids, past_key_values=full)
         static = StaticCache(config=pair.dense.config, max_cache_len=64)
         with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
@@ -287,15 +303,90 @@ def test_an_inner_model_called_directly_cannot_decode_densely(model_pair):
     assert cache.rows.lengths.tolist() == [21, 12, 1]
 
 
-def test_an_empty_dynamic_cache_is_replaced_with_one_warning(model_pair, caplog):
+@pytest.mark.parametrize("make", [DynamicCache, lambda: ()], ids=["DynamicCache", "tuple"])
+def test_an_empty_foreign_cache_is_refused_because_it_would_stay_empty(make, model_pair):
+    """transformers' documented loop passes one and goes on with it: it would decode without context."""
     model = model_pair(everything()).leank
-    logging.getLogger("transformers").propagate = True
+    base = LeanKLlamaModel(model.config).eval()
+    for call in (model, base, model.generate):
+        cache = make()
+        with pytest.raises(
+            ValueError, match=rf"is a {type(cache).__name__}, .* pass `model.build_cache\(\)`"
+        ):
+            call(one_row(), past_key_values=cache)
+
+
+def test_transformers_cache_loop_decodes_with_context_on_an_own_cache(model_pair, some_masks):
+    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    expected = model.generate(one_row(), **GREEDY)[0, 21:]
+    cache = model.build_cache()
+    inputs = {"input_ids": one_row(), "attention_mask": torch.ones(1, 21, dtype=torch.long)}
+    tokens = []
+    with torch.no_grad():
+        for _ in range(len(expected)):
+            logits = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1:]
+            logits[..., 2] = -torch.inf  # min_new_tokens: no end of text
+            token = logits.argmax(-1)
+            tokens.append(int(token))
+            mask = torch.cat([inputs["attention_mask"], torch.ones_like(token)], dim=1)
+            inputs = {"input_ids": token, "attention_mask": mask}
+    assert tokens == expected.tolist()
+
+
+def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
+    mine = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    for masks in (some_masks([[0, 4], [4, 8]], seed=1), some_masks([[0, 4], [8, 4]]), everything(layers=1)):
+        other = model_pair(masks).leank
+        for call in (mine, mine.generate):
+            with pytest.raises(
+                ValueError, match=r"a model that keeps other channels; .*`model.build_cache\(\)`"
+            ):
+                call(one_row(), past_key_values=other.build_cache())
+    mine.generate(one_row(), past_key_values=copy.deepcopy(mine).build_cache(), **GREEDY)
+
+
+def test_channel_masks_that_were_offloaded_are_named(model_pair):
+    model = model_pair(everything()).leank
+    model.model.layers[1].self_attn.to("meta")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=r"`self_attn.channel_mask` .* without `offload_buffers=True`"):
+            call(one_row())
+
+
+def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair):
+    model = model_pair(everything()).leank
+    expected = model.generate(one_row(), **GREEDY)
+    with pytest.raises(ValueError, match=r"assistant_early_exit: .* `prompt_lookup_num_tokens`"):
+        model.generate(one_row(), assistant_early_exit=1, **GREEDY)
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        model.generate(one_row(), GenerationConfig(assistant_early_exit=1, **GREEDY))
+    assert model.config.num_hidden_layers == 2
+    assert torch.equal(model.generate(one_row(), **GREEDY), expected)
+
+
+def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair, some_masks):
+    model = model_pair(some_masks([[0, 4], [4, 8]]), recent=2, flush=1).leank
+    with pytest.raises(ValueError, match=r"drafts .* at most recent_size \+ 1 tokens, here 3"):
+        model.generate(one_row(6).repeat(1, 4), prompt_lookup_num_tokens=10, **GREEDY)
+
+
+@pytest.mark.parametrize("where", ["argument", "model", "both"])
+def test_a_dynamic_cache_in_a_generation_config_means_the_own_one(where, model_pair, some_masks, caplog):
+    model = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    expected = model.generate(one_row(), **GREEDY)
+    if where != "argument":
+        model.generation_config.cache_implementation = "dynamic"
+    if where == "model":
+        assert torch.equal(model.generate(one_row(), **GREEDY), expected)
+        return
+    config = GenerationConfig(cache_implementation="dynamic", **GREEDY)
     with caplog.at_level(logging.WARNING):
-        result = model.generate(
-            one_row(), past_key_values=DynamicCache(), return_dict_in_generate=True, **GREEDY
-        )
-    assert hasattr(result.past_key_values, "memory")
-    assert caplog.text.count("replaced by a LeanKCache") <= 1
+        logging.getLogger("transformers").propagate = True
+        type(transformers_logging.get_logger()).warning_once.cache_clear()
+        assert torch.equal(model.generate(one_row(), config), expected)
+    assert config.cache_implementation == "dynamic"
+    if where == "argument":
+        assert "deprecated" not in caplog.text
 
 
 def test_custom_masks_need_no_cache(model_pair):
@@ -309,13 +400,16 @@ def test_custom_masks_need_no_cache(model_pair):
         assert torch.equal(ours, pair.dense(ids, attention_mask=mask, use_cache=False).logits)
 
 
-def test_a_mask_shorter_than_the_conversation_is_refused(model_pair):
+@pytest.mark.parametrize("width", [1, 21, 23])
+def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_pair):
     model = model_pair(everything()).leank
     ids = one_row()
     with torch.no_grad():
         cache = model(ids).past_key_values
-        with pytest.raises(ValueError, match="covers 1 tokens, the cache and the input hold 22"):
-            model(ids[:, :1], attention_mask=torch.ones(1, 1), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
+            model(ids[:, :1], attention_mask=torch.ones(1, width), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
+            model(ids, attention_mask=torch.ones(1, 21 + width), past_key_values=model.build_cache())
         output = model(ids[:, :1], attention_mask=torch.ones(1, 22), past_key_values=cache)
     assert output.past_key_values.get_seq_length() == 22
 
@@ -383,9 +477,25 @@ def test_channel_masks_survive_saving_and_loading_in_any_dtype(model_pair, some_
     assert again.generate(one_row(), **GREEDY).tolist() == pair.leank.generate(one_row(), **GREEDY).tolist()
 
 
-def test_a_compiled_model_generates_the_same(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4]]))
-    settings = {**GREEDY, "max_new_tokens": 4, "min_new_tokens": 4}
+@pytest.mark.parametrize("how", ["model", "forward"])
+def test_a_compiled_model_generates_the_same_without_compiling_again(how, model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    settings = {**GREEDY, "max_new_tokens": 40, "min_new_tokens": 40}
     expected = pair.leank.generate(**padded_batch(), **settings)
-    pair.leank.compile(backend="eager")
+    if how == "model":
+        pair.leank.compile(backend="eager")
+    else:
+        pair.leank.forward = torch.compile(pair.leank.forward, backend="eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     assert pair.leank.generate(**padded_batch(), **settings).tolist() == expected.tolist()
+    # Two functions, each once for the prompt and once for a token, and the way into them.
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 6
+
+
+def test_without_a_cache_a_compiled_model_is_one_graph(model_pair, some_masks):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    compiled = torch.compile(pair.leank, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        ours = compiled(one_row(), use_cache=False).logits
+        assert torch.allclose(ours, pair.dense(one_row(), use_cache=False).logits, atol=1e-4)
