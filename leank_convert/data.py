@@ -24,6 +24,17 @@ from leank_convert.recipe import DataSection
 
 _VALUES_PER_KEY = 4
 _NUM_OTHER_NAMES = 3
+# The shortest form of a task's sample differs a little from draw to draw. `check` asks all of this many to
+# fit, and `draw` tries as often, so that what passes the check does not fail in the middle of a run.
+_NUM_DRAWS = 64
+
+
+class _NoRoomError(LeanKError):
+    """A sample is longer than its budget, even in its shortest form."""
+
+    def __init__(self, message: str, hint: str, excess: int) -> None:
+        super().__init__(message, hint)
+        self.excess = excess
 
 
 @dataclass(frozen=True)
@@ -75,22 +86,42 @@ class SampleSource:
         """
         rng = random.Random(f"{self.seed}/{step}")
         task = self.data.tasks[step % len(self.data.tasks)]
-        return self._draw(task, rng, rng.randint(self.data.min_length, self.data.max_length))
+        budget = rng.randint(self.data.min_length, self.data.max_length)
+        for _ in range(_NUM_DRAWS - 1):
+            try:
+                return self._draw(task, rng, budget)
+            except _NoRoomError:
+                continue
+        return self._draw(task, rng, budget)
 
     def check(self) -> None:
         """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
 
         Raises:
-            LeanKError: As `draw`.
+            LeanKError: As `draw`; tells the length that leaves room.
         """
+        worst = None
         for task in self.data.tasks:
-            self._draw(task, random.Random(self.seed), self.data.min_length)
+            rng = random.Random(self.seed)
+            for _ in range(_NUM_DRAWS):
+                try:
+                    self._check_shortest(task, rng, self.data.min_length)
+                except _NoRoomError as error:
+                    worst = error if worst is None or error.excess > worst.excess else worst
+        if worst is not None:
+            raise worst
 
     def _draw(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
         if self.data.wording == "testbed":
             return self._draw_testbed(task, rng, budget)
-        draft = _RetrievalDraft(rng) if task == "retrieval" else _MultiValueDraft(rng)
+        draft = _draft(task, rng)
         return _fit(lambda num_lines: self._tokenise(task, *draft.render(num_lines)), budget)
+
+    def _check_shortest(self, task: str, rng: random.Random, budget: int) -> None:
+        if self.data.wording == "testbed":
+            self._draw_testbed(task, rng, budget)
+        else:
+            _check_room(self._tokenise(task, *_draft(task, rng).render(0)), budget)
 
     def _draw_testbed(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
         from leank_convert.testbed.tasks import build_sample
@@ -103,9 +134,10 @@ class SampleSource:
             ) from None
         sample = self._tokenise(task, drawn.prompt, drawn.answer)
         if len(sample) > budget:
-            raise LeanKError(
+            raise _NoRoomError(
                 f"a testbed sample asked for in {budget} tokens has {len(sample)} by this model's tokenizer",
                 hint="`wording: testbed` is for the shipped model; take `wording: general`",
+                excess=len(sample) - budget,
             )
         return sample
 
@@ -124,6 +156,11 @@ class SampleSource:
             return_dict=False,
         )
         answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if not answer_ids:
+            raise LeanKError(
+                f"the tokenizer of `{self.tokenizer.name_or_path}` makes no token of the answer `{answer}`",
+                hint="there is nothing to train on without answer tokens: check the tokenizer's files",
+            )
         return TrainingSample(
             task=task,
             input_ids=torch.tensor([*prompt_ids, *answer_ids]),
@@ -138,11 +175,7 @@ def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample
     need one per line.
     """
     fits, best = 0, render(0)
-    if len(best) > budget:
-        raise LeanKError(
-            f"a sample of {budget} tokens leaves no room for `{best.task}`: its shortest has {len(best)}",
-            hint="raise `data.min_length`",
-        )
+    _check_room(best, budget)
     exceeds, exceeding = None, best
     guess = 16
     # Far more than it takes, and an end even for a tokenizer whose token count does not grow with the text.
@@ -163,6 +196,20 @@ def _fit(render: Callable[[int], TrainingSample], budget: int) -> TrainingSample
         if exceeds is not None:
             guess = min(guess, exceeds - 1)
     return best
+
+
+def _check_room(shortest: TrainingSample, budget: int) -> None:
+    if len(shortest) > budget:
+        raise _NoRoomError(
+            f"a sample of {budget} tokens leaves no room for `{shortest.task}`: its shortest has "
+            f"{len(shortest)}",
+            hint=f"raise `data.min_length` to {len(shortest)} or more; most samples should be far longer",
+            excess=len(shortest) - budget,
+        )
+
+
+def _draft(task: str, rng: random.Random) -> _RetrievalDraft | _MultiValueDraft:
+    return _RetrievalDraft(rng) if task == "retrieval" else _MultiValueDraft(rng)
 
 
 class _RetrievalDraft:

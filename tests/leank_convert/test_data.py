@@ -3,7 +3,7 @@ import random
 import re
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from leank_convert.data import SampleSource
@@ -203,11 +203,51 @@ def test_a_length_too_short_for_the_task_is_refused():
     assert "data.min_length" in caught.value.hint
 
 
+@pytest.mark.parametrize("wording", ["general", "testbed"])
+def test_what_passes_the_check_can_be_drawn_at_every_step(wording):
+    """The shortest form of a sample differs from draw to draw; a run must not meet one that does not fit."""
+    tokenizer = build_tokenizer()
+    passing = []
+    for length in range(150, 212, 4):
+        data = section(tasks=["multi_value"], wording=wording, min_length=length, max_length=length)
+        source = SampleSource(tokenizer, data, seed=0)
+        try:
+            source.check()
+        except LeanKError:
+            continue
+        passing.append(length)
+        assert all(len(source.draw(step)) <= length for step in range(150))
+    assert 0 < len(passing) < 16
+
+
+def test_a_draw_that_does_not_fit_is_drawn_again():
+    """At a length that some drafts exceed, which `check` refuses, every step still has its sample."""
+    data = section(tasks=["multi_value"], min_length=160, max_length=160)
+    source = SampleSource(build_tokenizer(), data, seed=0)
+    with pytest.raises(LeanKError) as caught:
+        source.check()
+    samples = [source.draw(step) for step in range(40)]
+    assert max(map(len, samples)) <= 160
+    assert samples[3].input_ids.equal(source.draw(3).input_ids)
+    # The hint is good for a second try.
+    enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
+    SampleSource(
+        source.tokenizer, section(tasks=["multi_value"], min_length=enough, max_length=enough), seed=0
+    ).check()
+
+
+def test_an_answer_without_tokens_is_refused():
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"^[0-9a-f-]+$"), "")
+    with pytest.raises(LeanKError, match=r"makes no token of the answer `[0-9a-f]{6}-"):
+        SampleSource(tokenizer, section(tasks=["retrieval"]), seed=0).check()
+
+
 def test_the_shortest_possible_sample_is_drawn():
     source = SampleSource(
         byte_level(), section(min_length=10**5, max_length=10**5, tasks=["retrieval"]), seed=0
     )
-    shortest = source._tokenise("retrieval", "", "").answer_start
+    shortest = source._tokenise("retrieval", "", "0").answer_start
     for length in range(shortest, 2000):
         tight = SampleSource(
             source.tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
