@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,7 +41,8 @@ def _window_options(command: _Command) -> _Command:
         ("recent-size", "Last tokens that keep every channel."),
         ("sink-size", "First tokens that keep every channel."),
     ):
-        command = click.option(f"--{name}", type=click.IntRange(0), help=text)(command)
+        smallest = 1 if name == "flush-size" else 0
+        command = click.option(f"--{name}", type=click.IntRange(smallest), help=text)(command)
     return command
 
 
@@ -101,7 +102,6 @@ def main(debug: bool) -> None:
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
 @click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
-@_OVERWRITE
 @_hub_options
 def train(
     model: str,
@@ -116,7 +116,6 @@ def train(
     resume: bool,
     mask_only: bool,
     device: str | None,
-    overwrite: bool,
     repo_id: str | None,
     private: bool,
 ) -> None:
@@ -124,6 +123,9 @@ def train(
 
     MODEL is a hub id, a local folder, or `testbed`, the small model that ships with leank-convert.
     """
+    if mask_only and repo_id:
+        raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
+    _check_hub_options(repo_id, private)
     flags = {
         "pruning_ratio": pruning_ratio,
         "windows.sink_size": sink_size,
@@ -131,24 +133,22 @@ def train(
         "windows.flush_size": flush_size,
         "seed": seed,
     }
-    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    recipe = _load_recipe(model, recipe_name, (*overrides, *given))
+    given = {key: value for key, value in flags.items() if value is not None}
+    recipe = _load_recipe(model, recipe_name, overrides, given)
     _quiet_transformers()
-    from leank_convert.export import check_replaceable
-    from leank_convert.train import train_mask
+    from leank_convert.export import check_exportable, export_checkpoint, recover
+    from leank_convert.train import TrainingDirectory, train_mask
 
-    # Before hours of training, not after.
-    check_replaceable(out, overwrite=overwrite or resume)
-
+    recover(out)
+    # Before hours of training, not after. Only a run that is resumed may replace the checkpoint beside it.
+    resumed = resume and TrainingDirectory(out).state.exists()
+    changed = recipe.model.config_overrides
+    check_exportable(model, out, config_overrides=changed, overwrite=resumed)
     mask = train_mask(recipe, out, resume=resume, device=device, model_override=model)
     if mask_only:
-        click.echo(out / "channel_mask.safetensors")
+        click.echo(TrainingDirectory(out).mask)
         return
-    from leank_convert.export import export_checkpoint
-
-    export_checkpoint(
-        model, mask, out, config_overrides=recipe.model.config_overrides, overwrite=overwrite or resume
-    )
+    export_checkpoint(model, mask, out, config_overrides=changed, overwrite=resumed)
     _finish_export(out, repo_id, private)
 
 
@@ -184,17 +184,23 @@ def export(
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
+    _check_hub_options(repo_id, private)
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    for key in keys:
+        if key.split(".")[0] not in ("windows", "mask", "model"):
+            raise click.UsageError(
+                f"--set {key} matters to training alone; export takes windows, mask and model"
+            )
     recipe = _export_recipe(model, out, recipe_name, overrides)
     from leank_convert.export import export_checkpoint
 
     mask, origin = _choose_mask(model, out, mask_path, all_channels, recipe)
+    flags = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
     export_checkpoint(
         model,
         mask,
         out,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        flush_size=flush_size,
+        **_choose_windows(flags, keys, mask, recipe),
         prune=prune,
         config_overrides=recipe.model.config_overrides if recipe else None,
         overwrite=overwrite,
@@ -240,6 +246,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.option(
     "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out samples."
 )
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts at a time.")
 @click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
 @_JSON
 def evaluate(
@@ -248,6 +255,7 @@ def evaluate(
     overrides: tuple[str, ...],
     num_samples: int,
     seed: int,
+    batch_size: int,
     device: str | None,
     as_json: bool,
 ) -> None:
@@ -256,7 +264,9 @@ def evaluate(
     from leank_convert.evaluate import evaluate_checkpoint, render_comparison
 
     recipe = _evaluation_recipe(checkpoint, recipe_name, overrides)
-    result = evaluate_checkpoint(checkpoint, recipe.data, num_samples=num_samples, seed=seed, device=device)
+    result = evaluate_checkpoint(
+        checkpoint, recipe.data, num_samples=num_samples, seed=seed, device=device, batch_size=batch_size
+    )
     click.echo(json.dumps(result.to_dict()) if as_json else render_comparison(result), nl=as_json)
 
 
@@ -280,11 +290,13 @@ def recipes(name: str | None, as_json: bool) -> None:
         click.echo(f"{entry.name:<{size}}  {entry.summary}")
 
 
-def _load_recipe(model: str, name: str | None, overrides: tuple[str, ...]) -> Recipe:
+def _load_recipe(
+    model: str, name: str | None, overrides: tuple[str, ...], flags: Mapping[str, object]
+) -> Recipe:
     """The recipe by name, else the packaged one for `model`."""
     from leank_convert.recipe import find_recipe, load_recipe
 
-    return load_recipe(name or find_recipe(model), overrides)
+    return load_recipe(name or find_recipe(model), overrides, flags=flags)
 
 
 def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
@@ -331,6 +343,21 @@ def _choose_mask(
     return load_mask(path), mask_path
 
 
+def _choose_windows(
+    flags: Mapping[str, int | None], set_keys: Sequence[str], mask: ChannelMask, recipe: Recipe | None
+) -> dict[str, int | None]:
+    """Each size from its flag, else `--set`, else the mask's training, else the recipe, else the default."""
+    chosen = dict(flags)
+    for name, value in flags.items():
+        if value is not None or recipe is None:
+            continue
+        by_set = "windows" in set_keys or f"windows.{name}" in set_keys
+        by_recipe = mask.provenance is None and name in recipe.windows.model_fields_set
+        if by_set or by_recipe:
+            chosen[name] = getattr(recipe.windows, name)
+    return chosen
+
+
 def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe:
     """The recipe whose data is drawn: by name, of the run beside the checkpoint, or its model's."""
     from leank_convert.inspection import inspect_artifact
@@ -342,6 +369,16 @@ def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str,
     if name is None:
         name = find_recipe(str(inspect_artifact(checkpoint)["model"]))
     return load_recipe(name, overrides)
+
+
+def _check_hub_options(repo_id: str | None, private: bool) -> None:
+    """Refuse what the hub would refuse when everything else is done."""
+    if private and repo_id is None:
+        raise click.UsageError("--private goes with --push-to-hub")
+    if repo_id is not None:
+        from leank_convert.hub import check_repo_id
+
+        check_repo_id(repo_id)
 
 
 def _finish_export(out: Path, repo_id: str | None, private: bool) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCach
 from leank_convert.architectures import LEANK_PREFIX, find_architecture
 from leank_convert.checkpoint_io import CONFIG_NAME, read_config
 from leank_convert.data import SampleSource, TrainingSample
+from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.comparison import CacheBytes, Comparison, Outcome
 from leank_convert.recipe import DataSection
@@ -64,7 +65,7 @@ def evaluate_checkpoint(
             f"`{checkpoint}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
             hint="make one with `leank-convert export`",
         )
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose_device(device)
     pruned: Any = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     pruned.to(chosen)
     dense = _as_stock(pruned, str(config["model_type"]).removeprefix(LEANK_PREFIX))

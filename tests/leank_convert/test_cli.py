@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
 from click.testing import CliRunner
 
@@ -111,6 +112,80 @@ def test_window_flags_reach_the_checkpoint(run, tmp_path):
     assert run("export", "testbed", "--all-channels", *sizes, "-o", out).exit_code == 0
     facts = json.loads(run("inspect", out, "--json").stdout)
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
+
+
+def windows_of(run, out):
+    facts = json.loads(run("inspect", out, "--json").stdout)["windows"]
+    return tuple(facts[key] for key in ("sink_size", "recent_size", "flush_size"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], (16, 64, 16)),
+        (["--set", "windows.sink_size=4"], (4, 64, 16)),
+        (["--set", "windows.sink_size=4", "--sink-size", "5", "--flush-size", "2"], (5, 64, 2)),
+    ],
+    ids=["recipe", "set before recipe", "flag before set"],
+)
+def test_imported_mask_is_exported_with_the_recipes_windows(run, tmp_path, arguments, expected):
+    numpy.save(tmp_path / "mask.npy", numpy.ones((4, 4, 64), dtype=bool))
+    out = tmp_path / "out"
+    result = run("export", "testbed", "--mask", tmp_path / "mask.npy", "-o", out, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert windows_of(run, out) == expected
+
+
+def test_windows_a_mask_was_trained_with_go_before_the_recipes(run, tmp_path):
+    sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3"]
+    assert run("export", "testbed", "--all-channels", *sizes, "-o", tmp_path / "first").exit_code == 0
+    mask = tmp_path / "first" / "channel_mask.safetensors"
+    for settings, expected in (([], (1, 2, 3)), (["--set", "windows.flush_size=4"], (1, 2, 4))):
+        out = tmp_path / f"out{len(settings)}"
+        assert run("export", "testbed", "--mask", mask, "-o", out, *settings).exit_code == 0
+        assert windows_of(run, out) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "testbed", "--all-channels", "--set", "stage1.steps=9"], "matters to training alone"),
+        (["export", "testbed", "--all-channels", "--private"], "--private goes with --push-to-hub"),
+        (["train", "testbed", "--mask-only", "--push-to-hub", "a/b"], "writes no checkpoint"),
+        (["train", "testbed", "--push-to-hub", "bad id!!"], "`bad id!!`"),
+        (["train", "testbed", "--flush-size", "0"], "--flush-size"),
+        (["train", "testbed", "--device", "toaster"], "toaster"),
+    ],
+    ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else "",
+)
+def test_options_that_would_do_nothing_or_fail_late_are_refused_at_once(run, tmp_path, arguments, message):
+    out = tmp_path / "out"
+    result = run(*arguments, "-o", out)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not out.exists()
+
+
+def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch):
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    monkeypatch.setattr("leank_convert.train.train_mask", lambda *_, **__: pytest.fail("training began"))
+    result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "quantized" in result.stderr
+    result = run("train", MODEL_DIR, "--recipe", "quickstart", "-o", MODEL_DIR / "out")
+    assert result.exit_code == 2
+    assert "overlaps" in result.stderr
+
+
+def test_resume_does_not_replace_a_checkpoint_that_no_run_made(run, tmp_path, exported):
+    out = shutil.copytree(exported, tmp_path / "out")
+    before = sorted(path.name for path in out.iterdir())
+    result = run("train", "testbed", "-o", out, "--resume")
+    assert result.exit_code == 2
+    assert "already holds a checkpoint" in result.stderr
+    assert sorted(path.name for path in out.iterdir()) == before
 
 
 def test_verify_reports_and_its_exit_code_tells(run, tmp_path, exported):
