@@ -202,6 +202,6 @@ class LeanKQwen3Config(LeanKConfigMixin, Qwen3Config):  # type: ignore[no-untype
 
 # `transformers serve` takes the class named in `architectures` from transformers itself and calls its
 # `from_pretrained`. Under that name it finds the auto class, which finds each checkpoint's own class. Set on
-# the module's class, because transformers exchanges its own module object while it is imported.
+# the module's class: while it serves, transformers looks in another module object than is imported here.
 for _family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
     setattr(type(transformers), f"LeanK{_family}ForCausalLM", AutoModelForCausalLM)

@@ -197,6 +197,28 @@ def test_a_saved_model_without_its_mask_file_does_not_name_it(converted, load, t
     assert "modeling_leank.py" in files and "channel_mask.safetensors" not in files
 
 
+@pytest.mark.parametrize("changed", ["gone", "another"])
+def test_saving_leaves_the_models_own_config_as_it_is(changed, converted, load, tmp_path):
+    checkpoint = converted(widths=WIDTHS)
+    model = load(checkpoint.folder)
+    before = json.loads(json.dumps(model.config.leank))
+    mask_file = checkpoint.folder / "channel_mask.safetensors"
+    if changed == "gone":
+        mask_file.unlink()
+    else:
+        mask_file.write_bytes(b"another mask")
+    model.save_pretrained(tmp_path / "again")
+    assert model.config.leank == before and mask_file.name in before["files"]
+    assert not (tmp_path / "again" / mask_file.name).exists()
+    block = json.loads((tmp_path / "again" / "config.json").read_text())["leank"]
+    assert mask_file.name not in block["files"]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises((OSError, AssertionError)):
+        model.save_pretrained(blocked / "below")
+    assert model.config.leank == before
+
+
 def test_two_checkpoints_live_in_one_process(converted, load):
     """Another family, another mask: each model loads its own copy of the code over one global registry."""
     one, two = (
