@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from typing import Any
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
 from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.checkpoint_io import (
-    COMPANION_PATTERNS,
     CONFIG_NAME,
     INDEX_NAME,
     Checkpoint,
@@ -30,6 +28,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
+from leank_convert.export.companions import copy_companions
 from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
@@ -46,8 +45,6 @@ from leank_convert.mask import (
 )
 
 __all__ = ["check_exportable", "check_replaceable", "export_checkpoint", "recover"]
-
-_logger = logging.getLogger("leank_convert")
 
 
 def check_exportable(
@@ -128,7 +125,7 @@ def export_checkpoint(
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
             _write_weights(checkpoint, plan, leank, partial)
-            _copy_companions(checkpoint.folder, partial)
+            copy_companions(checkpoint.folder, partial)
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
@@ -212,18 +209,6 @@ def _write_weights(checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str,
         "weight_map": dict(sorted(weight_map.items())),
     }
     write_atomically(partial / INDEX_NAME, encode_json(index))
-
-
-def _copy_companions(folder: Path, partial: Path) -> None:
-    found = sorted(
-        {path for pattern in COMPANION_PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    )
-    for path in found:
-        target = partial / path.relative_to(folder)
-        target.parent.mkdir(exist_ok=True)
-        write_atomically(target, path.read_bytes())
-    if not any(path.name.startswith(("tokenizer", "vocab", "tekken")) for path in found):
-        _logger.warning("`%s` has no tokenizer; the checkpoint will have none either", folder)
 
 
 def _describe(

@@ -1,0 +1,131 @@
+"""A checkpoint's tokenizer gives the tokens that its source's gives."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from leank_convert.architectures import ARCHITECTURES
+from leank_convert.export import export_checkpoint
+from leank_convert.export.companions import copy_companions
+from leank_convert.mask import ChannelMask
+
+# Tokenizer classes split it in different ways: digits, an accent of its own, spaces, a contraction.
+TEXT = "In 2024 it's  12345 cafe\u0301s,\n\n  and 007!"
+
+
+def write_tokenizer(folder: Path, **settings: Any) -> None:
+    """A byte-level BPE that merges digits, words and spaces wherever its pre-tokenizer lets it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in "0123456789" for b in "0123456789"] + [("Ġ", digit) for digit in "0123456789"]
+    merges += [("Ġ", "Ġ"), ("Ċ", "Ċ"), ("'", "s"), ("i", "t"), ("it", "'s"), ("Ġ", "a")]
+    tokens = [*alphabet, *(a + b for a, b in merges)]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("trust", [True, False], ids=["remote-code", "no-remote-code"])
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "Qwen2Tokenizer", None]
+)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_the_tokens_are_the_sources(
+    family: str,
+    named: str | None,
+    trust: bool,
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family)
+    write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+    expected = AutoTokenizer.from_pretrained(source)
+    found = AutoTokenizer.from_pretrained(out, trust_remote_code=trust)
+    assert type(found) is type(expected)
+    assert found(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
+
+
+def copied(source: Path, target: Path) -> dict[str, Any]:
+    target.mkdir()
+    copy_companions(source, target)
+    settings: dict[str, Any] = json.loads((target / "tokenizer_config.json").read_text())
+    return settings
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "TokenizersBackend", None])
+def test_a_class_chosen_by_the_model_type_is_named(
+    named: str | None, source_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = source_model("qwen2")
+    given = {"tokenizer_class": named, "model_max_length": 77} if named else {"model_max_length": 77}
+    write_tokenizer(source, **given)
+    assert copied(source, tmp_path / "out") == {**given, "tokenizer_class": "Qwen2Tokenizer"}
+    (source / "tokenizer_config.json").unlink()
+    assert copied(source, tmp_path / "again") == {"tokenizer_class": "Qwen2Tokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("qwen2", "Qwen2Tokenizer"),
+        ("qwen3", "Qwen2TokenizerFast"),
+        ("llama", "PreTrainedTokenizerFast"),
+        ("mistral", "TokenizersBackend"),
+    ],
+)
+def test_files_are_copied_byte_for_byte_where_the_class_is_the_same(
+    family: str,
+    named: str,
+    source_model: Callable[..., Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = source_model(family)
+    write_tokenizer(source, tokenizer_class=named, odd="  spacing ")
+    copied(source, tmp_path / "out")
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (source / file.name).read_bytes()
+    assert caplog.records == []
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(
+    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_model("qwen2")
+    (source / "tokenizer.json").write_text("{}")
+    for number, text in enumerate(('{"added": 1}', "[", "[]")):
+        (source / "tokenizer_config.json").write_text(text)
+        caplog.clear()
+        (tmp_path / str(number)).mkdir()
+        copy_companions(source, tmp_path / str(number))
+        assert (tmp_path / str(number) / "tokenizer_config.json").read_text() == text
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
+
+
+def test_everything_that_is_missing_is_told_at_once(
+    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_model()
+    write_tokenizer(source, chat_template="{{ messages }}")
+    (source / "chat_template.jinja").unlink()
+    copied(source, tmp_path / "all")
+    assert caplog.records == []
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (source / name).unlink()
+    (tmp_path / "none").mkdir()
+    copy_companions(source, tmp_path / "none")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"`{source}` has no tokenizer, no chat template, no `generation_config.json`; nor will the checkpoint"
+    ]
