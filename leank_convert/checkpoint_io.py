@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
@@ -140,6 +141,7 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RemoteEntryNotFoundError,
         RepositoryNotFoundError,
@@ -147,6 +149,10 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
 
     try:
         yield
+    except HFValidationError as error:
+        raise LeanKError(
+            f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)
+        ) from error
     except GatedRepoError as error:
         raise LeanKError(
             f"`{repo_id}` is gated on the hub",
@@ -186,11 +192,49 @@ def read_config(folder: Path) -> dict[str, Any]:
         LeanKError: If there is none, or it is not a JSON object.
     """
     path = folder / CONFIG_NAME
+    if not folder.exists():
+        raise LeanKError(f"`{folder}` does not exist")
     if not path.is_file():
         raise LeanKError(
             f"`{folder}` has no `{CONFIG_NAME}`", hint="name the folder of a model in Hugging Face's layout"
         )
     return read_json(path)
+
+
+def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the config.json of a converted checkpoint.
+
+    Returns:
+        All of it, and its `leank` block.
+
+    Raises:
+        LeanKError: If there is none, or it has no such block.
+    """
+    config = read_config(folder)
+    leank = config.get("leank")
+    if not isinstance(leank, dict):
+        raise LeanKError(
+            f"`{folder}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
+            hint="make one with `leank-convert export`",
+        )
+    return config, leank
+
+
+def read_leank_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
+    """Read the facts of the model that a converted checkpoint was made from.
+
+    Args:
+        config: The checkpoint's config.json.
+        folder: Where it lies, for messages.
+
+    Raises:
+        LeanKError: If `model_type` is not that of a checkpoint, or the config makes no sense.
+    """
+    model_type = str(config.get("model_type"))
+    origin = str(folder / CONFIG_NAME)
+    if not model_type.startswith(LEANK_PREFIX):
+        raise LeanKError(f"`{origin}`: `model_type` is `{model_type}`, not that of a LeanK checkpoint")
+    return read_model_facts({**config, "model_type": model_type.removeprefix(LEANK_PREFIX)}, origin=origin)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leank_convert.checkpoint_io import CONFIG_NAME, first_line, read_config
+from leank_convert.checkpoint_io import first_line, read_leank_config
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import TRAINING_FOLDER
 
@@ -26,8 +26,7 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    if not isinstance(read_config(Path(path)).get("leank"), dict):
-        raise LeanKError(f"`{path}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block")
+    read_leank_config(Path(path))
     # The base error of the HTTP client that the installed huggingface_hub is built on: no connection, say.
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     api = HfApi()

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from leank_convert.architectures import LEANK_PREFIX, read_model_facts
 from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.checkpoint_io import CONFIG_NAME, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
+from leank_convert.export.config_json import check_head_table
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -30,6 +30,10 @@ def inspect_artifact(path: str | Path) -> dict[str, Any]:
         LeanKError: If `path` is neither.
     """
     path = Path(path)
+    if not path.exists():
+        raise LeanKError(
+            f"`{path}` does not exist", hint="inspect takes a mask file or a checkpoint's folder"
+        )
     if path.is_dir() and not (path / CONFIG_NAME).exists() and (path / MASK_FILE_NAME).exists():
         path = path / MASK_FILE_NAME
     return _inspect_checkpoint(path) if path.is_dir() else _inspect_mask(path)
@@ -56,15 +60,16 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
 
 
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
-    config = read_config(path)
-    leank = config.get("leank")
-    if not isinstance(leank, dict):
-        raise LeanKError(
-            f"`{path}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
-            hint="inspect takes a mask file or a checkpoint that `leank-convert export` wrote",
-        )
-    family = str(config.get("model_type")).removeprefix(LEANK_PREFIX)
-    facts = read_model_facts({**config, "model_type": family}, origin=str(path / CONFIG_NAME))
+    config, leank = read_leank_config(path)
+    facts = read_leank_facts(config, path)
+    hint = f"`leank-convert verify {path}` lists everything that is wrong"
+    try:
+        for key in ("widths", "head_permutation"):
+            check_head_table(leank, key, facts.num_hidden_layers, facts.num_key_value_heads)
+        if type(leank.get("pruning_ratio")) not in (int, float):
+            raise LeanKError(f"`leank.pruning_ratio` is `{leank.get('pruning_ratio')}`, no number")
+    except LeanKError as error:
+        raise LeanKError(f"`{path / CONFIG_NAME}`: {error}", hint=hint) from error
     mask = load_mask(path / MASK_FILE_NAME)
     try:
         return {
@@ -82,8 +87,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         }
     except KeyError as error:
         raise LeanKError(
-            f"`{path / CONFIG_NAME}`: the `leank` block has no `{error.args[0]}`",
-            hint=f"`leank-convert verify {path}` lists everything that is wrong",
+            f"`{path / CONFIG_NAME}`: the `leank` block has no `{error.args[0]}`", hint=hint
         ) from error
 
 

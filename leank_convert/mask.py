@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import download_file, is_hub_id, write_atomically
+from leank_convert.checkpoint_io import download_file, first_line, is_hub_id, write_atomically
 from leank_convert.errors import LeanKError
 from leank_convert.safetensors_file import encode_header, read_header
 
@@ -175,7 +175,8 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
         raise LeanKError(
             f"mask `{mask_origin}` was made under rope parameters `{_compact(known.rope_parameters)}`; "
             f"model `{model_origin}` has `{_compact(facts.rope_parameters)}`",
-            hint="export with the `model.config_overrides` of its training, or train a mask for these",
+            hint="export with the recipe of its training (`--recipe FILE`), or train a mask for these; "
+            f"`leank-convert inspect {mask_origin}` shows a trained mask's recipe",
         )
 
 
@@ -251,11 +252,7 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
     if path.suffix in _PICKLE_SUFFIXES:
         return ChannelMask(_to_bool(_load_pickle(path), path))
     if path.suffix == ".npy":
-        try:
-            array = np.load(path, allow_pickle=False)
-            return ChannelMask(_to_bool(torch.from_numpy(array), path))
-        except (ValueError, TypeError, EOFError) as error:
-            raise LeanKError(f"mask `{path}` is not an array of numbers: {error}") from error
+        return ChannelMask(_to_bool(_load_array(path), path))
     raise LeanKError(
         f"mask `{path}`: unknown file type `{path.suffix}`",
         hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file",
@@ -301,6 +298,13 @@ def _load_pickle(path: Path) -> Tensor:
             hint="save it with `torch.save(tensor, path)`",
         )
     return value.detach()
+
+
+def _load_array(path: Path) -> Tensor:
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception as error:  # numpy parses the header as Python, and lets that parser's errors out
+        raise LeanKError(f"mask `{path}` is not an array of numbers: {first_line(error)}") from error
 
 
 def _to_bool(values: Tensor, path: Path) -> Tensor:

@@ -19,17 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_facts
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
     INDEX_NAME,
     Checkpoint,
     open_checkpoint,
-    read_config,
+    read_leank_config,
+    read_leank_facts,
     resolve_model,
 )
 from leank_convert.errors import LeanKError
-from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, Windows
+from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, Windows, check_head_table
 from leank_convert.export.plan import TensorEdit, check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map, sha256_of
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
@@ -96,13 +96,7 @@ def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> Ver
         LeanKError: If `path` is no LeanK checkpoint, or `source` is no complete model.
     """
     folder = Path(path)
-    config = read_config(folder)
-    leank = config.get("leank")
-    if not isinstance(leank, dict):
-        raise LeanKError(
-            f"`{folder}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
-            hint="make one with `leank-convert export`",
-        )
+    config, leank = read_leank_config(folder)
     original = None if source is None else open_checkpoint(resolve_model(source))
     checks: list[Check] = []
 
@@ -120,7 +114,7 @@ def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> Ver
     sound &= holds("headers and index", lambda: _check_headers(folder))
     if sound:
         checkpoint = open_checkpoint(folder)
-        facts = _read_facts(config, folder)
+        facts = read_leank_facts(config, folder)
         sound = holds("tensor shapes", lambda: _check_shapes(checkpoint, facts))
         sound &= holds("channel masks", lambda: _check_channel_masks(checkpoint, facts, leank))
         holds("mask file", lambda: _check_mask_file(checkpoint, facts, leank))
@@ -138,17 +132,14 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
     if set(leank) != set(LEANK_KEYS):
         difference = sorted(set(leank) ^ set(LEANK_KEYS))
         raise LeanKError(f"the `leank` block has missing or unknown keys: {', '.join(difference)}")
-    facts = _read_facts(config, folder)
+    facts = read_leank_facts(config, folder)
     if config.get("auto_map") != auto_map(facts.architecture):
         raise LeanKError(f"`auto_map` is {config.get('auto_map')}")
     Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
     widths, permutations = leank["widths"], leank["head_permutation"]
     heads = range(facts.num_key_value_heads)
-    for key, rows in (("widths", widths), ("head_permutation", permutations)):
-        if not _is_table(rows, facts.num_hidden_layers, facts.num_key_value_heads):
-            raise LeanKError(
-                f"`leank.{key}` is no table of {facts.num_hidden_layers} layers and {len(heads)} KV heads"
-            )
+    for key in ("widths", "head_permutation"):
+        check_head_table(leank, key, facts.num_hidden_layers, len(heads))
     for layer, (row, permutation) in enumerate(zip(widths, permutations, strict=True)):
         if row != sorted(row) or row[0] < 0 or row[-1] > facts.head_dim:
             raise LeanKError(f"`leank.widths[{layer}]` is {row}, not ascending within 0 and {facts.head_dim}")
@@ -166,23 +157,6 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     return f"{config['model_type']}, pruning ratio {reached:.4f}"
-
-
-def _is_table(rows: object, num_rows: int, num_columns: int) -> bool:
-    return (
-        isinstance(rows, list)
-        and len(rows) == num_rows
-        and all(isinstance(row, list) and len(row) == num_columns for row in rows)
-        and all(type(value) is int for row in rows for value in row)
-    )
-
-
-def _read_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
-    model_type = str(config.get("model_type"))
-    origin = str(folder / CONFIG_NAME)
-    if not model_type.startswith(LEANK_PREFIX):
-        raise LeanKError(f"`{origin}`: `model_type` is `{model_type}`, not that of a LeanK checkpoint")
-    return read_model_facts({**config, "model_type": model_type.removeprefix(LEANK_PREFIX)}, origin=origin)
 
 
 def _check_digest(folder: Path, name: str, expected: object) -> str:

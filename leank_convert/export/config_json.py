@@ -83,6 +83,22 @@ def build_leank_facts(
     }
 
 
+def check_head_table(leank: Mapping[str, Any], key: str, num_layers: int, num_heads: int) -> None:
+    """Check that a `leank` block has one whole number per layer and KV head under a key.
+
+    Raises:
+        LeanKError: If it has not.
+    """
+    rows = leank.get(key)
+    if not (
+        isinstance(rows, list)
+        and len(rows) == num_layers
+        and all(isinstance(row, list) and len(row) == num_heads for row in rows)
+        and all(type(value) is int for row in rows for value in row)
+    ):
+        raise LeanKError(f"`leank.{key}` is no table of {num_layers} layers and {num_heads} KV heads")
+
+
 def build_config(
     config: Mapping[str, Any], architecture: Architecture, leank: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from leank_convert.checkpoint_io import (
     model_name,
     open_checkpoint,
     read_json,
+    read_leank_config,
     resolve_model,
     write_atomically,
 )
@@ -201,3 +203,24 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(
         write_atomically(tmp_path / "file", b"new")
     assert caught.value.filename == str(tmp_path / "file")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+@pytest.mark.parametrize("model", ["foo--bar", "foo.git", "owner/foo..bar"])
+def test_names_the_hub_does_not_allow_are_refused(model: str) -> None:
+    with pytest.raises(LeanKError, match=f"`{re.escape(model)}` is no folder here"):
+        resolve_model(model)
+
+
+def test_the_leank_block_of_a_checkpoint_is_read(tmp_path: Path, edit_json: Callable[..., None]) -> None:
+    with pytest.raises(LeanKError, match=r"has no `config\.json`"):
+        read_leank_config(tmp_path)
+    with pytest.raises(LeanKError, match=r"`.*missing` does not exist"):
+        read_leank_config(tmp_path / "missing")
+    config = {"model_type": "leank_llama", "leank": {"widths": []}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_leank_config(tmp_path) == (config, {"widths": []})
+    for block in (..., None, []):
+        edit_json(tmp_path / "config.json", leank=block)
+        with pytest.raises(LeanKError, match="is not a LeanK checkpoint") as caught:
+            read_leank_config(tmp_path)
+        assert "export" in str(caught.value.hint)

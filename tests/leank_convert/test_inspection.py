@@ -111,3 +111,23 @@ def test_a_damaged_block_points_to_verify(
     with pytest.raises(LeanKError, match="the `leank` block has no `flush_size`") as caught:
         inspect_artifact(out)
     assert "verify" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("value", [None, [], True, [None], [[1, 2]], "x"])
+@pytest.mark.parametrize("key", ["widths", "head_permutation", "pruning_ratio"])
+def test_a_block_with_nonsense_in_it_points_to_verify(
+    key: str, value: object, tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+) -> None:
+    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
+    config = read_json(out / "config.json")
+    config["leank"][key] = value
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LeanKError, match=rf"`leank\.{key}` is") as caught:
+        inspect_artifact(out)
+    assert "verify" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["nope", "nope.pth", "some/nope"])
+def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
+    with pytest.raises(LeanKError, match=f"^`{name}` does not exist$"):
+        inspect_artifact(name)

@@ -267,7 +267,7 @@ def test_a_mask_trained_under_another_rope_is_refused_with_both(
         check(mask, facts(rope_theta=1e6))
     assert '"rope_theta": 10000.0' in str(caught.value)
     assert '"rope_theta": 1000000.0' in str(caught.value)
-    assert "config_overrides" in str(caught.value.hint)
+    assert "--recipe" in str(caught.value.hint) and "inspect m.pth" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -284,3 +284,19 @@ def test_real_masks_are_imported(name: str, shape: tuple[int, ...], ratio: float
     assert mask.channel_mask.shape == shape
     assert mask.pruning_ratio == pytest.approx(ratio, abs=1e-4)
     assert sum(width == 0 for layer in mask.widths for width in layer) == empty
+
+
+def test_a_damaged_array_is_refused_whatever_byte_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "m.npy"
+    np.save(path, np.ones((2, 2, 4), dtype=bool))
+    content = path.read_bytes()
+    refused = 0
+    for position in range(len(content) - 16):
+        for byte in (b"\0", b"(", b"'", b"9", b"\n", b"\xff"):
+            path.write_bytes(content[:position] + byte + content[position + 1 :])
+            try:
+                load_mask(path)
+            except LeanKError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused > 100
