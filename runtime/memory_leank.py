@@ -37,7 +37,8 @@ class CacheMemory:
         window_values: V of heads of width 0, sink and recent tokens.
         pending_keys: Whole K that waits to be split (`prune="deferred"`).
         pending_values: Whole V that waits to be split.
-        dense_keys: K bytes that a dense cache uses for the same tokens, padding left out.
+        dense_keys: K bytes that a dense cache uses for the same tokens. Padding is left out, except in input
+            that waits to be split: how much of that is padding is not known yet.
         dense_values: V bytes of the same.
     """
 
