@@ -124,8 +124,11 @@ def export_checkpoint(
     leank = build_leank_facts(mask, known, plan.layout, windows)
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
-            _write_weights(checkpoint, plan, leank, partial)
-            copy_companions(checkpoint.folder, partial)
+            # Loading a tokenizer is processor time, writing weights is the disk's.
+            with ThreadPoolExecutor(max_workers=1) as beside:
+                companions = beside.submit(copy_companions, checkpoint.folder, partial)
+                _write_weights(checkpoint, plan, leank, partial)
+                companions.result()
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
