@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -88,19 +89,50 @@ def _load_model(
     device: torch.device,
     name: str,
 ) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=CONFIG_MAPPING[facts.model_type].from_dict(dict(config)),
-        dtype=recipe.model.dtype,
-        attn_implementation=ATTENTION_NAME,
-        output_loading_info=True,
-    )
-    # transformers only warns, and goes on with random values.
+    try:
+        built = CONFIG_MAPPING[facts.model_type].from_dict(dict(config))
+        # Without weights, so that what fails here is the config's fault alone.
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever transformers stumbles upon in a value
+        raise _refused_config(error, recipe, name) from error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=built,
+            dtype=recipe.model.dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except SafetensorError as error:
+        raise LeanKError(
+            f"the weights of model `{name}` cannot be read: {error}", hint="fetch or copy its files again"
+        ) from error
+    # transformers only warns of either, and goes on with random values.
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise LeanKError(f"model `{name}`: {len(missing)} tensors are missing, the first is `{missing[0]}`")
+    mismatched = sorted(loaded[1]["mismatched_keys"])
+    if mismatched:
+        tensor, stored, asked = mismatched[0]
+        raise LeanKError(
+            f"model `{name}`: tensor `{tensor}` is {list(stored)} and its config asks for {list(asked)}",
+            hint="its `config.json` belongs to other weights: fetch or copy its files again",
+        )
     model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
     return model
+
+
+def _refused_config(error: Exception, recipe: Recipe, name: str) -> LeanKError:
+    reason = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        reason = f"unknown value or missing key: {reason}"
+    changed = ", ".join(f"`{key}`" for key in recipe.model.config_overrides)
+    return LeanKError(
+        f"the config of model `{name}` is refused: {reason or type(error).__name__}",
+        hint=f"see `model.config_overrides` ({changed})" if changed else "see the model's `config.json`",
+    )
 
 
 def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
