@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from leank_convert.checkpoint_io import write_atomically
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,11 @@ class Journal:
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / "log.csv"
-        kept = _rows_until(path, start)
-        self._file = path.open("w", newline="", encoding="utf-8")
+        kept = io.StringIO(newline="")
+        csv.writer(kept).writerows([_COLUMNS, *_rows_until(path, start)])
+        write_atomically(path, kept.getvalue().encode())
+        self._file = path.open("a", newline="", encoding="utf-8")
         self._csv = csv.writer(self._file)
-        self._csv.writerow(_COLUMNS)
-        self._csv.writerows(kept)
-        self.sync()
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -137,6 +139,7 @@ class Journal:
 def _rows_until(path: Path, step: int) -> list[list[str]]:
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))[1:]
-    return [row for row in rows if len(row) == len(_COLUMNS) and int(row[0]) <= step]
+    # A row that a dying machine tore may hold anything, NUL included: each line is read by itself.
+    text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+    rows = [row for line in text.splitlines() for row in csv.reader([line])]
+    return [row for row in rows if len(row) == len(_COLUMNS) and row[0].isdecimal() and int(row[0]) <= step]

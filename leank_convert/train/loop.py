@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import model_name
+from leank_convert.checkpoint_io import CONFIG_NAME, model_name, write_atomically
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, save_mask
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import AnswerPass, Windows
+from leank_convert.train.interruption import Interruption
 from leank_convert.train.journal import Journal, StepRecord
 from leank_convert.train.objective import distillation_loss, l1_penalty, learning_rate_factor
 from leank_convert.train.passes import run_answer_pass, run_dense_pass
@@ -35,6 +37,8 @@ from leank_convert.train.subject import Subject, load_subject
 
 METHOD = "leank"
 
+_logger = logging.getLogger("leank_convert")
+
 
 @dataclass(frozen=True)
 class TrainingDirectory:
@@ -48,8 +52,13 @@ class TrainingDirectory:
 
     @property
     def folder(self) -> Path:
-        """Log, events, plots, resolved recipe."""
+        """Log, events, plots, recipe, state."""
         return self.out / "leank"
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.folder / "recipe.yaml"
 
     @property
     def state(self) -> Path:
@@ -78,39 +87,38 @@ def train_mask(
     Args:
         recipe: What to train.
         out: The output folder; created if need be.
-        resume: Go on from the state in `out/leank/`, from the beginning if none was saved yet. A finished
-            run just gives its mask again.
+        resume: Go on from the state in `out/leank/`, with a warning from the beginning if none was saved
+            yet. A finished run just gives its mask again.
         device: Default: CUDA if there is any, else the CPU.
         progress: Whether to draw a progress bar to stderr.
         model_override: A model to train on instead of the recipe's: local folder or hub id.
 
     Returns:
-        The mask, with its scaling factors and provenance.
+        The mask, with its scaling factors and provenance. It is not written beside a checkpoint, whose
+        `config.json` holds the digest of the one there: that is for an export to replace.
 
     Raises:
-        LeanKError: If `out/leank/` exists and `resume` is not given, the saved state belongs to another
-            recipe, model or data, the model cannot be trained on, the device cannot be used, or the loss
-            is not finite.
+        LeanKError: If the recipe names a mask, `out/leank/` exists and `resume` is not given, `out` holds a
+            mask of another origin, the saved state belongs to another recipe, model or data, the model
+            cannot be trained on, the device cannot be used, or the loss is not finite. Also when Ctrl-C or
+            SIGTERM ends the run, after the step under way and with its state saved (exit code 130 or 143).
     """
     directory = TrainingDirectory(Path(out))
-    if directory.folder.exists() and not resume:
-        raise LeanKError(
-            f"`{directory.folder}` already holds a training run",
-            hint="go on with it by `--resume`, or train into another folder",
-        )
+    saved = _find_state(recipe, directory, resume)
     chosen = choose_device(device)
     subject = load_subject(recipe, chosen, model_override)
     samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
     samples.check()
     run = _Run(recipe, subject, samples, chosen)
-    if directory.state.exists():
-        run.restore(load_state(directory.state), directory.state)
-    else:
-        directory.state.parent.mkdir(parents=True, exist_ok=True)
-    (directory.folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    if saved is not None:
+        run.restore(saved, directory.state)
+    if run.step < run.num_steps:
+        _refuse_foreign_mask(directory)
+    directory.state.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory.recipe, recipe.to_yaml().encode())
     save_state(run.state(), directory.state)
-    with Journal(directory.folder, run.num_steps, run.step, progress) as journal:
-        while run.step < run.num_steps:
+    with Journal(directory.folder, run.num_steps, run.step, progress) as journal, Interruption() as ending:
+        while run.step < run.num_steps and not ending.reason:
             try:
                 journal.write(run.advance())
             except LeanKError:
@@ -120,11 +128,51 @@ def train_mask(
             if run.step % recipe.save_every == 0 or run.step in (recipe.stage1.steps, run.num_steps):
                 journal.sync()
                 save_state(run.state(), directory.state)
+        if ending.reason:
+            journal.sync()
+            save_state(run.state(), directory.state)
+    if ending.reason:
+        raise LeanKError(
+            f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step {run.step} "
+            f"of {run.num_steps}",
+            hint="go on with it by the same command and `--resume`",
+            exit_code=ending.exit_code,
+        )
     mask = run.result()
-    save_mask(mask, directory.mask)
+    if not (directory.out / CONFIG_NAME).exists():
+        save_mask(mask, directory.mask)
     plot_scaling_factors(mask, directory.folder / "scaling_factors.png")
     plot_kept_channels(mask, directory.folder / "kept_channels.png")
     return mask
+
+
+def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> TrainingState | None:
+    """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
+    if recipe.mask is not None:
+        raise LeanKError(
+            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
+            hint="use `leank-convert export`, or remove the key",
+        )
+    if directory.folder.exists() and not resume:
+        raise LeanKError(
+            f"`{directory.folder}` already holds a training run",
+            hint="go on with it by `--resume`, or train into another folder",
+        )
+    if directory.state.exists():
+        return load_state(directory.state)
+    _refuse_foreign_mask(directory)
+    if resume:
+        _logger.warning("no run in `%s`; starting one", directory.out)
+    return None
+
+
+def _refuse_foreign_mask(directory: TrainingDirectory) -> None:
+    """A run writes its mask when it is done: one that is there before is of another origin."""
+    if directory.mask.exists():
+        raise LeanKError(
+            f"`{directory.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
+            hint="train into another folder, or move the mask away",
+        )
 
 
 class _Run:

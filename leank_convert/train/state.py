@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from leank_convert.checkpoint_io import write_atomically
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
@@ -92,20 +92,9 @@ def save_state(state: TrainingState, path: Path) -> None:
     tensors = {"scaling_factors": state.scaling_factors.detach().cpu()}
     tensors |= {f"optimizer.{name}": tensor.detach().cpu() for name, tensor in state.optimizer.items()}
     metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            file.write(save(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomically(path, save(tensors, metadata))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise LeanKError(f"training state `{path}` cannot be written: {error.strerror}") from error
 
 

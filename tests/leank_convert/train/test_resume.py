@@ -2,9 +2,11 @@
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -92,8 +94,10 @@ def uninterrupted(recipe, retriever_folder, tmp_path_factory):
         ("step", 6),  # between two saved states of stage 1
         ("step", 8),  # between the stages
         ("optimizer", 12),  # in the middle of a step of stage 2
-        ("fsync", 5),  # a state is written but not renamed
-        ("rename", 4),
+        ("fsync", 8),  # a state is written but not renamed
+        ("rename", 1),  # the recipe
+        ("rename", 3),  # the log
+        ("rename", 4),  # a state
         ("mask", 1),  # trained to the end, no mask yet
     ],
 )
@@ -138,8 +142,106 @@ def test_existing_run_is_not_overwritten_without_resume(recipe, retriever_folder
     assert TrainingDirectory(uninterrupted).mask.read_bytes() == before
 
 
-def test_resume_without_a_run_begins_one(recipe, retriever_folder, uninterrupted, tmp_path):
+# Arguments: recipe as JSON, model, out, the signal, the step it comes in, how often.
+SIGNALLED_RUN = """
+import json, os, pathlib, sys
+import torch
+torch.set_num_threads(1)
+import leank_convert.train.loop as loop
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
+
+recipe, model, out, number, at, times = sys.argv[1:]
+draw = loop.SampleSource.draw
+
+def signalled(self, step):
+    if step == int(at) and step > 0:
+        for _ in range(int(times)):
+            os.kill(os.getpid(), int(number))
+    return draw(self, step)
+
+loop.SampleSource.draw = signalled
+try:
+    loop.train_mask(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
+except LeanKError as error:
+    print(error, error.hint, sep=os.linesep)
+    sys.exit(error.exit_code)
+"""
+
+
+def run_signalled(recipe, model, out, number, at, times=1):
+    arguments = [json.dumps(recipe.model_dump(mode="json")), model, out, int(number), at, times]
+    return subprocess.run(
+        [sys.executable, "-c", SIGNALLED_RUN, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "exit_code", "at"),
+    [
+        (signal.SIGINT, "Ctrl-C", 130, 4),  # stage 1, between two saved states
+        (signal.SIGTERM, "SIGTERM", 143, 10),  # stage 2
+    ],
+)
+def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
+    number, reason, exit_code, at, recipe, retriever_folder, uninterrupted, tmp_path
+):
+    out = tmp_path / "out"
+    ended = run_signalled(recipe, retriever_folder, out, number, at)
+    assert ended.returncode == exit_code, ended.stderr
+    message, hint = ended.stdout.splitlines()
+    assert message.startswith(f"{reason} ended the run; its state is saved in `{out / 'leank'}`")
+    assert message.endswith(f" at step {at + 1} of 13")
+    assert "--resume" in hint
+    assert load_state(TrainingDirectory(out).state).step == at + 1
+    assert len(read_log(out)) == at + 1
+    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
+    assert without_times(read_log(out)) == without_times(read_log(uninterrupted))
+
+
+def test_a_second_signal_ends_the_run_at_once(recipe, retriever_folder, tmp_path):
+    ended = run_signalled(recipe, retriever_folder, tmp_path / "out", signal.SIGINT, at=4, times=2)
+    assert "KeyboardInterrupt" in ended.stderr
+    assert load_state(TrainingDirectory(tmp_path / "out").state).step == 3
+
+
+def test_signal_handlers_are_put_back(recipe, retriever_folder, uninterrupted):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_training_works_outside_the_main_thread(recipe, retriever_folder, uninterrupted, tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(
+            train_mask, recipe, tmp_path, progress=False, model_override=str(retriever_folder)
+        ).result()
+    assert TrainingDirectory(tmp_path).mask.exists()
+
+
+@pytest.mark.parametrize("torn", [b"x,1,retrieval,,,,,,,,,,\n", b"\0\0\0\0", b"3,1,ret", b'\xff\r,"\n'])
+def test_torn_rows_of_the_log_are_ignored(torn, recipe, retriever_folder, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    with (out / "leank" / "log.csv").open("ab") as file:
+        file.write(torn)
+    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    assert read_log(out) == read_log(uninterrupted)
+
+
+def test_resume_without_a_run_begins_one_with_a_warning(
+    recipe, retriever_folder, uninterrupted, tmp_path, caplog
+):
     train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    told = [record.getMessage() for record in caplog.records if record.name == "leank_convert"]
+    assert told == [f"no run in `{tmp_path}`; starting one"]
+    caplog.clear()
+    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    assert not [record for record in caplog.records if record.name == "leank_convert"]
     assert TrainingDirectory(tmp_path).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
 
 

@@ -280,3 +280,123 @@ def test_progress_goes_to_stderr_alone(short_recipe, retriever_folder, tmp_path,
     assert captured.out == ""
     assert "13/13" in captured.err
     assert "pruned" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"rms_norm_eps": "foo"}, "Validation error for field 'rms_norm_eps': .*expected float"),
+        ({"hidden_act": "nope"}, "unknown value or missing key: 'nope'"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "unknown value or missing key: 'nope'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ".*factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, ".*'str'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_config_that_transformers_refuses_is_told_with_the_overrides(
+    overrides, reason, short_recipe, retriever_folder, tmp_path
+):
+    recipe = short_recipe(model={"config_overrides": overrides})
+    with pytest.raises(LeanKError, match=f"^the config of model `.*` is refused: {reason}") as caught:
+        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint == f"see `model.config_overrides` (`{next(iter(overrides))}`)"
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_of_other_weights_is_refused(short_recipe, retriever_folder, tmp_path):
+    for path in retriever_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(LeanKError, match=r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"):
+        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+
+
+def test_weights_that_cannot_be_read_are_refused(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    """The shard is cut between the check of its header and its reading."""
+    from leank_convert.train import subject
+
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for path in retriever_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    original = subject.open_checkpoint
+
+    def cut_after(path):
+        opened = original(path)
+        shard = folder / "model.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-100])
+        return opened
+
+    monkeypatch.setattr(subject, "open_checkpoint", cut_after)
+    with pytest.raises(LeanKError, match=r"the weights of model `.*cut` cannot be read: ."):
+        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(folder))
+
+
+def test_device_that_cannot_be_used_is_refused(short_recipe, retriever_folder, tmp_path):
+    with pytest.raises(LeanKError, match="device `foo` cannot be used"):
+        train_mask(
+            short_recipe(),
+            tmp_path / "out",
+            device="foo",
+            progress=False,
+            model_override=str(retriever_folder),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipe_with_a_mask_is_refused(short_recipe, retriever_folder, tmp_path):
+    with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained") as caught:
+        train_mask(
+            short_recipe(mask="a.pth"),
+            tmp_path / "out",
+            progress=False,
+            model_override=str(retriever_folder),
+        )
+    assert "leank-convert export" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_mask_of_another_origin_is_not_replaced(resume, short_recipe, retriever_folder, tmp_path):
+    path = tmp_path / "channel_mask.safetensors"
+    path.write_bytes(b"somebody's")
+    with pytest.raises(LeanKError, match=r"channel_mask.safetensors` exists and is not of a run") as caught:
+        train_mask(
+            short_recipe(), tmp_path, resume=resume, progress=False, model_override=str(retriever_folder)
+        )
+    assert "another folder" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["channel_mask.safetensors"]
+    assert path.read_bytes() == b"somebody's"
+
+
+def test_mask_laid_beside_an_unfinished_run_is_not_replaced(
+    short_recipe, retriever_folder, tmp_path, monkeypatch
+):
+    model = str(retriever_folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "distillation_loss", lambda *_: torch.tensor(float("nan")))
+        with pytest.raises(LeanKError, match="step 1: the loss is nan"):
+            train_mask(short_recipe(), tmp_path, progress=False, model_override=model)
+    path = tmp_path / "channel_mask.safetensors"
+    path.write_bytes(b"somebody's")
+    with pytest.raises(LeanKError, match="exists and is not of a run"):
+        train_mask(short_recipe(), tmp_path, resume=True, progress=False, model_override=model)
+    assert path.read_bytes() == b"somebody's"
+
+
+def test_mask_of_a_checkpoint_is_left_to_the_export(short_recipe, retriever_folder, tmp_path):
+    """config.json holds the mask's digest; a resumed run returns what it would have written."""
+    recipe = short_recipe()
+    model = str(retriever_folder)
+    first = train_mask(recipe, tmp_path, progress=False, model_override=model)
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "channel_mask.safetensors"
+    path.write_bytes(b"with other provenance")
+    again = train_mask(recipe, tmp_path, resume=True, progress=False, model_override=model)
+    assert path.read_bytes() == b"with other provenance"
+    assert torch.equal(again.channel_mask, first.channel_mask)
+    (tmp_path / "config.json").unlink()
+    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=model)
+    assert torch.equal(load_mask(path).channel_mask, first.channel_mask)
