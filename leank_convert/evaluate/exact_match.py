@@ -18,8 +18,8 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 
-from leank_convert.architectures import LEANK_PREFIX, find_architecture
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.architectures import Architecture
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
@@ -58,17 +58,13 @@ def evaluate_checkpoint(
         LeanKError: If `checkpoint` is no LeanK checkpoint, samples cannot be drawn for its tokenizer,
             or all of them are too short for anything to be pruned.
     """
-    config = read_config(checkpoint)
-    leank = config.get("leank")
-    if not isinstance(leank, dict):
-        raise LeanKError(
-            f"`{checkpoint}` is not a LeanK checkpoint: its `{CONFIG_NAME}` has no `leank` block",
-            hint="make one with `leank-convert export`",
-        )
+    config, leank = read_leank_config(checkpoint)
+    facts = read_leank_facts(config, checkpoint)
+    open_checkpoint(checkpoint)  # a damaged shard is told better here than while loading
     chosen = choose_device(device)
     pruned: Any = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     pruned.to(chosen)
-    dense = _as_stock(pruned, str(config["model_type"]).removeprefix(LEANK_PREFIX))
+    dense = _as_stock(pruned, facts.architecture)
     # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
     source = SampleSource(tokenizer, data, seed)
@@ -108,11 +104,10 @@ def evaluate_checkpoint(
     )
 
 
-def _as_stock(pruned: Any, family: str) -> Any:
+def _as_stock(pruned: Any, architecture: Architecture) -> Any:
     """The stock model on the same weights: what the checkpoint is when it is loaded by its stock class."""
-    architecture = find_architecture(family, origin=pruned.name_or_path)
     config_class = getattr(transformers, architecture.config_class)
-    values = {**pruned.config.to_dict(), "model_type": family, "attn_implementation": "sdpa"}
+    values = {**pruned.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
     weights = {key: value for key, value in pruned.state_dict().items() if not key.endswith(".channel_mask")}

@@ -154,6 +154,7 @@ def test_windows_a_mask_was_trained_with_go_before_the_recipes(run, tmp_path):
         (["train", "testbed", "--mask-only", "--push-to-hub", "a/b"], "writes no checkpoint"),
         (["train", "testbed", "--push-to-hub", "bad id!!"], "`bad id!!`"),
         (["train", "testbed", "--flush-size", "0"], "--flush-size"),
+        (["train", "testbed", "--set", "mask=m.npy"], "nothing is to be trained"),
         (["train", "testbed", "--device", "toaster"], "toaster"),
     ],
     ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else "",
