@@ -1,0 +1,162 @@
+"""What a LeanK model cannot do, it refuses at once, in a sentence that names the way out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from runtime.configuration_leank import LeanKLlamaConfig
+from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
+
+
+def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
+    return torch.ones(layers, heads, head_dim, dtype=torch.bool)
+
+
+def one_row(length: int = 21) -> torch.Tensor:
+    return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(5))
+
+
+def test_training_mode_refuses_a_cache(model_pair):
+    model = model_pair(everything()).leank.train()
+    with pytest.raises(ValueError, match=r"training mode .* `model.eval\(\)`"):
+        model(one_row(), use_cache=True)
+    with pytest.raises(ValueError, match="training mode"):
+        model.generate(one_row(), **GREEDY)
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
+def test_other_caches_are_refused_by_name(implementation, model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match=f"cache_implementation '{implementation}' is a dense cache"):
+        model.generate(one_row(), cache_implementation=implementation, **GREEDY)
+    config = GenerationConfig(cache_implementation=implementation if implementation != "paged" else "static")
+    with pytest.raises(ValueError, match="is a dense cache"):
+        model.generate(one_row(), generation_config=config)
+
+
+def test_foreign_caches_are_refused(model_pair):
+    pair = model_pair(everything())
+    ids = one_row()
+    with torch.no_grad():
+        full = pair.dense(ids).past_key_values
+    assert isinstance(full, DynamicCache)
+    for call in (pair.leank.generate, pair.leank.forward):
+        with pytest.raises(ValueError, match=r"DynamicCache with 21 tokens .* run the prompt through this"):
+            call(ids, past_key_values=full)
+        static = StaticCache(config=pair.dense.config, max_cache_len=64)
+        with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
+            call(ids, past_key_values=static)
+        with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+            call(ids, past_key_values=DynamicCache(config=pair.dense.config, offloading=True))
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda: ()], ids=["DynamicCache", "tuple"])
+def test_an_empty_foreign_cache_is_refused_because_it_would_stay_empty(make, model_pair):
+    """transformers' documented loop passes one and goes on with it: it would decode without context."""
+    model = model_pair(everything()).leank
+    base = LeanKLlamaModel(model.config).eval()
+    for call in (model, base, model.generate):
+        cache = make()
+        with pytest.raises(
+            ValueError, match=rf"is a {type(cache).__name__}, .* pass `model.build_cache\(\)`"
+        ):
+            call(one_row(), past_key_values=cache)
+
+
+def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
+    mine = model_pair(some_masks([[0, 4], [4, 8]])).leank
+    for masks in (some_masks([[0, 4], [4, 8]], seed=1), some_masks([[0, 4], [8, 4]]), everything(layers=1)):
+        other = model_pair(masks).leank
+        for call in (mine, mine.generate):
+            with pytest.raises(
+                ValueError, match=r"a model that keeps other channels; .*`model.build_cache\(\)`"
+            ):
+                call(one_row(), past_key_values=other.build_cache())
+    mine.generate(one_row(), past_key_values=copy.deepcopy(mine).build_cache(), **GREEDY)
+
+
+def test_channel_masks_that_were_offloaded_are_named(model_pair):
+    model = model_pair(everything()).leank
+    model.model.layers[1].self_attn.to("meta")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=r"`self_attn.channel_mask` .* without `offload_buffers=True`"):
+            call(one_row())
+
+
+def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair):
+    model = model_pair(everything()).leank
+    expected = model.generate(one_row(), **GREEDY)
+    with pytest.raises(ValueError, match=r"assistant_early_exit: .* `prompt_lookup_num_tokens`"):
+        model.generate(one_row(), assistant_early_exit=1, **GREEDY)
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        model.generate(one_row(), GenerationConfig(assistant_early_exit=1, **GREEDY))
+    assert model.config.num_hidden_layers == 2
+    assert torch.equal(model.generate(one_row(), **GREEDY), expected)
+
+
+def test_a_draft_longer_than_can_be_taken_back_is_named(model_pair, some_masks):
+    model = model_pair(some_masks([[0, 4], [4, 8]]), recent=2, flush=1).leank
+    with pytest.raises(ValueError, match=r"drafts .* at most recent_size \+ 1 tokens, here 3"):
+        model.generate(one_row(6).repeat(1, 4), prompt_lookup_num_tokens=10, **GREEDY)
+
+
+@pytest.mark.parametrize("width", [1, 21, 23])
+def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_pair):
+    model = model_pair(everything()).leank
+    ids = one_row()
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
+            model(ids[:, :1], attention_mask=torch.ones(1, width), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
+            model(ids, attention_mask=torch.ones(1, 21 + width), past_key_values=model.build_cache())
+        output = model(ids[:, :1], attention_mask=torch.ones(1, 22), past_key_values=cache)
+    assert output.past_key_values.get_seq_length() == 22
+
+
+def test_attention_weights_are_refused(model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match=r"output_attentions: .* stock class"):
+        model(one_row(), output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.generate(one_row(), output_attentions=True, return_dict_in_generate=True, **GREEDY)
+
+
+def test_continuous_batching_is_refused(model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises(ValueError, match="continuous batching keeps a dense paged cache"):
+        model.generate_batch([[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("request_", ["flex_attention", "flash_attention_2", "paged|eager"])
+def test_other_attention_requests_are_refused(request_, model_pair):
+    model = model_pair(everything()).leank
+    with pytest.raises((ValueError, ImportError)):
+        model.set_attn_implementation(request_)
+    assert model.config._attn_implementation == "leank"
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match=r'call `model.set_attn_implementation\("leank"\)`'):
+        model(one_row())
+
+
+def test_a_model_needs_a_leank_block():
+    with pytest.raises(ValueError, match=r"config\.json has no `leank` block"):
+        LeanKLlamaForCausalLM(LeanKLlamaConfig())
+
+
+def test_a_missing_channel_mask_is_noticed(model_pair, some_masks, tmp_path):
+    pair = model_pair(some_masks([[0, 4], [4, 8]]))
+    state = {k: v for k, v in pair.leank.state_dict().items() if "layers.1.self_attn.channel_mask" not in k}
+    pair.leank.save_pretrained(tmp_path, state_dict=state)
+    model = LeanKLlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"layer 1: `self_attn.channel_mask` keeps \[16, 16\] .* says \[4, 8\]"
+    ):
+        model.generate(one_row(), **GREEDY)
