@@ -15,7 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .rows_leank import RowState, Step
+from .rows_leank import RowState
+from .step_leank import Step
 
 ATTENTION_NAME = "leank"
 
@@ -96,6 +97,7 @@ class AttentionHandle:
                 module, query[:, :, :prompt], keys, values, attention_mask, scaling=scaling, **kwargs
             )
             outputs.append(dense)
+            del keys, values
         if step.split is not None:
             self.layer.split(step)
         if step.num_decode:
@@ -104,6 +106,7 @@ class AttentionHandle:
                 query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale
             )
             outputs.append(decoded.transpose(1, 2))
+        del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out.contiguous(), None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .layout_leank import ChunkLayout
-from .rows_leank import window_tokens
+from .step_leank import StoredView, stored_view
 
 # Queries are cut into blocks whose scores stay under this many numbers (256 MB of fp32).
 _MAX_SCORES = 1 << 26
@@ -32,6 +32,7 @@ def decode_attention(
     new_keys: torch.Tensor | None = None,
     new_values: torch.Tensor | None = None,
     new_valid: torch.Tensor | None = None,
+    view: StoredView | None = None,
 ) -> torch.Tensor:
     """Attend to sink, pruned and recent tokens, and to new tokens where given.
 
@@ -55,6 +56,7 @@ def decode_attention(
             query i sees new tokens 0 … i at full width. Zero where `new_valid` is False.
         new_values: Their V `[B, H_kv, Q, D]`.
         new_valid: Real tokens among them `[B, Q]`; None without padding.
+        view: `stored_view` of these lengths, where it is at hand.
 
     Returns:
         `[B, H, Q, D]` in the dtype of `query`.
@@ -69,11 +71,9 @@ def decode_attention(
     stored_v = values[:, :, :max_length].to(dtype)
     window_k = window_keys.to(dtype).transpose(-1, -2)
     window_v = window_values.to(dtype)
-    tokens = window_tokens(lengths, sink_size, num_slots)
-    whole = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
-    slot_tokens = torch.where(whole, tokens, 0).long()[:, None, None, :]  # [B, 1, 1, slots]
-    hidden_slots = ~whole[:, None, None, :]
-    hidden_tokens = (torch.arange(max_length, device=query.device) >= lengths[:, None])[:, None, None, :]
+    if view is None:
+        view = stored_view(lengths, pruned_lengths, sink_size, num_slots, max_length)
+    hidden_slots, slot_tokens = view.hidden_slots, view.slot_tokens
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
     columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
@@ -95,7 +95,7 @@ def decode_attention(
             share = window_scores[:, _head_index(layout.value_heads, num_kv_heads)]
             scores.scatter_add_(3, slot_tokens.expand_as(share), share)
         lowest = torch.finfo(dtype).min
-        scores = scores.masked_fill(hidden_tokens, lowest)
+        scores = scores.masked_fill(view.hidden_tokens, lowest)
         window_scores = window_scores.masked_fill(hidden_slots, lowest)
         new_scores = None
         if new_keys is not None:

@@ -6,15 +6,31 @@ a row, its length n and its number of pruned tokens p:
     tokens 0 … n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
-the others reuse it, so the integer work of a decode step is done once and never waits for the device.
+the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
+counters stay where they are and are updated in place, so that a captured decode step finds them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+import itertools
+from dataclasses import replace
 
 import torch
+
+from .step_leank import Append, Columns, Split, Step, window_tokens
+
+# Numbers for tensors that were allocated: none is given twice, so an old one never looks current.
+_ADDRESSES = itertools.count(1)
+
+
+def new_address() -> int:
+    """Return a number that no other allocation has."""
+    return next(_ADDRESSES)
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether it can be written in place: what inference mode made cannot be outside it."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 def pruned_after_prefill(lengths: torch.Tensor, sink_size: int, recent_size: int) -> torch.Tensor:
@@ -34,122 +50,6 @@ def pruned_after_append(
     return pruned + (overflow + flush_size - 1) // flush_size * flush_size
 
 
-def window_tokens(lengths: torch.Tensor, sink_size: int, num_slots: int) -> torch.Tensor:
-    """Say which token every slot of the window buffer holds.
-
-    Token i lies in slot i while i < sink_size, else in slot sink_size + (i - sink_size) mod ring size,
-    so a slot holds the last token that maps to it.
-
-    Args:
-        lengths: Tokens per row `[B]`.
-        sink_size: Slots at the front that are never overwritten.
-        num_slots: Sink and ring slots together.
-
-    Returns:
-        Token numbers, -1 for a slot not written yet `[B, num_slots]`.
-    """
-    ring_size = num_slots - sink_size
-    slots = torch.arange(num_slots, device=lengths.device, dtype=lengths.dtype)
-    last = lengths[:, None] - 1
-    rounds = (last - slots).div(ring_size, rounding_mode="floor")
-    tokens = torch.where(slots < sink_size, slots.expand_as(rounds), slots + rounds * ring_size)
-    return torch.where(slots <= last, tokens, -1)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A prefill that becomes sink, pruned and recent.
-
-    Attributes:
-        order: Columns of each row's real tokens, in order, padding last `[B, n]`; None without padding.
-        valid: Where `order` names a real token `[B, n]`; None without padding.
-        num_tokens: n, the longest row (host).
-        window_source: Token that every window slot takes `[B, slots]`.
-        window_fresh: Where a slot takes one `[B, slots]`.
-    """
-
-    order: torch.Tensor | None
-    valid: torch.Tensor | None
-    num_tokens: int
-    window_source: torch.Tensor
-    window_fresh: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Append:
-    """Tokens that decoding adds, and what they attend to.
-
-    Attributes:
-        valid: Real tokens among the new columns `[B, d]`; None without padding.
-        positions: Where every column goes in the append-only store `[B, d]`. Padding goes beyond the
-            row's length, where nothing is read and the next token overwrites it.
-        capacity: Tokens the store must hold (host).
-        lengths: Stored tokens that are attended to, per row `[B]`.
-        pruned_lengths: Pruned ones among them `[B]`.
-        max_length: Upper bound of `lengths` (host).
-        window_slots: The slot of the new token `[B]`, for one column; None for several.
-        window_source: New column that every slot takes `[B, slots]`, for several columns; None for one.
-        window_fresh: Where a slot takes one `[B, slots]`; None for one column.
-    """
-
-    valid: torch.Tensor | None
-    positions: torch.Tensor
-    capacity: int
-    lengths: torch.Tensor
-    pruned_lengths: torch.Tensor
-    max_length: int
-    window_slots: torch.Tensor | None
-    window_source: torch.Tensor | None
-    window_fresh: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One forward pass: `num_prefill` columns attend densely, then `num_decode` columns decode.
-
-    Attributes:
-        start: Columns the cache held before.
-        num_prefill: Columns that belong to the prompt.
-        num_decode: Columns after them.
-        split: Set where the prompt is split in this pass, between the two.
-        append: Set where `num_decode` is not 0.
-    """
-
-    start: int
-    num_prefill: int
-    num_decode: int
-    split: Split | None
-    append: Append | None
-    _copies: dict[torch.device, Step] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of the forward pass."""
-        return self.num_prefill + self.num_decode
-
-    def to(self, device: torch.device) -> Step:
-        """Return the step with its tensors on `device`; copied once per device."""
-        reference = self.append.lengths if self.append else self.split.window_source if self.split else None
-        if reference is None or reference.device == device:
-            return self
-        if device not in self._copies:
-            self._copies[device] = replace(
-                self, split=_moved(self.split, device), append=_moved(self.append, device), _copies={}
-            )
-        return self._copies[device]
-
-
-_Part = TypeVar("_Part", Split, Append)
-
-
-def _moved(part: _Part | None, device: torch.device) -> _Part | None:
-    if part is None:
-        return None
-    values = {entry.name: getattr(part, entry.name) for entry in fields(part)}
-    moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
-    return replace(part, **moved)
-
-
 class RowState:
     """Lengths of every row, shared by the layers of a cache.
 
@@ -162,11 +62,16 @@ class RowState:
             input is pending; None if unknown: then in `deferred` mode a one-column input on pending
             input begins decoding, and in `eager` mode the first input is the prompt.
         num_columns: Columns seen, padding included (host).
+        num_reserved: Columns, padding included, that memory is to be allocated for; 0 if unknown (host).
         is_pending: Whether input is kept whole until decoding begins.
-        lengths: Real tokens per row `[B]`, int32; None while empty or pending.
-        pruned_lengths: Pruned tokens per row `[B]`, int32; None while empty or pending.
+        lengths: Real tokens per row `[B]`, int32, updated in place; None while empty or pending.
+        pruned_lengths: Pruned tokens per row `[B]`, int32, updated in place; None while empty or pending.
+        addresses: A new number whenever these two become other tensors.
         max_length: Upper bound of `lengths` (host).
-        padding: Real columns `[B, num_columns]`, bool; None where there was no padding.
+        padding: Real columns `[B, columns]`, any dtype, true where real; columns beyond its last one are
+            real in all rows. None where there was no padding.
+        next_valid: Which rows' next column is real `[B, 1]`, bool, for a pass of one column that is given no
+            mask; None if all are.
     """
 
     def __init__(self, sink_size: int, recent_size: int, flush_size: int, prune: str) -> None:
@@ -174,18 +79,20 @@ class RowState:
         self.recent_size = recent_size
         self.flush_size = flush_size
         self.prune = prune
-        self.prefill_length: int | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget every row; window sizes and `prune` stay."""
-        self.prefill_length = None
+        self.prefill_length: int | None = None
         self.num_columns = 0
+        self.num_reserved = 0
         self.is_pending = False
         self.lengths: torch.Tensor | None = None
         self.pruned_lengths: torch.Tensor | None = None
+        self.addresses = new_address()
         self.max_length = 0
         self.padding: torch.Tensor | None = None
+        self.next_valid: torch.Tensor | None = None
         self._step: Step | None = None
 
     @property
@@ -236,18 +143,38 @@ class RowState:
             )
         num_prefill = self.num_prefill_columns(num_columns)
         num_decode = num_columns - num_prefill
-        padding = self._extend_padding(attention_mask, start + num_columns)
-        split = None
-        if not self.is_split and (num_decode or self.prune == "eager"):
-            split = self._split(batch_size, start + num_prefill, padding, device)
-        append = self._append(batch_size, start + num_prefill, num_decode, padding) if num_decode else None
-        self.padding = padding
+        split = append = None
+        if num_columns == 1 and self.is_split and attention_mask is None:
+            append = self._append_one(self.next_valid, start + 1)
+        else:
+            padding = self._extended_padding(attention_mask, start + num_columns)
+            if not self.is_split and (num_decode or self.prune == "eager"):
+                split = self._split(batch_size, start + num_prefill, padding, device)
+            self.padding = padding
+            if num_decode == 1:
+                append = self._append_one(None if padding is None else padding[:, -1:], start + num_columns)
+            elif num_decode:
+                append = self._append(start + num_prefill, num_decode, padding)
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
         self._step = Step(start, num_prefill, num_decode, split, append)
         return self._step
 
-    def _extend_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
+    def advance(self) -> None:
+        """Count one column that a replayed decode step has added; its tensors were advanced on the device."""
+        self.num_columns += 1
+        self.max_length += 1
+        self._step = None
+
+    def attended(self, device: torch.device) -> Append:
+        """Return what one query column would attend to as things stand, with nothing appended."""
+        assert self.lengths is not None and self.pruned_lengths is not None
+        append = self._make_append(None, self.lengths, self.pruned_lengths, self.max_length, self.max_length)
+        moved = Step(self.num_columns, 0, 1, None, append).to(device).append
+        assert moved is not None
+        return moved
+
+    def _extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool or attention_mask.ndim not in (2, 4):
                 raise ValueError(
@@ -264,8 +191,9 @@ class RowState:
             return padding[:, :total]
         if self.padding is None:
             return None
-        new = self.padding.new_ones(self.padding.shape[0], total - self.padding.shape[1])
-        return torch.cat([self.padding, new], dim=1)
+        padding = self.padding.to(torch.bool)
+        new = padding.new_ones(padding.shape[0], total - padding.shape[1])
+        return torch.cat([padding, new], dim=1)
 
     def _split(
         self, batch_size: int, num_columns: int, padding: torch.Tensor | None, device: torch.device
@@ -283,12 +211,43 @@ class RowState:
         tokens = window_tokens(lengths, self.sink_size, self.num_slots)
         self.lengths = lengths
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
+        self.addresses = new_address()
         self.max_length = num_tokens
-        return Split(order, valid, num_tokens, tokens.clamp(min=0).long(), tokens >= 0)
+        reserved = num_tokens + max(self.num_reserved - num_columns, 0)
+        return Split(order, valid, num_tokens, reserved, tokens.clamp(min=0).long(), tokens >= 0)
 
-    def _append(self, batch_size: int, start: int, num_columns: int, padding: torch.Tensor | None) -> Append:
+    def _counters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both counters, as tensors that can be written."""
         assert self.lengths is not None and self.pruned_lengths is not None
-        old, pruned, device = self.lengths, self.pruned_lengths, self.lengths.device
+        if not is_writable(self.lengths):
+            self.lengths, self.pruned_lengths = self.lengths.clone(), self.pruned_lengths.clone()
+            self.addresses = new_address()
+        return self.lengths, self.pruned_lengths
+
+    def _append_one(self, valid: torch.Tensor | None, num_columns: int) -> Append:
+        lengths, pruned = self._counters()
+        if valid is None:
+            new = lengths + 1
+        else:
+            valid = valid.to(lengths.device)
+            new = lengths + valid[:, 0]
+        new_pruned = self._pruned_after_append(new, pruned)
+        attended = pruned
+        if self.padding is not None and self.sink_size + self.recent_size == 0:
+            # A row whose input so far was padding alone has its prefill now: it sees its token whole, and
+            # keeps it pruned.
+            begins = lengths == 0
+            attended = torch.where(begins, 0, new_pruned)
+            new_pruned = torch.where(begins, new, new_pruned)
+        lengths.copy_(new)
+        pruned.copy_(new_pruned)
+        self.max_length += 1
+        return self._make_append(valid, lengths, attended, self.max_length, num_columns)
+
+    def _append(self, start: int, num_columns: int, padding: torch.Tensor | None) -> Append:
+        lengths, pruned_lengths = self._counters()
+        # What the columns attend to; the counters go on.
+        old, pruned, device = lengths.clone(), pruned_lengths.clone(), lengths.device
         columns = torch.arange(num_columns, dtype=torch.int32, device=device)
         if padding is None:
             valid = None
@@ -308,47 +267,40 @@ class RowState:
                 pruned_after_prefill(new, self.sink_size, self.recent_size),
                 self._pruned_after_append(new, pruned),
             )
-        capacity = self.max_length + num_columns
-        if num_columns == 1:
-            ring_size = self.num_slots - self.sink_size
-            slots = torch.where(
-                old < self.sink_size, old, self.sink_size + (old - self.sink_size) % ring_size
-            )
-            append = Append(
-                valid=valid,
-                positions=positions.long(),
-                capacity=capacity,
-                lengths=new,
-                pruned_lengths=new_pruned if valid is None else torch.where(old == 0, 0, new_pruned),
-                max_length=capacity,
-                window_slots=slots.long(),
-                window_source=None,
-                window_fresh=None,
-            )
-        else:
-            tokens = window_tokens(new, self.sink_size, self.num_slots)
-            source = (tokens - old[:, None]).clamp(min=0).long()
-            attended = pruned
-            if valid is not None:
-                source = torch.argsort((~valid).to(torch.int8), dim=1, stable=True).gather(1, source)
-                # A row that gets one token decodes it as it would alone: its flush comes first.
-                attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)
-            append = Append(
-                valid=valid,
-                positions=positions.long(),
-                capacity=capacity,
-                lengths=old,
-                pruned_lengths=attended,
-                max_length=self.max_length,
-                window_slots=None,
-                window_source=source,
-                window_fresh=tokens >= old[:, None],
-            )
-        self.lengths, self.pruned_lengths = new, new_pruned
+        tokens = window_tokens(new, self.sink_size, self.num_slots)
+        source = (tokens - old[:, None]).clamp(min=0).long()
+        attended = pruned
+        if valid is not None:
+            source = torch.argsort((~valid).to(torch.int8), dim=1, stable=True).gather(1, source)
+            # A row that gets one token decodes it as it would alone: its flush comes first.
+            attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)
+        placed = Columns(positions.long(), source, tokens >= old[:, None])
+        max_length, capacity = self.max_length, self.max_length + num_columns
+        lengths.copy_(new)
+        pruned_lengths.copy_(new_pruned)
         # Several padded columns at once are no decode step, so the device may be asked for the exact bound.
-        several_padded = valid is not None and num_columns > 1
-        self.max_length = max(int(new.max()), 1) if several_padded else capacity
-        return append
+        self.max_length = capacity if valid is None else max(int(new.max()), 1)
+        append = self._make_append(valid, old, attended, max_length, start + num_columns)
+        return replace(append, capacity=capacity, columns=placed)
+
+    def _make_append(
+        self,
+        valid: torch.Tensor | None,
+        lengths: torch.Tensor,
+        pruned_lengths: torch.Tensor,
+        max_length: int,
+        num_columns: int,
+    ) -> Append:
+        return Append(
+            valid=valid,
+            lengths=lengths,
+            pruned_lengths=pruned_lengths,
+            max_length=max_length,
+            capacity=max_length,
+            num_reserved=self.max_length + max(self.num_reserved - num_columns, 0),
+            sink_size=self.sink_size,
+            num_slots=self.num_slots,
+        )
 
     def _pruned_after_append(self, new: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
         return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
@@ -360,32 +312,40 @@ class RowState:
             ValueError: If a token among them has been pruned: its dropped channels are gone.
         """
         kept = self.num_columns - num_columns
-        if self.lengths is not None and self.pruned_lengths is not None:
+        padding = self._extended_padding(None, self.num_columns)
+        if self.is_split:
+            old, pruned = self._counters()
             removed: torch.Tensor | int = num_columns
-            if self.padding is not None:
-                removed = self.padding[:, kept:].sum(1, dtype=torch.int32).to(self.lengths.device)
-            lengths = self.lengths - removed
-            cut = (self.pruned_lengths > 0) & (lengths < self.sink_size + self.pruned_lengths)
+            if padding is not None:
+                removed = padding[:, kept:].sum(1, dtype=torch.int32).to(old.device)
+            lengths = old - removed
+            cut = (pruned > 0) & (lengths < self.sink_size + pruned)
             if bool(cut.any()):
-                recent = self.lengths - self.sink_size - self.pruned_lengths
-                whole = int(recent[self.pruned_lengths > 0].min())
+                recent = old - self.sink_size - pruned
+                whole = int(recent[pruned > 0].min())
                 raise ValueError(
                     f"crop of {num_columns} tokens reaches into the pruned region: only the last {whole} "
                     f"tokens still have all channels (recent_size {self.recent_size}); crop fewer, use a "
                     "larger `recent_size`, or run the prompt again; drafts of assisted decoding must be at "
                     f"most recent_size + 1 tokens, here {self.recent_size + 1}"
                 )
-            self.lengths = lengths
+            old.copy_(lengths)
             self.max_length = max(int(lengths.max()), 1)
         self.num_columns = kept
         self._step = None
-        if self.padding is not None:
-            self.padding = self.padding[:, :kept]
+        self.padding = None if padding is None else padding[:, :kept]
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep the given rows, in that order, repeats allowed."""
         self._step = None
-        for name in ("lengths", "pruned_lengths", "padding"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, value.index_select(0, rows.to(value.device)))
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows.to(self.padding.device))
+        if self.lengths is not None and self.pruned_lengths is not None:
+            rows = rows.to(self.lengths.device)
+            selected = [tensor.index_select(0, rows) for tensor in (self.lengths, self.pruned_lengths)]
+            if selected[0].shape == self.lengths.shape:
+                for counter, values in zip(self._counters(), selected, strict=True):
+                    counter.copy_(values)
+            else:
+                self.lengths, self.pruned_lengths = selected
+                self.addresses = new_address()

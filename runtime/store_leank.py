@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .layout_leank import ChunkLayout
-from .rows_leank import Append, Split
+from .rows_leank import is_writable, new_address
+from .step_leank import Append, Split
 
 _CAPACITY_STEP = 64
+# A prompt is brought into chunk order so many numbers at a time (32 MB in half precision).
+_BLOCK_SIZE = 1 << 24
+_BUFFERS = ("kept_keys", "values", "window_keys", "window_values")
 
 
-def capacity_for(num_tokens: int) -> int:
-    """Return how many tokens to allocate for `num_tokens`: a sixteenth more, in steps of 64.
+def capacity_for(num_tokens: int, num_reserved: int = 0) -> int:
+    """Return how many tokens to allocate for `num_tokens`, in steps of 64.
 
-    Growth by a constant factor keeps the copying per token constant; a sixteenth keeps what is allocated
-    within an eighth of what is used beyond 4096 tokens.
+    As many as will be needed where that is known. Else a sixteenth more: growth by a constant factor keeps
+    the copying per token constant, and a sixteenth keeps what is allocated within an eighth of what is used
+    beyond 4096 tokens.
+
+    Args:
+        num_tokens: Tokens that are there.
+        num_reserved: Tokens that there will be, as far as is known.
     """
-    wanted = num_tokens + num_tokens // 16
+    wanted = num_reserved if num_reserved > num_tokens else num_tokens + num_tokens // 16
     return max(-(-wanted // _CAPACITY_STEP), 1) * _CAPACITY_STEP
 
 
@@ -30,133 +41,207 @@ class ChunkStore:
     Attributes:
         layout: How the channels are cut into chunks.
         chunk_index: Channel of every lane `[1 or B, C + C_dropped, E]`, see `ChunkLayout.chunk_index`.
+        kernel_index: The same in int32, as the kernel reads it.
+        head_table: `ChunkLayout.head_table` in int32, one row per head.
         kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
         values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
         window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.
         window_values: V of heads of width 0, sink and recent tokens `[B, H_window, slots, D]`.
+        addresses: A new number whenever one of these becomes another tensor.
     """
 
     def __init__(
         self,
         layout: ChunkLayout,
-        channel_order: torch.Tensor,
+        chunk_index: torch.Tensor,
         num_slots: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        split: Split,
+        batch_size: int,
+        capacity: int,
+        like: torch.Tensor,
     ) -> None:
-        """Split a prompt.
+        """Allocate an empty store.
 
         Args:
             layout: How the channels are cut into chunks.
-            channel_order: Channels of every head, kept ones first `[1 or B, H_kv, D]`.
+            chunk_index: Channel of every lane `[1 or B, C + C_dropped, E]`.
             num_slots: Slots of the window buffer.
-            keys: Whole prompt `[B, H_kv, S, D]`.
-            values: Whole prompt `[B, H_kv, S, D]`.
-            split: Which columns are tokens, and which of them the window takes.
+            batch_size: Rows.
+            capacity: Tokens per row.
+            like: A tensor of the dtype and device to use.
         """
         self.layout = layout
-        self.chunk_index = layout.chunk_index(channel_order)
-        lanes_padded = (self.chunk_index < 0).any(0) if self._has_padded_lanes() else None
-        self._padded_lanes = lanes_padded
-        batch_size, _, _, head_dim = keys.shape
-        self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=keys.device)
-        self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=keys.device)
+        self.chunk_index = chunk_index
+        self.kernel_index = chunk_index.to(torch.int32)
+        self._has_padded_lanes = any(
+            width % layout.chunk_size or (layout.head_dim - width) % layout.chunk_size
+            for width in layout.widths
+        )
+        device, size, head_dim = like.device, layout.chunk_size, layout.head_dim
+        self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
+        self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=device)
+        self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=device)
+        self.kept_keys = like.new_zeros(batch_size, layout.num_kept_chunks, capacity, size)
+        self.values = like.new_zeros(batch_size, len(layout.value_heads), capacity, head_dim)
+        self.window_keys = like.new_zeros(batch_size, layout.num_dropped_chunks, num_slots, size)
+        self.window_values = like.new_zeros(batch_size, len(layout.window_heads), num_slots, head_dim)
+        self.addresses = new_address()
 
-        if split.order is not None and split.valid is not None:
-            keys = _compact(keys, split.order, split.valid)
-            values = _compact(values, split.order, split.valid)
-        capacity = capacity_for(split.num_tokens)
-        chunks = self._to_chunks(keys)
-        num_kept = layout.num_kept_chunks
-        self.kept_keys = _grown(chunks[:, :num_kept], capacity)
-        self.values = _grown(values.index_select(1, self._value_heads), capacity)
-        self.window_keys = keys.new_zeros(batch_size, layout.num_dropped_chunks, num_slots, layout.chunk_size)
-        self.window_values = keys.new_zeros(batch_size, len(layout.window_heads), num_slots, head_dim)
-        self._write_window(chunks[:, num_kept:], values, split.window_source, split.window_fresh)
+    @property
+    def capacity(self) -> int:
+        """Tokens per row that there is room for."""
+        return self.kept_keys.shape[2]
 
     @property
     def is_writable(self) -> bool:
         """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
-        return torch.is_inference_mode_enabled() or not self.kept_keys.is_inference()
+        return is_writable(self.kept_keys)
 
     def copy_memory(self) -> None:
         """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.clone())
+        self.addresses = new_address()
+
+    def make_room(self, num_tokens: int, num_reserved: int = 0) -> None:
+        """Grow where there is no room for `num_tokens`, see `capacity_for`."""
+        if num_tokens > self.capacity:
+            capacity = capacity_for(num_tokens, num_reserved)
+            self.kept_keys = _grown(self.kept_keys, capacity)
+            self.values = _grown(self.values, capacity)
+            self.addresses = new_address()
+
+    def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
+        """Fill the empty store with a prompt.
+
+        Args:
+            keys: Whole prompt `[B, H_kv, S, D]`.
+            values: Whole prompt `[B, H_kv, S, D]`.
+            split: Which columns are tokens, and which of them the window takes.
+        """
+        # Block by block, so that no second copy of a long prompt's keys exists.
+        tokens_per_block = max(_BLOCK_SIZE // (keys.shape[0] * keys.shape[1] * keys.shape[3]), 1)
+        for start in range(0, split.num_tokens, tokens_per_block):
+            stop = min(start + tokens_per_block, split.num_tokens)
+            block_keys, block_values = _tokens(keys, split, start, stop), _tokens(values, split, start, stop)
+            self.kept_keys[:, :, start:stop] = self._to_chunks(block_keys, kept=True)
+            self.values[:, :, start:stop] = block_values.index_select(1, self._value_heads)
+        source = split.window_source.clamp(max=split.num_tokens - 1)
+        if split.order is not None:
+            source = split.order.gather(1, source)
+        self._write_window(keys, values, source, split.window_fresh)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
-        """Add tokens behind each row's last one.
+        """Add tokens behind each row's last one; there must be room.
 
         Args:
             keys: `[B, H_kv, d, D]`, zero at padding.
             values: `[B, H_kv, d, D]`, zero at padding.
             append: Where every column goes.
         """
-        if append.capacity > self.kept_keys.shape[2]:
-            capacity = capacity_for(append.capacity)
-            self.kept_keys = _grown(self.kept_keys, capacity)
-            self.values = _grown(self.values, capacity)
-        chunks = self._to_chunks(keys)
-        num_kept = self.layout.num_kept_chunks
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        self.kept_keys[rows, :, append.positions] = chunks[:, :num_kept].transpose(1, 2)
-        self.values[rows, :, append.positions] = values.index_select(1, self._value_heads).transpose(1, 2)
-        if append.window_slots is not None:
-            self._write_slot(self.window_keys, chunks[:, num_kept:], append)
+        kept, kept_values = self._to_chunks(keys, kept=True), values.index_select(1, self._value_heads)
+        rows, columns = append.row_index, append.columns
+        if columns is None:
+            self.kept_keys[rows, :, append.position] = kept[:, :, 0]
+            self.values[rows, :, append.position] = kept_values[:, :, 0]
+            self._write_slot(self.window_keys, self._to_chunks(keys, kept=False), append)
             self._write_slot(self.window_values, values.index_select(1, self._window_heads), append)
-        elif append.window_source is not None and append.window_fresh is not None:
-            self._write_window(chunks[:, num_kept:], values, append.window_source, append.window_fresh)
+        else:
+            self.kept_keys[rows[:, None], :, columns.positions] = kept.transpose(1, 2)
+            self.values[rows[:, None], :, columns.positions] = kept_values.transpose(1, 2)
+            source = columns.window_source.clamp(max=keys.shape[2] - 1)
+            self._write_window(keys, values, source, columns.window_fresh)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep the given rows, in that order, repeats allowed."""
-        for name in ("kept_keys", "values", "window_keys", "window_values"):
-            setattr(self, name, getattr(self, name).index_select(0, rows))
-        if self.chunk_index.shape[0] > 1:
-            self.chunk_index = self.chunk_index.index_select(0, rows)
+        """Keep the given rows, in that order, repeats allowed; in place if their number stays the same."""
+        same_size = rows.shape[0] == self.kept_keys.shape[0]
+        if not self.is_writable:
+            self.copy_memory()
+        per_row = ("chunk_index", "kernel_index") if self.chunk_index.shape[0] > 1 else ()
+        for name in (*_BUFFERS, *per_row):
+            tensor = getattr(self, name)
+            selected = tensor.index_select(0, rows)
+            if same_size:
+                tensor.copy_(selected)
+            else:
+                setattr(self, name, selected)
+        if not same_size:
+            self.addresses = new_address()
 
-    def _has_padded_lanes(self) -> bool:
-        size, head_dim = self.layout.chunk_size, self.layout.head_dim
-        return any(width % size or (head_dim - width) % size for width in self.layout.widths)
+    @classmethod
+    def concatenate(
+        cls, stores: Sequence[ChunkStore], chunk_index: torch.Tensor, capacity: int
+    ) -> ChunkStore:
+        """Return a store with the rows of several, in order.
 
-    def _to_chunks(self, keys: torch.Tensor) -> torch.Tensor:
-        """Bring keys `[B, H_kv, S, D]` into chunk order `[B, C + C_dropped, S, E]`, padded lanes zero."""
+        Args:
+            stores: Stores of one layout, window size, dtype and device.
+            chunk_index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
+            capacity: Tokens per row of the result, enough for every row.
+        """
+        batch_size = sum(store.kept_keys.shape[0] for store in stores)
+        first = stores[0]
+        num_slots = first.window_keys.shape[2]
+        joined = cls(first.layout, chunk_index, num_slots, batch_size, capacity, first.kept_keys)
+        row = 0
+        for store in stores:
+            stop = row + store.kept_keys.shape[0]
+            num_tokens = min(store.capacity, capacity)
+            for name in _BUFFERS:
+                length = num_slots if name.startswith("window") else num_tokens
+                getattr(joined, name)[row:stop, :, :length] = getattr(store, name)[:, :, :length]
+            row = stop
+        return joined
+
+    def _to_chunks(self, keys: torch.Tensor, *, kept: bool) -> torch.Tensor:
+        """Bring keys `[B, H_kv, S, D]` into the order of kept or dropped chunks `[B, chunks, S, E]`.
+
+        Lanes of padding become zero.
+        """
+        num_kept = self.layout.num_kept_chunks
+        chunk_index = self.chunk_index[:, :num_kept] if kept else self.chunk_index[:, num_kept:]
         columns = keys.transpose(1, 2).flatten(2)  # [B, S, H_kv * D]
-        index = self.chunk_index.clamp(min=0).flatten(1)
+        index = chunk_index.clamp(min=0).flatten(1)
         if index.shape[0] == 1:
             lanes = columns.index_select(2, index[0])
         else:
             lanes = columns.gather(2, index[:, None].expand(-1, columns.shape[1], -1))
-        lanes = lanes.view(*columns.shape[:2], *self.chunk_index.shape[1:])
-        if self._padded_lanes is not None:
-            lanes = lanes.masked_fill(self._padded_lanes, 0)
+        lanes = lanes.view(*columns.shape[:2], *chunk_index.shape[1:])
+        if self._has_padded_lanes:
+            lanes = lanes.masked_fill((chunk_index < 0)[:, None], 0)
         return lanes.transpose(1, 2)
 
-    def _write_slot(self, store: torch.Tensor, new: torch.Tensor, append: Append) -> None:
-        rows = torch.arange(store.shape[0], device=store.device)
+    def _write_slot(self, buffer: torch.Tensor, new: torch.Tensor, append: Append) -> None:
+        rows, slot = append.row_index, append.window_slot
         token = new[:, :, 0]
         if append.valid is not None:
-            token = torch.where(append.valid[:, :, None], token, store[rows, :, append.window_slots])
-        store[rows, :, append.window_slots] = token
+            token = torch.where(append.valid[:, :, None], token, buffer[rows, :, slot])
+        buffer[rows, :, slot] = token
 
     def _write_window(
-        self, dropped: torch.Tensor, values: torch.Tensor, source: torch.Tensor, fresh: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor, fresh: torch.Tensor
     ) -> None:
-        for store, new in (
-            (self.window_keys, dropped),
-            (self.window_values, values.index_select(1, self._window_heads)),
+        """Put columns `source` `[B, slots]` of `[B, H_kv, S, D]` into the slots that are `fresh`."""
+        taken_keys, taken_values = (_gather_columns(states, source) for states in (keys, values))
+        for buffer, new in (
+            (self.window_keys, self._to_chunks(taken_keys, kept=False)),
+            (self.window_values, taken_values.index_select(1, self._window_heads)),
         ):
-            source_columns = source.clamp(max=new.shape[2] - 1)[:, None, :, None]
-            taken = new.gather(2, source_columns.expand(-1, new.shape[1], -1, new.shape[3]))
-            store.copy_(torch.where(fresh[:, None, :, None], taken, store))
+            buffer.copy_(torch.where(fresh[:, None, :, None], new, buffer))
 
 
-def _compact(states: torch.Tensor, order: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Bring each row's real tokens to the front, zeros behind: `[B, H, S, D]` to `[B, H, n, D]`."""
-    index = order[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+def _gather_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Take columns `[B, n]` of `[B, H, S, D]`, each row its own: `[B, H, n, D]`."""
+    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def _tokens(states: torch.Tensor, split: Split, start: int, stop: int) -> torch.Tensor:
+    """Take tokens `start` to `stop` of each row of a prompt `[B, H, S, D]`, zeros behind a row's last."""
+    if split.order is None or split.valid is None:
+        return states[:, :, start:stop]
+    taken = _gather_columns(states, split.order[:, start:stop])
     # Padding may hold NaN (a row of nothing but padding attends to nothing), hence fill, not multiply.
-    return states.gather(2, index).masked_fill(~valid[:, None, :, None], 0)
+    return taken.masked_fill(~split.valid[:, None, start:stop, None], 0)
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def test_padding_takes_places_of_its_own_behind_the_tokens():
     mask[0, 10:13] = False
     mask[1, [11, 15]] = False
     append = rows.step(10, 2, 6, mask, cpu).append
-    assert append.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
+    assert append.columns.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
     assert append.capacity == 16
     assert rows.max_length == 14
 
@@ -120,6 +120,6 @@ def test_a_step_moves_to_another_device_once():
     rows.step(0, 1, 5, None, torch.device("cpu"))
     step = rows.step(5, 1, 1, None, torch.device("cpu"))
     moved = step.to(torch.device("meta"))
-    assert moved.append.lengths.device.type == moved.append.positions.device.type == "meta"
+    assert moved.append.lengths.device.type == moved.append.position.device.type == "meta"
     assert moved.append.capacity == step.append.capacity
     assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step

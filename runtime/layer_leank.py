@@ -1,0 +1,339 @@
+"""One layer of the cache: whole input until it is split, a `ChunkStore` after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention_leank import AttentionHandle
+from .launch_leank import DecodeKernels, find_kernels
+from .layout_leank import ChunkLayout, order_channels
+from .memory_leank import CacheMemory, pending_memory, store_memory
+from .reference_leank import decode_attention
+from .rows_leank import RowState
+from .step_leank import Append, Step
+from .store_leank import ChunkStore, capacity_for
+
+
+class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The cache of one layer: whole input until it is split, a `ChunkStore` after.
+
+    Attributes:
+        rows: Lengths of the rows, shared by all layers.
+        num_columns: Columns seen, padding included.
+        model_mask: Channels that the model keeps `[1, H_kv, D]`, bool.
+        channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
+        layout: How they are cut into chunks.
+        pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
+        store: K and V after that.
+        kernels: What served the last decode step; None is plain torch.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        layer_idx: int,
+        channel_mask: torch.Tensor,
+        widths: Sequence[int],
+        chunk_size: int,
+        rows: RowState,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer_idx = layer_idx
+        self.rows = rows
+        self.model_mask = channel_mask[None]
+        self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all tokens and go back to the model's own channel mask."""
+        self.is_initialized = False
+        self.num_columns = 0
+        self.channel_mask = self.model_mask
+        self.layout = self._model_layout
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.store: ChunkStore | None = None
+        self.kernels: DecodeKernels | None = None
+
+    def set_channel_mask(self, channel_mask: torch.Tensor) -> None:
+        """Replace the kept channels, for this cache only, before its prompt is split.
+
+        The hook for methods that choose channels per prompt: with `prune="deferred"` run the prompt but for
+        its last token, look at `pending`, set a mask in every layer, then call `generate` with the whole
+        prompt and this cache.
+
+        Args:
+            channel_mask: True where a channel is kept `[H_kv, D]`, or per row `[B, H_kv, D]`. Which channels
+                a head keeps may differ between rows, how many may not.
+
+        Raises:
+            ValueError: If the prompt is split already, or the mask does not fit.
+        """
+        if self.store is not None:
+            raise ValueError(
+                f"layer {self.layer_idx}: the prompt is pruned already, its channels are chosen; build the "
+                'cache with `prune="deferred"` and set the mask before decoding begins'
+            )
+        heads_and_channels = (len(self.layout.widths), self.layout.head_dim)
+        mask = channel_mask[None] if channel_mask.ndim == 2 else channel_mask
+        batch_size = self.pending[0].shape[0] if self.pending is not None else None
+        if mask.dtype != torch.bool or mask.ndim != 3 or tuple(mask.shape[1:]) != heads_and_channels:
+            raise ValueError(
+                f"layer {self.layer_idx}: channel mask is {channel_mask.dtype} {list(channel_mask.shape)}, "
+                f"not bool [{heads_and_channels[0]}, {heads_and_channels[1]}] or one such mask per row"
+            )
+        if batch_size is not None and mask.shape[0] not in (1, batch_size):
+            raise ValueError(
+                f"layer {self.layer_idx}: {mask.shape[0]} channel masks for {batch_size} rows; give one, or "
+                "one per row"
+            )
+        widths = mask.sum(-1)
+        if bool((widths != widths[0]).any()):
+            raise ValueError(
+                f"layer {self.layer_idx}: rows keep different numbers of channels, {widths.tolist()}; a head "
+                "must have one width in every row"
+            )
+        self.channel_mask = mask
+        self.layout = ChunkLayout(tuple(widths[0].tolist()), self.layout.head_dim, self.layout.chunk_size)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Check the first keys and values against the channel mask.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        batch_size, num_heads, _, head_dim = key_states.shape
+        expected = (len(self.layout.widths), self.layout.head_dim)
+        if (num_heads, head_dim) != expected or value_states.shape[-1] != head_dim:
+            raise ValueError(
+                f"layer {self.layer_idx}: keys have {num_heads} heads of {head_dim}, values of "
+                f"{value_states.shape[-1]}, the channel mask has {expected[0]} heads of {expected[1]}; "
+                "tensor parallelism is not supported"
+            )
+        if self.channel_mask.shape[0] not in (1, batch_size):
+            raise ValueError(
+                f"layer {self.layer_idx}: {self.channel_mask.shape[0]} channel masks for {batch_size} rows"
+            )
+        counted = tuple(self.channel_mask[0].sum(-1).tolist())
+        if counted != self.layout.widths:
+            raise ValueError(
+                f"layer {self.layer_idx}: `self_attn.channel_mask` keeps {list(counted)} channels per head, "
+                f"config.json's `leank.widths` says {list(self.layout.widths)}: the tensor is missing from "
+                "the checkpoint or belongs to another one; check it with `leank-convert verify`"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[AttentionHandle, AttentionHandle]:
+        """Take new keys and values `[B, H_kv, Q, D]`; return a handle in place of all of them, twice.
+
+        The tokens enter the cache when the attention function calls `handle.attend`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        handle = AttentionHandle(self, self.num_columns, key_states, value_states)
+        return handle, handle
+
+    def extend_pending(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep prompt input whole `[B, H_kv, Q, D]` and return all of it, for dense attention.
+
+        Stored tensors are cut from the autograd graph: gradients reach the input of one forward pass, not
+        the cache.
+        """
+        if self.pending is None:
+            self.pending = (key.detach(), value.detach())
+            return key, value
+        key = torch.cat([self.pending[0], key], dim=2)
+        value = torch.cat([self.pending[1], value], dim=2)
+        self.pending = (key.detach(), value.detach())
+        return key, value
+
+    def split(self, step: Step) -> None:
+        """Turn the pending prompt into sink, pruned and recent."""
+        assert self.pending is not None and step.split is not None
+        (keys, values), self.pending = self.pending, None
+        index = self.layout.chunk_index(order_channels(self.channel_mask.to(keys.device)))
+        capacity = capacity_for(step.split.num_tokens, step.split.num_reserved)
+        self.store = ChunkStore(self.layout, index, self.rows.num_slots, keys.shape[0], capacity, keys)
+        self.store.write_prompt(keys, values, step.split)
+
+    def decode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
+    ) -> torch.Tensor:
+        """Append new tokens and attend; one token is appended first, several attend first.
+
+        Args:
+            query: `[B, H, d, D]`.
+            key: `[B, H_kv, d, D]`.
+            value: `[B, H_kv, d, D]`.
+            step: Positions and lengths.
+            softmax_scale: Factor on the logits.
+
+        Returns:
+            `[B, H, d, D]`.
+        """
+        store, append = self.store, step.append
+        assert store is not None and append is not None
+        if not store.is_writable:
+            store.copy_memory()
+        store.make_room(append.capacity, append.num_reserved)
+        key, value = key.detach(), value.detach()
+        self.kernels = self._kernels_for(query)
+        if append.columns is None and self.kernels is not None:
+            self._append_by_kernel(key, value, append)
+            return self.attend(query, append, softmax_scale)
+        if append.valid is not None:
+            padding = ~append.valid[:, None, :, None]
+            key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
+        if append.columns is None:
+            store.append(key, value, append)
+            return self.attend(query, append, softmax_scale)
+        out = self._attend_by_reference(query, append, softmax_scale, key, value)
+        if out.requires_grad:
+            store.copy_memory()  # the backward pass needs what was attended to
+        store.append(key, value, append)
+        return out
+
+    def attend(self, query: torch.Tensor, append: Append, softmax_scale: float) -> torch.Tensor:
+        """Attend to what is stored: the kernel where there is one, else plain torch.
+
+        Args:
+            query: One column `[B, H, 1, D]`.
+            append: What it sees, from the step that appended its token or from `RowState.attended`.
+            softmax_scale: Factor on the logits.
+
+        Returns:
+            `[B, H, 1, D]`.
+        """
+        store, kernels = self.store, self._kernels_for(query)
+        assert store is not None
+        if kernels is None:
+            return self._attend_by_reference(query, append, softmax_scale)
+        return kernels.attend(
+            query.detach().contiguous(),
+            store.kept_keys,
+            store.values,
+            store.window_keys,
+            store.window_values,
+            store.kernel_index,
+            store.head_table,
+            append.lengths,
+            append.pruned_lengths,
+            append.plan(kernels.plan),
+            sink_size=append.sink_size,
+            softmax_scale=softmax_scale,
+        )
+
+    def _kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
+        """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
+        assert self.store is not None
+        wants_gradients = torch.is_grad_enabled() and query.requires_grad
+        if wants_gradients or query.dtype != self.store.kept_keys.dtype:
+            return None
+        return find_kernels(
+            query.device,
+            query.dtype,
+            head_dim=self.layout.head_dim,
+            num_groups=query.shape[1] // len(self.layout.widths),
+            chunk_size=self.layout.chunk_size,
+        )
+
+    def _append_by_kernel(self, key: torch.Tensor, value: torch.Tensor, append: Append) -> None:
+        store = self.store
+        assert store is not None and self.kernels is not None
+        self.kernels.append(
+            key.contiguous(),
+            value.contiguous(),
+            store.kept_keys,
+            store.values,
+            store.window_keys,
+            store.window_values,
+            store.kernel_index,
+            store.head_table,
+            append.lengths,
+            None if append.valid is None else append.valid[:, 0],
+            append.sink_size,
+        )
+
+    def _attend_by_reference(
+        self,
+        query: torch.Tensor,
+        append: Append,
+        softmax_scale: float,
+        new_keys: torch.Tensor | None = None,
+        new_values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        store = self.store
+        assert store is not None
+        return decode_attention(
+            query,
+            store.kept_keys,
+            store.values,
+            store.window_keys,
+            store.window_values,
+            store.chunk_index,
+            append.lengths,
+            append.pruned_lengths,
+            layout=self.layout,
+            sink_size=append.sink_size,
+            max_length=append.max_length,
+            softmax_scale=softmax_scale,
+            new_keys=new_keys,
+            new_values=new_values,
+            new_valid=None if new_keys is None else append.valid,
+            view=append.view,
+        )
+
+    def memory(self) -> CacheMemory:
+        """Count this layer's bytes. Waits for the device."""
+        if self.pending is not None:
+            return pending_memory(*self.pending)
+        if self.store is not None and self.rows.lengths is not None and self.rows.pruned_lengths is not None:
+            tokens = int(self.rows.lengths.sum())
+            return store_memory(self.store, tokens, tokens - int(self.rows.pruned_lengths.sum()))
+        return CacheMemory()
+
+    def get_seq_length(self) -> int:
+        """Return the columns seen, padding included."""
+        return self.num_columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys SDPA will see, and their offset: none of them while decoding."""
+        if self.rows.num_prefill_columns(query_length):
+            return self.num_columns + query_length, 0
+        return 0, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer grows as needed."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Return -1; the name that older transformers releases ask for."""
+        return -1
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep the given rows, in that order, repeats allowed."""
+        if self.channel_mask.shape[0] > 1:
+            self.channel_mask = self.channel_mask.index_select(0, rows.to(self.channel_mask.device))
+        if self.pending is not None:
+            keys, values = self.pending
+            rows = rows.to(keys.device)
+            self.pending = (keys.index_select(0, rows), values.index_select(0, rows))
+        if self.store is not None:
+            self.store.select(rows.to(self.store.kept_keys.device))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` columns; `LeanKCache.crop` checks that they are still whole."""
+        self.num_columns += tokens_to_remove
+        if self.pending is not None:
+            keys, values = self.pending
+            self.pending = (keys[:, :, : self.num_columns], values[:, :, : self.num_columns])
