@@ -105,15 +105,35 @@ class ChunkLayout:
         return tuple(runs)
 
     @cached_property
-    def head_table(self) -> tuple[tuple[int, int, int], ...]:
-        """Per head: first kept chunk, number of kept chunks, row of `values` or -1 for width 0."""
-        rows: list[tuple[int, int, int]] = []
-        chunk = value_row = 0
-        for num_chunks in self.kept_chunks:
-            rows.append((chunk, num_chunks, value_row if num_chunks else -1))
-            chunk += num_chunks
-            value_row += bool(num_chunks)
-        return tuple(rows)
+    def head_table(self) -> tuple[tuple[int, ...], ...]:
+        """What the kernels know of every head, one row each, and a row of totals.
+
+        Columns: first kept chunk, kept chunks, row of `values` (-1 for width 0), first dropped chunk, dropped
+        chunks, row of `window_values` (-1 unless width 0), cost of a tile of pruned tokens, that cost summed
+        over earlier heads. The last row: kept chunks, 0, rows of `values`, dropped chunks, 0, rows of
+        `window_values`, cost of a tile of whole tokens, the summed cost of pruned tiles. Costs are bytes of K
+        and V in units of a chunk, plus one for what any tile costs.
+        """
+        value_cost = -(-self.head_dim // self.chunk_size)
+        rows: list[tuple[int, ...]] = []
+        kept = dropped = value_row = window_row = cost = 0
+        for num_kept, num_dropped in zip(self.kept_chunks, self.dropped_chunks, strict=True):
+            tile = num_kept + value_cost + 1 if num_kept else 0
+            rows.append(
+                (
+                    kept,
+                    num_kept,
+                    value_row if num_kept else -1,
+                    dropped,
+                    num_dropped,
+                    -1 if num_kept else window_row,
+                    tile,
+                    cost,
+                )
+            )
+            kept, dropped, cost = kept + num_kept, dropped + num_dropped, cost + tile
+            value_row, window_row = value_row + bool(num_kept), window_row + (not num_kept)
+        return (*rows, (kept, 0, value_row, dropped, 0, window_row, 2 * value_cost + 1, cost))
 
     def chunk_index(self, channel_order: torch.Tensor) -> torch.Tensor:
         """Say which channel every lane of every chunk holds.

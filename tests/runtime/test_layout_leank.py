@@ -41,13 +41,27 @@ def test_every_channel_has_one_lane(widths, chunk_size):
 def test_the_head_table_and_the_buckets_name_the_same_chunks(widths):
     layout = ChunkLayout(widths, 128, 16)
     index = layout.chunk_index(order_channels(random_mask(widths))[None])[0]
-    value_row = 0
-    for head, (first, count, row) in enumerate(layout.head_table):
-        channels = index[first : first + count].flatten()
-        assert (channels[channels >= 0] // 128 == head).all()
-        assert count == -(-widths[head] // 16)
-        assert row == (value_row if widths[head] else -1)
-        value_row += widths[head] > 0
+    value_row = window_row = cost = 0
+    *rows, totals = layout.head_table
+    for head, (kept, num_kept, row, dropped, num_dropped, other_row, tile, earlier) in enumerate(rows):
+        dropped += layout.num_kept_chunks
+        for first, count, span in (
+            (kept, num_kept, widths[head]),
+            (dropped, num_dropped, 128 - widths[head]),
+        ):
+            channels = index[first : first + count].flatten()
+            assert (channels[channels >= 0] // 128 == head).all()
+            assert count == -(-span // 16)
+        assert (row, other_row) == ((value_row, -1) if widths[head] else (-1, window_row))
+        assert (tile, earlier) == (num_kept + 128 // 16 + 1 if widths[head] else 0, cost)
+        value_row, window_row, cost = (
+            value_row + (widths[head] > 0),
+            window_row + (not widths[head]),
+            cost + tile,
+        )
+    assert totals == (
+        layout.num_kept_chunks, 0, value_row, layout.num_dropped_chunks, 0, window_row, 17, cost
+    )  # fmt: skip
     heads = [head for bucket in layout.buckets for head in range(*bucket.heads)]
     assert heads == list(range(len(widths)))
     for bucket in layout.buckets:
