@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .configuration_leank import check_prune, read_settings
+from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
 from .memory_leank import CacheMemory, sum_memory
@@ -27,19 +28,26 @@ class LeanKCache(Cache):
         prune: `eager` prunes after every forward pass of several tokens, one layer at a time, so the full
             cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
             decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
+        use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
+        graph: The captured decode step, and how often it served.
     """
 
     layers: list[LeanKLayer]  # type: ignore[assignment]
 
     def __init__(
-        self, config: PreTrainedConfig, channel_masks: Sequence[torch.Tensor], prune: str | None = None
+        self,
+        config: PreTrainedConfig,
+        channel_masks: Sequence[torch.Tensor],
+        prune: str | None = None,
+        use_graphs: bool = True,
     ) -> None:
         settings = read_settings(config)
         mode = settings.prune if prune is None else check_prune(prune, "`prune`")
         self.rows = RowState(settings.sink_size, settings.recent_size, settings.flush_size, mode)
+        self.graph = DecodeGraph(use_graphs)
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
         super().__init__(
             layers=[
@@ -61,6 +69,15 @@ class LeanKCache(Cache):
                 f"`{value}`; choose before the first token, or start from a new cache"
             )
         self.rows.prune = value
+
+    @property
+    def use_graphs(self) -> bool:
+        """Whether decode steps may be captured and replayed; may be set at any time."""
+        return self.graph.enabled
+
+    @use_graphs.setter
+    def use_graphs(self, value: bool) -> None:
+        self.graph.enabled = value
 
     @property
     def prefill_length(self) -> int | None:
@@ -85,6 +102,64 @@ class LeanKCache(Cache):
             mask.data_ptr() == other.data_ptr() or torch.equal(mask, other.to(mask.device))
             for mask, other in zip(own, channel_masks, strict=True)
         )
+
+    def reserve(self, num_columns: int) -> None:
+        """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.
+
+        At once where the prompt is split, else when it is. Without it memory grows by a sixteenth at a time.
+        """
+        self.rows.num_reserved = num_columns
+        for layer in self.layers:
+            layer.reserve()
+
+    def takes_one_column(self, num_columns: int) -> bool:
+        """Return whether so many columns are a decode step: one column, on a prompt that is split."""
+        return num_columns == 1 and self.rows.is_split
+
+    def prepare_step(self) -> None:
+        """Make what a decode step of one column writes writable, and room for it."""
+        self.rows.counters()
+        for layer in self.layers:
+            layer.prepare_step()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
+        return (self.rows.addresses, *(layer.store.addresses if layer.store else 0 for layer in self.layers))
+
+    @classmethod
+    def concatenate(cls, caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCache:
+        """Make one cache of several, to decode together what was run one prompt at a time.
+
+        Layer by layer, so that what is needed beside the result is one layer. A cache of fewer columns than
+        others counts as padded on the left: pass `position_ids`, and if an attention mask then one that has
+        this padding.
+
+        Args:
+            caches: Caches of one model whose prompts are split; they are empty afterwards.
+            num_reserved: Columns to allocate for, see `reserve`; 0 for what is there.
+
+        Returns:
+            A cache with the rows of all, in order.
+
+        Raises:
+            ValueError: If they do not go together.
+        """
+        caches = list(caches)
+        _check_joinable(caches)
+        rows = RowState.concatenate([cache.rows for cache in caches])
+        rows.num_reserved = num_reserved
+        joined = cls.__new__(cls)
+        Cache.__init__(
+            joined,
+            layers=[
+                LeanKLayer.concatenate(parts, rows)
+                for parts in zip(*(cache.layers for cache in caches), strict=True)
+            ],
+        )
+        for cache in caches:
+            cache.reset()
+        joined.rows, joined.graph = rows, DecodeGraph(caches[0].use_graphs)
+        return joined
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
@@ -116,6 +191,7 @@ class LeanKCache(Cache):
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""
+        self.graph.forget()
         self.rows.reset()
         for layer in self.layers:
             layer.reset()
@@ -146,3 +222,41 @@ class LeanKCache(Cache):
         if layer.store is not None:
             return layer.store.kept_keys.shape[0]
         return layer.pending[0].shape[0] if layer.pending is not None else None
+
+
+def _check_joinable(caches: Sequence[LeanKCache]) -> None:
+    """Check that caches can become one.
+
+    Raises:
+        ValueError: If they cannot; none of them has changed.
+    """
+    if not caches:
+        raise ValueError("there is no cache to concatenate")
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("a cache is given twice, its rows can be moved only once; pass a copy of it")
+    masks = [layer.model_mask[0] for layer in caches[0].layers]
+    expected = _place_of(caches[0])
+    for index, cache in enumerate(caches):
+        if not cache.rows.is_split:
+            state = "holds input that is not pruned yet" if cache.get_seq_length() else "is empty"
+            raise ValueError(f"cache {index} {state}; concatenate caches on which decoding can go on")
+        if not cache.is_made_of(masks):
+            raise ValueError(f"cache {index} is of a model that keeps other channels than that of cache 0")
+        place = _place_of(cache)
+        if place != expected:
+            differing = next(name for name in place if place[name] != expected[name])
+            raise ValueError(
+                f"cache {index} has {differing} {place[differing]}, cache 0 has {expected[differing]}"
+            )
+
+
+def _place_of(cache: LeanKCache) -> dict[str, object]:
+    """Return what caches must have in common beside their model's masks."""
+    rows = cache.rows
+    return {
+        "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
+        "widths": [layer.layout.widths for layer in cache.layers],
+        "chunk sizes": [layer.layout.chunk_size for layer in cache.layers],
+        "dtypes": [layer.dtype for layer in cache.layers],
+        "devices": [layer.device for layer in cache.layers],
+    }

@@ -293,6 +293,49 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             view=append.view,
         )
 
+    def prepare_step(self) -> None:
+        """Make what a decode step of one column writes writable, with room for it; the layer is split."""
+        store, rows = self.store, self.rows
+        assert store is not None
+        if not store.is_writable:
+            store.copy_memory()
+        store.make_room(rows.max_length + 1, rows.reserved_tokens(rows.num_columns))
+
+    def reserve(self) -> None:
+        """Grow to what the rows have reserved, where the prompt is split already."""
+        if self.store is not None:
+            num_tokens = self.rows.reserved_tokens(self.rows.num_columns)
+            self.store.make_room(num_tokens, num_tokens)
+
+    @classmethod
+    def concatenate(cls, layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
+        """Return a split layer with the rows of several, in order; those are emptied.
+
+        Args:
+            layers: Split layers of one model and place.
+            rows: Lengths of all rows.
+        """
+        first = layers[0]
+        stores = [layer.store for layer in layers if layer.store is not None]
+        joined = cls(
+            first.layer_idx, first.model_mask[0], first._model_layout.widths, first.layout.chunk_size, rows
+        )
+        masks, index = [layer.channel_mask for layer in layers], stores[0].chunk_index
+        if any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks):
+            sizes = [store.kept_keys.shape[0] for store in stores]
+            pairs = list(zip(layers, stores, sizes, strict=True))
+            joined.channel_mask = torch.cat([layer.channel_mask.expand(n, -1, -1) for layer, _, n in pairs])
+            index = torch.cat([store.chunk_index.expand(n, -1, -1) for _, store, n in pairs])
+        else:
+            joined.channel_mask = masks[0]
+        joined.layout, joined.num_columns = first.layout, rows.num_columns
+        joined.dtype, joined.device, joined.is_initialized = first.dtype, first.device, True
+        num_tokens = max(rows.max_length, rows.reserved_tokens(rows.num_columns))
+        joined.store = ChunkStore.concatenate(stores, index, capacity_for(num_tokens, num_tokens))
+        for layer in layers:
+            layer.store = None
+        return joined
+
     def memory(self) -> CacheMemory:
         """Count this layer's bytes. Waits for the device."""
         if self.pending is not None:

@@ -36,6 +36,7 @@ from transformers.utils.hub import cached_file
 
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
+from .capture_leank import GraphMemory
 from .configuration_leank import (
     LeanKLlamaConfig,
     LeanKMistralConfig,
@@ -72,6 +73,7 @@ class LeanKMixin:
             # All true until a checkpoint is loaded; a mask that does not fit the config's widths is refused.
             mask = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.bool)
             attention.register_buffer("channel_mask", mask)
+        self.graph_memory = GraphMemory()
 
     def _attention_modules(self) -> list[nn.Module]:
         base_model = self.base_model  # type: ignore[attr-defined]
@@ -122,16 +124,17 @@ class LeanKMixin:
         finally:
             self.config.leank = block
 
-    def build_cache(self, prune: str | None = None) -> LeanKCache:
+    def build_cache(self, prune: str | None = None, use_graphs: bool = True) -> LeanKCache:
         """Return an empty cache for this model, to pass as `past_key_values`.
 
         Args:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
+            use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
 
         Raises:
             ValueError: If the channel masks are not in memory.
         """
-        return LeanKCache(self.config, self._channel_masks(), prune)
+        return LeanKCache(self.config, self._channel_masks(), prune, use_graphs)
 
     def _channel_masks(self) -> list[torch.Tensor]:
         masks = [attention.get_buffer("channel_mask") for attention in self._attention_modules()]
@@ -201,9 +204,37 @@ class LeanKMixin:
                     f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
                     f"{total}; pass the mask of the whole conversation"
                 )
+        if cache.takes_one_column(tokens.shape[1]):
+            return self._decode_step(cache, use_cache, attention_mask, inputs)
         return super().forward(  # type: ignore[misc]
             past_key_values=cache, use_cache=use_cache, attention_mask=attention_mask, **inputs
         )
+
+    def _decode_step(
+        self,
+        cache: LeanKCache,
+        use_cache: bool | None,
+        attention_mask: torch.Tensor | None,
+        inputs: dict[str, Any],
+    ) -> Any:
+        """Run one column, of whose mask only the new part is read: all rows before it are in the cache."""
+        stock_forward = super().forward  # type: ignore[misc]
+
+        def forward(arguments: dict[str, Any]) -> Any:
+            return stock_forward(past_key_values=cache, use_cache=use_cache, attention_mask=None, **arguments)
+
+        valid = None
+        if attention_mask is not None:
+            tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+            valid = attention_mask[:, -1:].expand(tokens.shape[0], 1)
+        cache.prepare_step()
+        try:
+            output = cache.graph.run(self, cache, inputs, valid, forward)
+        finally:
+            cache.rows.next_valid = None
+        if attention_mask is not None:
+            cache.rows.padding = attention_mask
+        return output
 
     def _checked_cache(self, past_key_values: object) -> LeanKCache:
         """Return `past_key_values` if this model can go on with it.
@@ -343,6 +374,8 @@ class LeanKForCausalLMMixin(LeanKMixin):
             elif default_prune is not None and not cache.get_seq_length():
                 cache.prune = default_prune
         cache.prefill_length = _prompt_columns(inputs, kwargs)
+        if cache.prefill_length is not None:
+            _reserve(cache, cache.prefill_length, kwargs, configs)
         try:
             return super().generate(  # type: ignore[misc]
                 inputs, generation_config, *args, past_key_values=cache, **kwargs
@@ -395,6 +428,16 @@ def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int 
         if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
             return int(candidate.shape[1])
     return None
+
+
+def _reserve(
+    cache: LeanKCache, prompt: int, kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...]
+) -> None:
+    """Allocate for the whole answer, if it is short beside the prompt: it may end before its limit."""
+    answer = _first_given(kwargs, configs, "max_new_tokens")
+    limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
+    if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):
+        cache.reserve(limit)
 
 
 class LeanKLlamaModel(LeanKModelMixin, LlamaModel):  # type: ignore[no-untyped-call]

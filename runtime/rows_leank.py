@@ -13,6 +13,7 @@ counters stay where they are and are updated in place, so that a captured decode
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -160,10 +161,19 @@ class RowState:
         self._step = Step(start, num_prefill, num_decode, split, append)
         return self._step
 
+    def reserved_tokens(self, num_columns: int) -> int:
+        """Return the tokens that the longest of rows of `num_columns` columns will have, 0 if unknown."""
+        to_come = self.num_reserved - num_columns
+        return self.max_length + to_come if to_come >= 0 and self.num_reserved else 0
+
     def advance(self) -> None:
         """Count one column that a replayed decode step has added; its tensors were advanced on the device."""
         self.num_columns += 1
         self.max_length += 1
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Let go of the last step's tensors; every layer has made it."""
         self._step = None
 
     def attended(self, device: torch.device) -> Append:
@@ -213,11 +223,11 @@ class RowState:
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
         self.addresses = new_address()
         self.max_length = num_tokens
-        reserved = num_tokens + max(self.num_reserved - num_columns, 0)
+        reserved = self.reserved_tokens(num_columns)
         return Split(order, valid, num_tokens, reserved, tokens.clamp(min=0).long(), tokens >= 0)
 
-    def _counters(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both counters, as tensors that can be written."""
+    def counters(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return lengths and pruned lengths of split rows, as tensors that can be written."""
         assert self.lengths is not None and self.pruned_lengths is not None
         if not is_writable(self.lengths):
             self.lengths, self.pruned_lengths = self.lengths.clone(), self.pruned_lengths.clone()
@@ -225,7 +235,7 @@ class RowState:
         return self.lengths, self.pruned_lengths
 
     def _append_one(self, valid: torch.Tensor | None, num_columns: int) -> Append:
-        lengths, pruned = self._counters()
+        lengths, pruned = self.counters()
         if valid is None:
             new = lengths + 1
         else:
@@ -245,7 +255,7 @@ class RowState:
         return self._make_append(valid, lengths, attended, self.max_length, num_columns)
 
     def _append(self, start: int, num_columns: int, padding: torch.Tensor | None) -> Append:
-        lengths, pruned_lengths = self._counters()
+        lengths, pruned_lengths = self.counters()
         # What the columns attend to; the counters go on.
         old, pruned, device = lengths.clone(), pruned_lengths.clone(), lengths.device
         columns = torch.arange(num_columns, dtype=torch.int32, device=device)
@@ -297,7 +307,7 @@ class RowState:
             pruned_lengths=pruned_lengths,
             max_length=max_length,
             capacity=max_length,
-            num_reserved=self.max_length + max(self.num_reserved - num_columns, 0),
+            num_reserved=self.reserved_tokens(num_columns),
             sink_size=self.sink_size,
             num_slots=self.num_slots,
         )
@@ -314,7 +324,7 @@ class RowState:
         kept = self.num_columns - num_columns
         padding = self._extended_padding(None, self.num_columns)
         if self.is_split:
-            old, pruned = self._counters()
+            old, pruned = self.counters()
             removed: torch.Tensor | int = num_columns
             if padding is not None:
                 removed = padding[:, kept:].sum(1, dtype=torch.int32).to(old.device)
@@ -344,8 +354,30 @@ class RowState:
             rows = rows.to(self.lengths.device)
             selected = [tensor.index_select(0, rows) for tensor in (self.lengths, self.pruned_lengths)]
             if selected[0].shape == self.lengths.shape:
-                for counter, values in zip(self._counters(), selected, strict=True):
+                for counter, values in zip(self.counters(), selected, strict=True):
                     counter.copy_(values)
             else:
                 self.lengths, self.pruned_lengths = selected
                 self.addresses = new_address()
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RowState]) -> RowState:
+        """Return the rows of several split states in order; fewer columns than others become left padding."""
+        first = parts[0]
+        joined = cls(first.sink_size, first.recent_size, first.flush_size, first.prune)
+        lengths = [part.counters() for part in parts]
+        device = lengths[0][0].device
+        joined.lengths = torch.cat([counters[0].to(device) for counters in lengths])
+        joined.pruned_lengths = torch.cat([counters[1].to(device) for counters in lengths])
+        joined.max_length = max(part.max_length for part in parts)
+        joined.num_columns = max(part.num_columns for part in parts)
+        if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
+            joined.padding = torch.cat([part._left_padded(joined.num_columns, device) for part in parts])
+        return joined
+
+    def _left_padded(self, num_columns: int, device: torch.device) -> torch.Tensor:
+        assert self.lengths is not None
+        padding = self._extended_padding(None, self.num_columns)
+        if padding is None:
+            padding = torch.ones(self.lengths.shape[0], self.num_columns, dtype=torch.bool)
+        return torch.nn.functional.pad(padding.to(device), (num_columns - self.num_columns, 0))

@@ -43,7 +43,7 @@ class Split:
         order: Columns of each row's real tokens, in order, padding last `[B, n]`; None without padding.
         valid: Where `order` names a real token `[B, n]`; None without padding.
         num_tokens: n, the longest row (host).
-        num_reserved: Tokens that rows will grow to as far as is known, at least n (host).
+        num_reserved: Tokens that the longest row will have; 0 if unknown (host).
         window_source: Token that every window slot takes `[B, slots]`.
         window_fresh: Where a slot takes one `[B, slots]`.
     """
@@ -111,7 +111,7 @@ class Append:
         pruned_lengths: Pruned ones among them `[B]`.
         max_length: Upper bound of `lengths` (host).
         capacity: Tokens the store must hold (host).
-        num_reserved: Tokens that rows will grow to as far as is known (host).
+        num_reserved: Tokens that the longest row will have; 0 if unknown (host).
         sink_size: Sink slots of the window.
         num_slots: All its slots.
         columns: Set for several columns; None for one.

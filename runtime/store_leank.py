@@ -25,9 +25,9 @@ def capacity_for(num_tokens: int, num_reserved: int = 0) -> int:
 
     Args:
         num_tokens: Tokens that are there.
-        num_reserved: Tokens that there will be, as far as is known.
+        num_reserved: Tokens that there will be; fewer than `num_tokens` if unknown.
     """
-    wanted = num_reserved if num_reserved > num_tokens else num_tokens + num_tokens // 16
+    wanted = num_reserved if num_reserved >= num_tokens else num_tokens + num_tokens // 16
     return max(-(-wanted // _CAPACITY_STEP), 1) * _CAPACITY_STEP
 
 
@@ -42,7 +42,7 @@ class ChunkStore:
         layout: How the channels are cut into chunks.
         chunk_index: Channel of every lane `[1 or B, C + C_dropped, E]`, see `ChunkLayout.chunk_index`.
         kernel_index: The same in int32, as the kernel reads it.
-        head_table: `ChunkLayout.head_table` in int32, one row per head.
+        head_table: `ChunkLayout.head_table` in int32, as the kernel reads it.
         kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
         values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
         window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.

@@ -1,0 +1,552 @@
+"""Captured decode steps, on a graph that records tensor operations instead of a device's kernels.
+
+`RecordedGraph` behaves as a CUDA graph does: a capture leaves memory as it was, and a replay does the
+recorded operations on the recorded tensors, whatever Python has come to think of the cache since. So a host
+number that found its way into a step, or a tensor that was replaced, shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from runtime import capture_leank, graph_leank, layer_leank
+from runtime.capture_leank import GraphMemory, ModelState, why_step_is_eager
+from runtime.graph_leank import DecodeGraph
+
+WIDTHS = [[0, 3, 16], [4, 8, 8]]
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, writes them down, and remembers what memory held before it was overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            raise RuntimeError("the host asked for a value during a capture")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.made:
+                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        used = {
+            value.untyped_storage().data_ptr()
+            for value in tree_flatten((args, kwargs))[0]
+            if isinstance(value, torch.Tensor)
+        }
+        # Views and what was written in place need no copy of their own at a replay.
+        results = [
+            (index, value)
+            for index, value in enumerate(tree_flatten(out)[0])
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in used
+        ]
+        self.made.update(value.untyped_storage().data_ptr() for _, value in results)
+        self.operations.append((func, args, kwargs, results))
+        return out
+
+
+class RecordedGraph:
+    """Stands in for `StepGraph` on the CPU."""
+
+    device_type = "cpu"
+    failures: list[Exception]
+
+    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+        self._recorder = Recorder()
+
+    @staticmethod
+    def is_capturing() -> bool:
+        return False
+
+    @staticmethod
+    def stream_of(device: torch.device) -> int:
+        return 0
+
+    def capture(self, function: Any) -> Any:
+        try:
+            with self._recorder:
+                output = function()
+                if self.failures:
+                    raise self.failures.pop()
+        finally:
+            for storage, content in self._recorder.before.values():
+                storage.copy_(content)
+        return output
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self._recorder.operations:
+            new = tree_flatten(func(*args, **kwargs))[0]
+            for index, old in results:
+                old.copy_(new[index])
+
+
+class PlainKernels:
+    """The kernels' interface in plain torch: lengths are read from tensors alone, head by head."""
+
+    def __init__(self, head_dim: int, num_groups: int, chunk_size: int) -> None:
+        self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
+
+    def plan(self, lengths, pruned_lengths, sink_size, num_slots):
+        return lengths + pruned_lengths
+
+    def append(
+        self, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
+        lengths, valid, sink_size,
+    ):  # fmt: skip
+        valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
+        token = (lengths - valid.int()).long()
+        ring = window_keys.shape[2] - sink_size
+        slot = torch.where(token < sink_size, token, sink_size + (token - sink_size) % ring)
+        rows = torch.arange(len(lengths))
+        index = chunk_index.long().expand(len(lengths), -1, -1)
+        lanes = keys[:, :, 0].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
+        lanes = torch.where(index < 0, 0, lanes)
+        num_kept = kept_keys.shape[1]
+        table = head_table[:-1]
+        in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
+        keep = valid[:, None, None]
+        for buffer, place, new in (
+            (kept_keys, token, lanes[:, :num_kept]),
+            (window_keys, slot, lanes[:, num_kept:]),
+            (stored_values, token, values[:, in_store, 0]),
+            (window_values, slot, values[:, in_window, 0]),
+        ):
+            buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
+
+    def attend(
+        self, query, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
+        lengths, pruned_lengths, plan, *, sink_size, softmax_scale,
+    ):  # fmt: skip
+        lengths = plan - pruned_lengths  # a plan of another step shows
+        batch, num_slots, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
+        ring = num_slots - sink_size
+        last = lengths[:, None] - 1
+        slots = torch.arange(num_slots)
+        held = torch.where(
+            slots < sink_size, slots, slots + (last - slots).div(ring, rounding_mode="floor") * ring
+        )
+        held = torch.where(slots <= last, held, -1)
+        whole = (held >= sink_size + pruned_lengths[:, None]) | ((held < sink_size) & (held >= 0))
+        tokens = torch.arange(capacity)
+        index = chunk_index.long().expand(batch, -1, -1)
+        channels, num_kept = index.clamp(min=0) % self.head_dim, kept_keys.shape[1]
+        outputs = []
+        for head, row in enumerate(head_table[:-1].tolist()):
+            first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
+            q = query[:, head * self.num_groups : (head + 1) * self.num_groups, 0]
+            partial = torch.zeros(batch, self.num_groups, num_slots)
+            for chunk in range(num_kept + first_dropped, num_kept + first_dropped + num_dropped):
+                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
+                partial = partial + lanes @ window_keys[:, chunk - num_kept].transpose(1, 2)
+            partial = partial.masked_fill(~whole[:, None], 0) * softmax_scale
+            if value_row < 0:
+                scores = partial.masked_fill(~whole[:, None], -torch.inf)
+                outputs.append(scores.softmax(-1) @ window_values[:, window_row])
+                continue
+            scores = torch.zeros(batch, self.num_groups, capacity)
+            for chunk in range(first, first + count):
+                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
+                scores = scores + lanes @ kept_keys[:, chunk].transpose(1, 2) * softmax_scale
+            place = torch.where(whole, held, 0).long()[:, None].expand_as(partial)
+            scores = scores.scatter_add(2, place, partial)
+            scores = scores.masked_fill((tokens >= lengths[:, None])[:, None], -torch.inf)
+            outputs.append(scores.softmax(-1) @ stored_values[:, value_row])
+        return torch.cat(outputs, 1)[:, :, None]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
+    failures: list[Exception] = []
+    monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
+    for module in (capture_leank, graph_leank):
+        monkeypatch.setattr(module, "StepGraph", RecordedGraph)
+    monkeypatch.setattr(
+        layer_leank, "find_kernels", lambda device, dtype, **shape: PlainKernels(**shape), raising=True
+    )
+    return failures
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(length: int) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :7] = 0
+    return mask
+
+
+def run(model, cache, turns, mask=None, embeds=False, positions=True) -> torch.Tensor:
+    """Feed two rows turn by turn; logits of all columns."""
+    tokens, logits, start = ids(2, sum(turns), 3), [], 0
+    with torch.no_grad():
+        for count in turns:
+            new, stop = tokens[:, start : start + count], start + count
+            inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
+            if mask is not None:
+                inputs["attention_mask"] = mask[:, :stop]
+                inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            elif positions:
+                inputs["position_ids"] = torch.arange(start, stop)[None]
+            logits.append(model(**inputs, past_key_values=cache).logits)
+            start = stop
+    return torch.cat(logits, 1)
+
+
+def step(model, cache, seed=0) -> torch.Tensor:
+    """Feed one token to every row."""
+    position = torch.full((1, 1), cache.get_seq_length())
+    with torch.no_grad():
+        token = ids(cache.rows.lengths.shape[0], 1, seed)
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+
+def assert_same(model, turns, expect_replays, mask=None, **kwargs) -> Any:
+    """Run with graphs and without; return the cache that had them."""
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = run(model, cache, turns, mask, **kwargs), run(model, plain, turns, mask, **kwargs)
+    real = slice(None) if mask is None else mask.bool()
+    assert torch.allclose(ours[real], eager[real], atol=1e-4)
+    assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
+    assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
+    assert cache.rows.max_length == plain.rows.max_length
+    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+    assert (cache.graph.num_replays, plain.graph.num_replays) == (expect_replays, 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"embeds": True}, {"positions": False}, {"mask": padded(45)}], ids=str
+)
+def test_replayed_steps_give_what_steps_give(kwargs, graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    kwargs = dict(kwargs)
+    cache = assert_same(model, [15] + [1] * 30, 29, **kwargs)
+    assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (0, 6, 4), (2, 3, 9)], ids=str)
+def test_a_captured_step_follows_the_rule(
+    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+):
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
+    rows = [ids(1, 50, seed)[0] for seed in (0, 1)]
+    # The second row begins three columns later, and two columns of it are padding further on.
+    counts = [[20, 14], *[[1, 1]] * 10, [1, 0], [1, 0], *[[1, 1]] * 18]
+    rows[1] = rows[1][: 14 + 28]
+    ours, cache = fed_logits(pair.leank, rows, counts)
+    assert cache.graph.num_replays > 20
+    for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
+        assert_close_logits(logits, slow_logits(pair, row, [turn for turn in turns if turn]))
+
+
+def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = assert_same(model, [15, 1, 1, 1, 9, 1, 1, 4, 1, 1], 6)
+    assert cache.graph.num_captures == 1
+
+
+def test_growth_in_the_middle_is_captured_anew(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = assert_same(model, [60] + [1] * 20, 18)
+    assert cache.graph.num_captures == 2
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    cache.reserve(80)
+    assert torch.allclose(run(model, cache, [60] + [1] * 20), run(model, plain, [60] + [1] * 20), atol=1e-4)
+    assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 19)
+
+
+def test_returned_logits_are_the_callers(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    with torch.no_grad():
+        cache = model(ids(2, 15)).past_key_values
+        outputs = [model(ids(2, 1, seed), past_key_values=cache).logits for seed in range(5)]
+    assert len({logits.data_ptr() for logits in outputs}) == 5
+    assert not torch.equal(outputs[3], outputs[4])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"prefill_chunk_size": 5, "prune": "deferred"},
+        {"return_dict_in_generate": True, "output_logits": True},
+        {"do_sample": True},
+    ],
+    ids=str,
+)
+def test_generate_gives_the_same_tokens(options, graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    prompt = {"input_ids": ids(2, 21), "attention_mask": padded(21)}
+    results, replays = [], []
+    for use_graphs in (True, False):
+        cache = model.build_cache(use_graphs=use_graphs)
+        torch.manual_seed(0)
+        result = model.generate(**prompt, past_key_values=cache, **{**GREEDY, **options})
+        results.append(result if isinstance(result, torch.Tensor) else result.sequences)
+        replays.append(cache.graph.num_replays)
+    assert results[0].tolist() == results[1].tolist()
+    # A deferred prompt is split by the first token, which is no step of one column yet.
+    assert replays == [21 if "prune" in options else 22, 0]
+
+
+def test_generate_builds_a_cache_that_uses_graphs(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    result = model.generate(ids(2, 21), return_dict_in_generate=True, **GREEDY)
+    assert result.past_key_values.graph.num_replays == 22
+
+
+def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank
+    prompt = ids(1, 6).repeat(1, 4)
+    plain = model.generate(prompt, past_key_values=model.build_cache(use_graphs=False), **GREEDY)
+    drafted = model.generate(prompt, assistant_model=copy.deepcopy(model), **GREEDY)
+    assert drafted.tolist() == plain.tolist()
+    cache, expected = model.build_cache(), model.build_cache(use_graphs=False)
+    for each in (cache, expected):
+        run(model, each, [20, 1, 1, 1])
+        each.crop(-2)
+        each.reorder_cache(torch.tensor([1, 0]))
+    for seed in range(4):
+        assert torch.allclose(step(model, cache, seed), step(model, expected, seed), atol=1e-4)
+    assert cache.graph.num_replays == 6
+
+
+class TestInvalidation:
+    """After each change the step runs as it is once, and right."""
+
+    def changed(self, model, change, replays_after) -> Any:
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            run(model, each, [15, 1, 1, 1])
+        assert cache.graph.num_replays == 2
+        for each in (cache, plain):
+            change(each)
+        for seed in range(3):
+            assert torch.allclose(step(model, cache, seed), step(model, plain, seed), atol=1e-4)
+        assert cache.graph.num_replays == 2 + replays_after
+        return cache
+
+    def test_more_rows(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        self.changed(model, lambda cache: cache.batch_repeat_interleave(2), 2)
+
+    def test_reordered_rows_stay_where_they_are(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache = self.changed(model, lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 3)
+        assert cache.graph.num_captures == 1
+
+    def test_copied_memory(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        self.changed(model, lambda cache: cache.layers[1].store.copy_memory(), 2)
+
+    def test_other_weights(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        weights = [copy.deepcopy(model.model.layers[1].mlp.up_proj), torch.nn.Linear(48, 40, bias=False)]
+
+        def replace(cache):
+            model.model.layers[1].mlp.up_proj = weights[1]
+
+        self.changed(model, replace, 2)
+
+    def test_weights_that_moved(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        weight = model.model.layers[0].self_attn.q_proj.weight
+
+        def move(cache):
+            weight.data = weight.data * 2 if cache.use_graphs else weight.data
+
+        self.changed(model, move, 2)
+
+    def test_a_hook(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        calls: list[int] = []
+        norm = model.model.norm
+
+        def hook(cache):
+            if cache.use_graphs:
+                norm.register_forward_hook(lambda *_: calls.append(1))
+
+        cache = self.changed(model, hook, 0)
+        assert cache.graph.why_eager == "a module has forward hooks" and len(calls) == 6
+
+    def test_another_model_of_the_same_masks(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        other = model_pair(some_masks(WIDTHS), seed=5).leank
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            run(model, each, [15, 1, 1, 1])
+        assert torch.allclose(step(other, cache), step(other, plain), atol=1e-4)
+
+    def test_inference_mode(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            with torch.inference_mode():
+                run(model, each, [15, 1, 1, 1])
+        for seed in range(3):
+            assert torch.allclose(step(model, cache, seed), step(model, plain, seed), atol=1e-4)
+        assert cache.graph.num_replays == 4
+
+    def test_a_reset_cache_begins_again(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache, turns = model.build_cache(), [15, 1, 1, 1]
+        first = run(model, cache, turns)
+        cache.reset()
+        assert torch.allclose(run(model, cache, turns), first, atol=1e-4)
+        assert cache.graph.num_captures == 2
+
+    def test_a_copied_cache_has_captured_nothing(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache = model.build_cache()
+        run(model, cache, [15, 1, 1, 1])
+        other = copy.deepcopy(cache)
+        assert (other.graph.num_captures, other.graph.num_replays) == (0, 0)
+        step(model, other)
+        assert (other.get_seq_length(), cache.get_seq_length()) == (19, 18)
+
+
+class TestFailure:
+    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model_pair, some_masks, caplog):
+        graphs.append(RuntimeError("operation not permitted"))
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache = assert_same(model, [15] + [1] * 20, 0, mask=padded(35))
+        assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
+        assert not graphs
+
+    def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model_pair, some_masks, monkeypatch):
+        model = model_pair(some_masks(WIDTHS)).leank
+        norm = type(model.model.norm).forward
+        monkeypatch.setattr(
+            type(model.model.norm), "forward", lambda self, x: norm(self, x) if x.sum().item() else x
+        )
+        cache = assert_same(model, [15] + [1] * 5, 0)
+        assert "the host asked for a value" in cache.graph.why_eager
+
+    def test_a_capture_without_memory_is_tried_again(self, graphs, model_pair, some_masks):
+        graphs.append(torch.OutOfMemoryError("no memory"))
+        assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 4)
+
+    def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache = model.build_cache()
+        run(model, cache, [15, 1])
+        with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((2, 1), 999), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"inputs": {"output_hidden_states": True}}, "argument output_hidden_states"),
+        ({"inputs": {"labels": torch.ones(2, 1)}}, "argument labels"),
+        ({"inputs": {"logits_to_keep": torch.tensor([0])}}, "argument logits_to_keep"),
+        ({"inputs": {"logits_to_keep": 2}}, "argument logits_to_keep"),
+        ({"inputs": {"return_dict": False}}, "argument return_dict"),
+        ({"inputs": {"position_ids": torch.ones(3, 2, 1, dtype=torch.long)}}, "argument position_ids"),
+        ({"inputs": {"some_mask": torch.ones(1)}}, "argument some_mask"),
+        ({"inputs": {"some_mask": None, "labels": None, "return_dict": True}}, None),
+        ({"tokens": torch.ones(2, 1, dtype=torch.long, device="meta")}, "device meta has no graphs"),
+        ({"config": {"output_hidden_states": True}}, "the config asks for another output"),
+        ({"grad": True}, "gradients are enabled"),
+        ({"autocast": True}, "autocast is on"),
+    ],
+    ids=str,
+)
+def test_which_steps_are_captured(change, reason, graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    for name, value in change.get("config", {}).items():
+        setattr(model.config, name, value)
+    tokens = change.get("tokens", ids(2, 1))
+    inputs = {"input_ids": tokens, "inputs_embeds": None, "position_ids": None, "logits_to_keep": 0}
+    inputs |= change.get("inputs", {})
+    with (
+        torch.set_grad_enabled(change.get("grad", False)),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=change.get("autocast", False)),
+    ):
+        assert why_step_is_eager(model, inputs, tokens) == reason
+
+
+class Adapter(torch.nn.Linear):
+    """A module that is not of the stock model."""
+
+
+def test_which_models_are_captured(model_pair, some_masks):
+    cpu = torch.device("cpu")
+    masks = some_masks(WIDTHS)
+    assert ModelState(model_pair(masks).leank, cpu).why_eager is None
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+    assert ModelState(model_pair(masks, rope_parameters=yarn).leank, cpu).why_eager is None
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    state = ModelState(model_pair(masks, rope_parameters=dynamic).leank, cpu)
+    assert state.why_eager == "rotary embedding of type 'dynamic' changes with the length"
+    model = model_pair(masks).leank
+    model.model.layers[1].mlp.up_proj = Adapter(48, 40, bias=False)
+    assert ModelState(model, cpu).why_eager == "module Adapter is not of the stock model"
+    model = model_pair(masks).leank
+    model.lm_head.forward = lambda states: states
+    assert "module Linear has a forward of its own" in ModelState(model, cpu).why_eager
+    model = model_pair(masks).leank
+    model.lm_head.to("meta")
+    assert ModelState(model, cpu).why_eager == "weights are not all on cpu"
+    model = model_pair(masks).leank
+    model.hf_quantizer = object()
+    assert ModelState(model, cpu).why_eager == "the model is quantized"
+
+
+def test_graphs_can_be_switched_off_and_on(graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = model.build_cache()
+    run(model, cache, [15, 1, 1, 1])
+    cache.use_graphs = False
+    step(model, cache)
+    assert (cache.graph.num_replays, cache.graph.why_eager) == (2, "`use_graphs` is off")
+    cache.use_graphs = True
+    step(model, cache)
+    assert cache.graph.num_replays == 3
+
+
+def test_plain_torch_is_not_captured(graphs, model_pair, some_masks, monkeypatch):
+    monkeypatch.setattr(layer_leank, "find_kernels", lambda device, dtype, **shape: None)
+    cache = assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 0)
+    assert cache.graph.why_eager == "plain torch serves a layer"
+
+
+def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model_pair, some_masks):
+    """Not when the garbage collector comes: it holds gigabytes."""
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = model.build_cache()
+    run(model, cache, [15, 1, 1, 1])
+    assert cache.graph.num_replays == 2
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_and_a_graph_can_be_copied(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    model.graph_memory.keep((0, 0), "pool", lambda: None)
+    assert copy.deepcopy(model).graph_memory.pool is not model.graph_memory.pool
+    assert copy.deepcopy(DecodeGraph(False)).enabled is False
