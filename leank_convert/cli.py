@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from leank_convert.benchmark.commands import benchmark, warmup
 from leank_convert.errors import LeanKError
 
 if TYPE_CHECKING:
@@ -288,6 +289,10 @@ def recipes(name: str | None, as_json: bool) -> None:
     size = max(len(entry.name) for entry in packaged)
     for entry in packaged:
         click.echo(f"{entry.name:<{size}}  {entry.summary}")
+
+
+main.add_command(benchmark)
+main.add_command(warmup)
 
 
 def _load_recipe(

@@ -1,0 +1,263 @@
+"""The `benchmark` and `warmup` commands: options, and one call each. Imports torch only inside a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from leank_convert.benchmark.geometries import GEOMETRIES
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_TOY = "tiny"
+
+
+def _sizes(*names: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that reads whole numbers between `x`, such as `64x32k`; `k` is 1024."""
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            numbers = tuple(_read_size(part) for part in text.lower().split("x"))
+        except ValueError:
+            numbers = ()
+        if len(numbers) != len(names) or min(numbers) < 1:
+            example = "x".join(("64", "32k", "128")[: len(names)])
+            raise click.BadParameter(f"`{text}` is not {' x '.join(names)}, such as {example}")
+        return numbers
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return None if value is None else read(value)
+        return [read(text) for text in value]
+
+    return callback
+
+
+def _read_size(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+
+
+def _read_layers(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | None:
+    if value == "all":
+        return None
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"`{value}` is neither `all` nor layers such as `0,10`") from None
+
+
+def _subject_options(command: _Command) -> _Command:
+    for option in (
+        click.option(
+            "--dtype",
+            type=click.Choice(["bfloat16", "float16", "float32"]),
+            default="bfloat16",
+            show_default=True,
+        ),
+        click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command."),
+        click.option(
+            "--geometry",
+            type=click.Choice(list(GEOMETRIES)),
+            help="Model shape. Default: the mask's, else Llama's.",
+        ),
+        click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe."),
+        click.option("--mask", metavar="FILE|ID", help="Mask to run with. Default: a synthetic one."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+def benchmark() -> None:
+    """Measure speed and memory beside dense peers in the same process.
+
+    Tables go to stderr; the last line of stdout is one JSON document. Results are checked before they are
+    timed: what is wrong gets no figure, and the command exits 1.
+    """
+
+
+@benchmark.command()
+@_subject_options
+@click.option(
+    "--case",
+    "cases",
+    callback=_sizes("batch", "tokens"),
+    multiple=True,
+    metavar="BATCHxTOKENS",
+    help="Such as 64x32k; repeatable. Default: 64x32k.",
+)
+@click.option(
+    "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
+)
+@click.option("--peers", metavar="NAME,…", help="Dense peers. Default: those that can run here.")
+@click.option(
+    "--rounds", type=click.IntRange(1), help="Measurements of each figure. Default: 21, on the CPU 3."
+)
+def kernel(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    device: str | None,
+    dtype: str,
+    cases: tuple[tuple[int, int], ...],
+    layers: list[int] | None,
+    peers: str | None,
+    rounds: int | None,
+) -> None:
+    """Decode attention of a mask's layers against dense decode attention of others."""
+    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
+    from leank_convert.benchmark.kernel import benchmark_kernel
+    from leank_convert.benchmark.peers import choose_peers
+    from leank_convert.benchmark.subject import choose_subject
+
+    chosen = choose_benchmark_device(device)
+    toy = chosen.type == "cpu"
+    document = benchmark_kernel(
+        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
+        cases or ([(2, 64)] if toy else [(64, 32768)]),
+        device=chosen,
+        dtype=choose_dtype(dtype),
+        layers=layers,
+        peers=choose_peers(peers, chosen),
+        rounds=rounds or (3 if toy else 21),
+    )
+    _finish(document)
+
+
+@benchmark.command()
+@_subject_options
+@click.option(
+    "--case",
+    "cases",
+    callback=_sizes("batch", "prompt", "new"),
+    multiple=True,
+    metavar="BATCHxPROMPTxNEW",
+    help="Repeatable. Default: 64x4kx128.",
+)
+@click.option("--peers", default="dense-dynamic,dense-static", show_default=True, metavar="NAME,…")
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Timed calls a side.")
+@click.option(
+    "--static-limit",
+    type=click.FloatRange(1),
+    default=180,
+    show_default=True,
+    help="Seconds to compile the dense peer's step.",
+)
+def generate(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    device: str | None,
+    dtype: str,
+    cases: tuple[tuple[int, int, int], ...],
+    peers: str,
+    rounds: int,
+    static_limit: float,
+) -> None:
+    """A decode step and whole `generate` calls against the dense model on the same random weights."""
+    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
+    from leank_convert.benchmark.generate import PEERS, benchmark_generate
+    from leank_convert.benchmark.peers import check_peers
+    from leank_convert.benchmark.subject import choose_subject
+
+    chosen = choose_benchmark_device(device)
+    toy = chosen.type == "cpu"
+    document = benchmark_generate(
+        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
+        cases or ([(2, 40, 12)] if toy else [(64, 4096, 128)]),
+        device=chosen,
+        dtype=choose_dtype(dtype),
+        peers=check_peers(peers, PEERS),
+        rounds=rounds,
+        static_limit=static_limit,
+    )
+    _finish(document)
+
+
+@benchmark.command()
+@_subject_options
+@click.option(
+    "--allocated",
+    callback=_sizes("prompt", "new"),
+    metavar="PROMPTxNEW",
+    help="Row whose cache is counted. Default: 32kx128.",
+)
+@click.option(
+    "--prefill",
+    callback=_sizes("batch", "prompt"),
+    metavar="BATCHxPROMPT",
+    help="Prefill whose peak is measured. Default: 4x32k.",
+)
+@click.option(
+    "--largest",
+    callback=_sizes("prompt", "new"),
+    multiple=True,
+    metavar="PROMPTxNEW",
+    help="Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
+)
+@click.option("--skip", type=click.Choice(["allocated", "prefill", "largest"]), multiple=True)
+@click.option(
+    "--limit",
+    type=click.FloatRange(0, min_open=True),
+    help="GB for weights and cache. Default: all there is.",
+)
+def memory(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    device: str | None,
+    dtype: str,
+    allocated: tuple[int, int] | None,
+    prefill: tuple[int, int] | None,
+    largest: tuple[tuple[int, int], ...],
+    skip: tuple[str, ...],
+    limit: float | None,
+) -> None:
+    """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
+    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
+    from leank_convert.benchmark.memory import benchmark_memory
+    from leank_convert.benchmark.subject import choose_subject
+
+    chosen = choose_benchmark_device(device)
+    toy = chosen.type == "cpu"
+    if toy and limit is None:
+        limit = 0.002  # the toy model and some rows
+    document = benchmark_memory(
+        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
+        device=chosen,
+        dtype=choose_dtype(dtype),
+        allocated=None if "allocated" in skip else allocated or ((200, 12) if toy else (32768, 128)),
+        prefill=None if "prefill" in skip else prefill or ((2, 64) if toy else (4, 32768)),
+        batches=[] if "largest" in skip else largest or ([(48, 8)] if toy else [(4096, 1024), (32768, 128)]),
+        limit=None if limit is None else round(limit * 1e9),
+    )
+    _finish(document)
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--device", help="CUDA device to compile for. Default: the current one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
+def warmup(checkpoint: Path, device: str | None, as_json: bool) -> None:
+    """Compile and check CHECKPOINT's kernels for this machine's GPU, into TILELANG_CACHE_DIR."""
+    from leank_convert.benchmark.warmup import render_warm_up, warm_up
+
+    facts = warm_up(checkpoint, device)
+    click.echo(json.dumps(facts) if as_json else render_warm_up(facts))
+
+
+def _geometry_or_toy(mask: str | None, recipe: str | None, geometry: str | None, *, toy: bool) -> str | None:
+    """On the CPU a real model's shape has to be asked for."""
+    return _TOY if toy and not (mask or recipe or geometry) else geometry
+
+
+def _finish(document: dict[str, Any]) -> None:
+    from leank_convert.benchmark.report import render_json
+
+    click.echo(render_json(document))
+    if not document["ok"]:
+        sys.exit(1)

@@ -1,0 +1,86 @@
+"""Results for people and for machines: tables to stderr, one JSON document as the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+FORMAT_VERSION = 1
+_WIDTH = 150
+MISSING = "-"
+
+
+def build_document(
+    name: str, environment: Mapping[str, Any], subject: Mapping[str, Any], **results: Any
+) -> dict[str, Any]:
+    """Put a command's results together; `command` is what was typed."""
+    return {
+        "benchmark": name,
+        "format_version": FORMAT_VERSION,
+        "command": ["leank-convert", *sys.argv[1:]],
+        "environment": dict(environment),
+        "subject": dict(subject),
+        **results,
+    }
+
+
+def render_json(document: Mapping[str, Any]) -> str:
+    """The document on one line."""
+    return json.dumps(document, allow_nan=False)
+
+
+class Report:
+    """Writes for people."""
+
+    def __init__(self) -> None:
+        # Wide where nobody looks at a terminal: a log must not lose columns.
+        self._console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDTH)
+
+    def header(self, environment: Mapping[str, Any], subject: Mapping[str, Any]) -> None:
+        """Say what is measured on what."""
+        versions = ", ".join(
+            f"{name} {version}" for name, version in environment["versions"].items() if version
+        )
+        driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+        commit = f", commit {environment['commit']}" if environment["commit"] else ""
+        self.line(f"{environment['device']}{driver}; {versions}{commit}")
+        self.line(
+            f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
+            f"heads on {subject['num_key_value_heads']} of {subject['head_dim']}; mask {subject['mask']}, "
+            f"{subject['pruning_ratio']:.1%} of K channels pruned; windows {subject['sink_size']} + "
+            f"{subject['recent_size']} + {subject['flush_size']}"
+        )
+
+    def line(self, text: str) -> None:
+        """Write one line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Write a table; columns without a heading are text, the others figures."""
+        self._console.print(title, style="bold", markup=False, soft_wrap=True)
+        table = Table()
+        for column in columns:
+            table.add_column(column, justify="right" if column else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A figure, or a dash where there is none."""
+    return MISSING if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def share(value: float | None) -> str:
+    """A fraction in percent, or a dash where there is none."""
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times as fast or as many, or a dash where it is unknown."""
+    return MISSING if value is None else f"{value:.2f}x"
