@@ -1,0 +1,132 @@
+"""How much memory a cache takes: what is reserved, how it grows, and what a prompt leaves behind."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from runtime import store_leank
+from runtime.attention_leank import AttentionHandle
+from runtime.store_leank import capacity_for
+
+WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def feed(model, tokens, cache=None, **kwargs):
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache, use_cache=True, **kwargs)
+
+
+def capacities(cache) -> set[int]:
+    return {layer.store.capacity for layer in cache.layers}
+
+
+def test_capacity_is_what_is_reserved_where_that_is_known():
+    assert capacity_for(32768, 32896) == 32896
+    assert capacity_for(32768) == 34816
+    assert capacity_for(100, 100) == 128
+    assert capacity_for(5000, 4000) == capacity_for(5000) == 5312
+
+
+def test_reserved_memory_never_grows(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = model.build_cache()
+    cache.reserve(250)
+    feed(model, ids(2, 130), cache)
+    addresses = cache.addresses()
+    for _ in range(120):
+        feed(model, ids(2, 1), cache)
+    assert capacities(cache) == {256} and cache.addresses() == addresses
+    for _ in range(7):
+        feed(model, ids(2, 1), cache)
+    assert capacities(cache) == {320} and cache.addresses() != addresses
+
+
+def test_reserving_for_a_prompt_that_is_there_grows_at_once(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = feed(model, ids(2, 60)).past_key_values
+    assert capacities(cache) == {64}
+    cache.reserve(300)
+    assert capacities(cache) == {320}
+    cache.reserve(10)
+    assert capacities(cache) == {320}
+
+
+def test_a_padded_row_needs_no_more_than_its_columns(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[:, :40] = 0
+    cache = model.build_cache()
+    cache.reserve(168)
+    feed(model, ids(2, 100), cache, attention_mask=mask)
+    assert capacities(cache) == {128}
+
+
+@pytest.mark.parametrize(
+    ("options", "capacity"),
+    [
+        ({"max_new_tokens": 20}, 128),
+        ({"max_new_tokens": 200}, 320),
+        ({"max_length": 130}, 192),
+        # More than 256 tokens beyond a short prompt may never come.
+        ({"max_new_tokens": 300}, 448),
+    ],
+    ids=str,
+)
+def test_generate_reserves_for_a_short_answer(options, capacity, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    result = model.generate(
+        ids(2, 100),
+        attention_mask=torch.ones(2, 100),
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        **options,
+        **GREEDY,
+    )
+    assert capacities(result.past_key_values) == {capacity}
+
+
+def test_a_second_turn_reserves_too(model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    settings = {"return_dict_in_generate": True, "eos_token_id": None, **GREEDY}
+    first = model.generate(ids(2, 100), max_new_tokens=20, **settings)
+    tokens = torch.cat([first.sequences, ids(2, 30)], 1)
+    cache = model.generate(tokens, past_key_values=first.past_key_values, max_new_tokens=60, **settings)
+    assert capacities(cache.past_key_values) == {256}
+
+
+def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, some_masks, monkeypatch):
+    model = model_pair(some_masks(WIDTHS)).leank
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[1, :23] = 0
+    whole = feed(model, ids(2, 70), attention_mask=mask).past_key_values
+    monkeypatch.setattr(store_leank, "_BLOCK_SIZE", 2 * 3 * 16 * 9)
+    blocks = feed(model, ids(2, 70), attention_mask=mask).past_key_values
+    for ours, expected in zip(blocks.layers, whole.layers, strict=True):
+        for name in ("kept_keys", "values", "window_keys", "window_values"):
+            assert torch.equal(getattr(ours.store, name), getattr(expected.store, name))
+
+
+def test_a_layers_whole_prompt_is_gone_before_the_next_layers_comes(model_pair, some_masks, monkeypatch):
+    model = model_pair(some_masks(WIDTHS)).leank
+    whole: list[weakref.ref] = []
+    alive: list[list[bool]] = []
+    attend = AttentionHandle.attend
+
+    def watched(handle, *args, **kwargs):
+        alive.append([ref() is not None for ref in whole])
+        whole.extend([weakref.ref(handle.key), weakref.ref(handle.value)])
+        result = attend(handle, *args, **kwargs)
+        alive.append([ref() is not None for ref in whole])
+        return result
+
+    monkeypatch.setattr(AttentionHandle, "attend", watched)
+    feed(model, ids(2, 70))
+    assert len(whole) == 6 and not any(map(any, alive))
