@@ -93,7 +93,12 @@ def benchmark() -> None:
 @click.option(
     "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
 )
-@click.option("--peers", metavar="NAME,…", help="Dense peers. Default: those that can run here.")
+@click.option(
+    "--peers",
+    metavar="NAME,…",
+    help="Among leank-all-channels, sdpa-cudnn, sdpa-flash, sdpa, flex, flashinfer; or none. "
+    "Default: those that can run here.",
+)
 @click.option(
     "--rounds", type=click.IntRange(1), help="Measurements of each figure. Default: 21, on the CPU 3."
 )

@@ -47,11 +47,6 @@ class Generation:
     tokens: Tensor
     cache: Any
 
-    @property
-    def median_step(self) -> float:
-        """Median milliseconds of a step."""
-        return median(self.step_milliseconds)
-
 
 def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> Generation:
     """Call `generate`, greedy, for exactly `num_new` tokens.

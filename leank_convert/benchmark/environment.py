@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from leank_convert.benchmark.timing import time_calls
+from leank_convert.checkpoint_io import first_line
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 
@@ -100,10 +104,25 @@ def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, fl
     }
 
 
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Turn running out of memory into one sentence.
+
+    Raises:
+        LeanKError: If what runs inside does not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LeanKError(
+            f"this does not fit on the device: {first_line(error)}",
+            hint="take a smaller batch, or fewer tokens",
+            exit_code=1,
+        ) from error
+
+
 def release_memory(device: torch.device) -> None:
     """Give freed memory back to the device, so that the next subject finds what the last one found."""
-    import gc
-
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

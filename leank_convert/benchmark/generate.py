@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.benchmark.decoding import Generation, generate, time_limit, time_loop, time_replay
-from leank_convert.benchmark.environment import describe_environment, release_memory
+from leank_convert.benchmark.environment import describe_environment, memory_told, release_memory
 from leank_convert.benchmark.models import build_dense, check_model, random_prompt
 from leank_convert.benchmark.report import Report, build_document, number, ratio
 from leank_convert.benchmark.subject import Subject, load_runtime
@@ -53,7 +53,7 @@ def benchmark_generate(
     environment = describe_environment(device)
     report.header(environment, subject.describe())
     results: list[dict[str, Any]] = []
-    with TemporaryDirectory() as folder, torch.no_grad():
+    with TemporaryDirectory() as folder, torch.no_grad(), memory_told():
         torch.manual_seed(0)
         runtime = load_runtime(subject, folder, dtype)
         model = runtime.build_model(subject.channel_masks, device, dtype)

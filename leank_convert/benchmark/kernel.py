@@ -19,6 +19,7 @@ from leank_convert.benchmark.accuracy import AttentionTruth, attend_exactly, pru
 from leank_convert.benchmark.environment import (
     describe_environment,
     measure_read_bandwidth,
+    memory_told,
     release_memory,
 )
 from leank_convert.benchmark.layers import FilledLayer
@@ -66,11 +67,12 @@ def benchmark_kernel(
     report = Report()
     environment = describe_environment(device)
     report.header(environment, subject.describe())
-    bandwidth = measure_read_bandwidth(device, rounds=rounds)
+    with memory_told():
+        bandwidth = measure_read_bandwidth(device, rounds=rounds)
     best = max(bandwidth, key=bandwidth.__getitem__)
     report.line(f"read bandwidth {bandwidth[best]:,.0f} GB/s ({best})")
     release_memory(device)
-    with TemporaryDirectory() as folder, TemporaryDirectory() as dense_folder, torch.no_grad():
+    with TemporaryDirectory() as folder, TemporaryDirectory() as dense_folder, torch.no_grad(), memory_told():
         runtime = load_runtime(subject, folder, dtype)
         dense = subject.keeping_all()
         bench = _Bench(device, dtype, rounds, bandwidth[best], seed)

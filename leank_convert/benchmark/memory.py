@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from leank_convert.benchmark.decoding import generate
-from leank_convert.benchmark.environment import describe_environment, release_memory
+from leank_convert.benchmark.environment import describe_environment, memory_told, release_memory
 from leank_convert.benchmark.largest_batch import DenseSide, LeanKSide, Side, Trial, find_largest
 from leank_convert.benchmark.models import build_dense, check_model, random_prompt
 from leank_convert.benchmark.report import Report, build_document, number, ratio, share
@@ -48,7 +48,7 @@ def benchmark_memory(
     environment = describe_environment(device)
     report.header(environment, subject.describe())
     results: dict[str, Any] = {}
-    with TemporaryDirectory() as folder, torch.no_grad():
+    with TemporaryDirectory() as folder, torch.no_grad(), memory_told():
         torch.manual_seed(0)
         runtime = load_runtime(subject, folder, dtype)
         model = runtime.build_model(subject.channel_masks, device, dtype)

@@ -56,7 +56,7 @@ def copies_needed(num_bytes: int, device: torch.device) -> int:
     return min(max(-(-_TIMES_L2 * l2 // max(num_bytes, 1)), 1), _MAX_COPIES)
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int, capture: bool = True) -> Timing:
+def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> Timing:
     """Time calls that take turns, each over inputs of its own.
 
     On CUDA all calls, as often as make 2 ms, are captured as one graph; each round replays it between two
@@ -66,7 +66,6 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int, capt
         calls: What to time; their results are dropped.
         device: Where they run.
         rounds: How many measurements to take the median of.
-        capture: Whether to try a graph.
     """
     if device.type != "cuda":
         return _time_on_cpu(calls, rounds)
@@ -74,7 +73,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int, capt
         once = _time_eagerly(calls, 3)
         repeats = max(1, min(round(_MIN_REPLAY_MS / max(once.milliseconds * len(calls), 1e-3)), _MAX_CALLS))
         batch = list(calls) * repeats
-        graph = _capture(calls, batch) if capture else None
+        graph = _capture(calls, batch)
         if graph is None:
             return _time_eagerly(batch, rounds)
         graph.replay()

@@ -152,6 +152,19 @@ def test_wrong_decoding_is_not_timed_and_exits_1(run, monkeypatch):
         assert "WRONG" in result.stderr
 
 
+def test_running_out_of_memory_is_one_sentence_and_exits_1(run, monkeypatch):
+    from leank_convert.benchmark import kernel
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("tried to allocate too much\nmore of it")
+
+    monkeypatch.setattr(kernel, "attend_exactly", fail)
+    result = run(*KERNEL, "--rounds", "1")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "error: this does not fit on the device: tried to allocate too much\nhint: " in result.stderr
+
+
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize("command", ["kernel", "generate", "memory"])
 def test_without_cuda_the_cpu_has_to_be_asked_for(run, command):

@@ -1,0 +1,54 @@
+"""The commands on a CUDA device, at toy sizes: graphs are captured, peers run, peaks are counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def measured():
+    def call(*arguments):
+        command = [sys.executable, "-m", "leank_convert", "benchmark", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return call
+
+
+@pytest.mark.parametrize("sizes", [["1x64", "3x5"], ["2x1024"]], ids=str)
+def test_kernel_is_timed_by_graph_replay(sizes, measured):
+    cases = [part for size in sizes for part in ("--case", size)]
+    peers = "leank-all-channels,sdpa-flash,sdpa"
+    document = measured("kernel", "--geometry", "tiny", *cases, "--peers", peers, "--rounds", "3")
+    assert document["kernel"].startswith("compiled kernel")
+    assert document["environment"]["driver"]
+    for case in document["cases"]:
+        for entry in (*case["layers"], *case["peers"].values()):
+            assert entry.get("method") == "CUDA graph replay", entry
+
+
+def test_generate_replays_its_step_and_the_peers_run(measured):
+    document = measured("generate", "--geometry", "tiny", "--case", "2x100x24")
+    assert document["kernel"] == "compiled kernel"
+    (case,) = document["cases"]
+    ours = case["sides"]["leank"]
+    assert ours["graph"]["why_eager"] is None
+    assert ours["graph"]["replays"] >= 16
+    assert ours["replay_milliseconds"] > 0
+    assert [side.get("why") for side in case["sides"].values()] == [None, None, None]
+
+
+def test_memory_measures_peaks_and_finds_batches(measured):
+    document = measured("memory", "--geometry", "tiny", "--allocated", "200x12", "--prefill", "2x300",
+                        "--largest", "100x12", "--limit", "0.01")  # fmt: skip
+    assert document["prefill"]["leank"]["peak_bytes"] > 0
+    (case,) = document["largest_batch"]
+    assert case["ratio"] > 1
+    assert case["dense"]["batch"] == case["dense"]["predicted_by_bytes"]
