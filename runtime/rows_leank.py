@@ -159,7 +159,7 @@ class RowState:
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
         self._step = Step(start, num_prefill, num_decode, split, append)
-        return self._step
+        return self._step.to(device)
 
     def reserved_tokens(self, num_columns: int) -> int:
         """Return the tokens that the longest of rows of `num_columns` columns will have, 0 if unknown."""

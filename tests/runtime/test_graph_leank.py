@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from runtime import capture_leank, graph_leank, layer_leank
 from runtime.capture_leank import GraphMemory, ModelState, why_step_is_eager
 from runtime.graph_leank import DecodeGraph
+from runtime.modeling_leank import LeanKLlamaModel
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
@@ -98,7 +99,7 @@ class RecordedGraph:
 class PlainKernels:
     """The kernels' interface in plain torch: lengths are read from tensors alone, head by head."""
 
-    def __init__(self, head_dim: int, num_groups: int, chunk_size: int) -> None:
+    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
         self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
 
     def plan(self, lengths, pruned_lengths, sink_size, num_slots):
@@ -510,6 +511,18 @@ def test_which_models_are_captured(model_pair, some_masks):
     model = model_pair(masks).leank
     model.hf_quantizer = object()
     assert ModelState(model, cpu).why_eager == "the model is quantized"
+
+
+def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks):
+    pair = model_pair(some_masks(WIDTHS))
+    model = LeanKLlamaModel(pair.leank.config).eval()
+    model.load_state_dict(pair.leank.model.state_dict())
+    caches = model.build_cache(), model.build_cache(use_graphs=False)
+    with torch.no_grad():
+        for count in (15, 1, 1, 1):
+            ours, eager = (model(ids(2, count), past_key_values=cache).last_hidden_state for cache in caches)
+            assert torch.allclose(ours, eager, atol=1e-4)
+    assert caches[0].graph.num_replays == 2
 
 
 def test_graphs_can_be_switched_off_and_on(graphs, model_pair, some_masks):

@@ -1,4 +1,4 @@
-"""The plain torch path on a CUDA device: the CPU's tokens, and no decode step waits for the device."""
+"""Decoding on a CUDA device by plain torch: the CPU's tokens, and no decode step waits for the device."""
 
 from __future__ import annotations
 

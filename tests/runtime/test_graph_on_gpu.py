@@ -1,0 +1,231 @@
+"""Captured decode steps on a CUDA device, with the real kernels: tokens, memory, waiting, two devices."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("tilelang") is None, reason="only steps that kernels serve are captured"),
+]
+
+MASK_WIDTHS = [[0, 16, 32], [8, 64, 64]]
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "max_new_tokens": 40,
+    "min_new_tokens": 40,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def padded(length: int) -> torch.Tensor:
+    mask = torch.ones(3, length, dtype=torch.long, device="cuda")
+    mask[1, :22] = 0
+    return mask
+
+
+@pytest.fixture
+def model(model_pair, some_masks):
+    return model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", torch.float16)
+
+
+def decode(model, cache, turns, mask=None) -> torch.Tensor:
+    """Feed three rows turn by turn; logits of all columns."""
+    tokens, logits, start = ids(3, sum(turns), 3), [], 0
+    with torch.no_grad():
+        for count in turns:
+            stop = start + count
+            position = torch.arange(start, stop, device="cuda")[None]
+            inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
+            if mask is not None:
+                position = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            output = model(tokens[:, start:stop], position_ids=position, past_key_values=cache, **inputs)
+            logits.append(output.logits)
+            start = stop
+    return torch.cat(logits, 1).float()
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
+def test_replayed_steps_give_what_steps_give(is_padded, model):
+    # 64 tokens fit at first, so memory grows while decoding; then a second turn, and single tokens again.
+    turns = [50, *[1] * 30, 5, *[1] * 10]
+    mask = padded(sum(turns)) if is_padded else None
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = decode(model, cache, turns, mask), decode(model, plain, turns, mask)
+    real = slice(None) if mask is None else mask.bool()
+    assert (ours[real] - eager[real]).abs().max() <= 0.01 * eager[real].abs().max()
+    assert cache.graph.why_eager is None
+    assert cache.graph.num_replays >= 36 and plain.graph.num_replays == 0
+    assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
+    assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
+    for one, other in zip(cache.layers, plain.layers, strict=True):
+        assert torch.allclose(one.store.window_keys, other.store.window_keys, rtol=0.02, atol=0.05)
+
+
+# PyTorch calls the mode a prototype when it is switched on.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
+def test_neither_capture_nor_replay_waits_for_the_device(is_padded, model):
+    decode(model, model.build_cache(), [50, 1, 1, 1])  # finds kernels
+    mask = padded(90) if is_padded else None
+    with torch.no_grad():
+        output = model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50])
+        cache, token = output.past_key_values, ids(3, 1)
+        position = torch.full((3, 1), 50, device="cuda")
+        with no_waiting():
+            for step in range(40):
+                seen = None if mask is None else mask[:, : 51 + step]
+                model(token, attention_mask=seen, position_ids=position + step, past_key_values=cache)
+    assert cache.graph.num_replays >= 36
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"prefill_chunk_size": 16, "prune": "deferred"}, {"prompt_lookup_num_tokens": 4}],
+    ids=str,
+)
+def test_generate_gives_the_same_tokens(options, model):
+    prompt = {"input_ids": ids(3, 50), "attention_mask": padded(50)}
+    if "prompt_lookup_num_tokens" in options:
+        prompt = {"input_ids": ids(1, 10).repeat(1, 5)}
+    results = []
+    for use_graphs in (True, False):
+        cache = model.build_cache(use_graphs=use_graphs)
+        results.append(model.generate(**prompt, past_key_values=cache, **{**GREEDY, **options}).tolist())
+        assert use_graphs or cache.graph.num_replays == 0
+        if use_graphs and "prompt_lookup_num_tokens" not in options:
+            assert cache.graph.num_replays >= 36
+    assert results[0] == results[1]
+
+
+def test_inference_mode_and_no_grad_take_turns(model):
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    for each in (cache, plain):
+        with torch.inference_mode():
+            decode(model, each, [50, 1, 1, 1])
+    token = ids(3, 1)
+    for step in range(4):
+        with torch.no_grad():
+            ours, eager = (model(token, past_key_values=each).logits for each in (cache, plain))
+        assert (ours - eager).abs().max() <= 0.01 * eager.abs().max(), step
+    with torch.inference_mode():
+        for _ in range(3):
+            model(token, past_key_values=cache)
+    assert cache.graph.num_replays >= 6
+
+
+def test_a_capture_on_another_stream(model):
+    expected = decode(model, model.build_cache(use_graphs=False), [50, *[1] * 10])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        cache = model.build_cache()
+        ours = decode(model, cache, [50, *[1] * 10])
+    torch.cuda.current_stream().wait_stream(stream)
+    assert cache.graph.num_replays == 9
+    assert (ours - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypatch, caplog):
+    settings = {**GREEDY, "do_sample": True}
+    torch.manual_seed(0)
+    expected = model.generate(ids(3, 50), past_key_values=model.build_cache(use_graphs=False), **settings)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids(3, 50), **settings), expected)
+    norm = type(model.model.norm).forward
+
+    def asks(self, states):
+        return norm(self, states) if float(states.sum()) else states
+
+    monkeypatch.setattr(type(model.model.norm), "forward", asks)
+    torch.manual_seed(0)
+    cache = model.build_cache()
+    assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
+    assert cache.graph.num_replays == 0 and cache.graph.why_eager.startswith("capturing failed")
+    monkeypatch.undo()
+    cache = model.build_cache()
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
+    assert cache.graph.num_replays >= 36
+
+
+def test_a_cache_with_a_graph_gives_its_memory_back(model):
+    def once() -> int:
+        cache = model.build_cache()
+        decode(model, cache, [50, 1, 1, 1, 1])
+        assert cache.graph.num_replays == 3
+        del cache
+        return torch.cuda.memory_reserved()
+
+    once()
+    gc.collect()
+    held, reserved = torch.cuda.memory_allocated(), once()
+    assert torch.cuda.memory_allocated() <= held + 2**20
+    assert [once() for _ in range(10)][-1] <= reserved + 2**22
+
+
+def test_a_prompt_never_lies_dense_in_all_layers(model_pair, some_masks):
+    heads, layers, length = 8, 16, 16384
+    model = model_pair(
+        some_masks([[0] * 4 + [16] * 4] * layers, head_dim=64),
+        sink=16,
+        recent=64,
+        flush=16,
+        max_position_embeddings=length,
+    ).leank.to("cuda", torch.bfloat16)
+    tokens = ids(1, length)
+    dense = layers * heads * length * 64 * 2 * 2
+    with torch.no_grad():
+        model(tokens[:, :100], logits_to_keep=1)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cache = model(tokens, logits_to_keep=1).past_key_values
+        peak = torch.cuda.max_memory_allocated() - before
+    held = cache.memory().total.allocated
+    one_layer = dense // layers
+    assert held < 0.4 * dense
+    # Beside the result: queries, keys, values, attention's output and rotary's copies of one layer.
+    assert peak < held + 9 * one_layer < dense, (peak, held, one_layer)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
+def test_decoding_over_two_devices(is_padded, model):
+    accelerate = pytest.importorskip("accelerate")
+    turns = [50, *[1] * 30, 5, 1, 1]
+    mask = padded(sum(turns)) if is_padded else None
+    expected = decode(model, model.build_cache(use_graphs=False), turns, mask)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    places |= {"model.rotary_emb": 0, "lm_head": 1}
+    model = accelerate.dispatch_model(model, device_map=places, skip_keys="past_key_values")
+    cache = model.build_cache()
+    ours = decode(model, cache, turns, mask).cuda()
+    real = slice(None) if mask is None else mask.bool()
+    assert (ours[real] - expected[real]).abs().max() <= 0.01 * expected[real].abs().max()
+    assert [layer.store.kept_keys.device.index for layer in cache.layers] == [0, 1]
+    assert all(layer.kernels is not None for layer in cache.layers)
+    assert cache.graph.num_replays == 0
+    generated = model.generate(ids(3, 50), **GREEDY)
+    assert generated.shape == (3, 90)
