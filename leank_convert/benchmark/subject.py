@@ -187,14 +187,35 @@ class Runtime:
             layer.self_attn.channel_mask.copy_(mask)
         return model.eval()
 
-    def find_kernels(self, device: torch.device, dtype: torch.dtype, chunk_size: int) -> Any:
-        """The compiled kernels for this checkpoint's shape, or None where the plain torch path runs."""
-        config = self.config
-        groups = config.num_attention_heads // config.num_key_value_heads
-        settings = self.module("configuration_leank").read_settings(config)
-        return self.module("launch_leank").find_kernels(
-            device, dtype, head_dim=settings.head_dim, num_groups=groups, chunk_size=chunk_size
-        )
+    @property
+    def chunk_size(self) -> int:
+        """Channels of a chunk, in all layers."""
+        settings = self.module("configuration_leank").read_settings(self.config)
+        return int(self.module("layout_leank").choose_chunk_size(settings.widths, settings.head_dim))
+
+    def find_kernels(self, device: torch.device, dtype: torch.dtype) -> list[Any] | None:
+        """The compiled kernels that serve all layers, or None where plain torch serves any.
+
+        Layers differ in nothing that is compiled in but the most chunks that one of their heads has.
+        """
+        if device.type != "cuda":
+            return None
+        settings = self.module("configuration_leank").read_settings(self.config)
+        layout, chunk_size = self.module("layout_leank").ChunkLayout, self.chunk_size
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        most = {layout(widths, settings.head_dim, chunk_size).max_chunks for widths in settings.widths}
+        found = [
+            self.module("launch_leank").find_kernels(
+                device,
+                dtype,
+                head_dim=settings.head_dim,
+                num_groups=groups,
+                chunk_size=chunk_size,
+                max_chunks=max_chunks,
+            )
+            for max_chunks in sorted(most)
+        ]
+        return None if None in found else found
 
 
 def load_runtime(subject: Subject, folder: str | Path, dtype: torch.dtype) -> Runtime:

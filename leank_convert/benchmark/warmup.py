@@ -42,16 +42,14 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
     runtime = Runtime(checkpoint)
     config = runtime.config
     settings = runtime.module("configuration_leank").read_settings(config)
-    chunk_size = runtime.module("layout_leank").choose_chunk_size(settings.widths, settings.head_dim)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    if dtype not in _COMPUTED_DTYPES.values():
+    name = str(config.dtype or "bfloat16").removeprefix("torch.")
+    if name not in _COMPUTED_DTYPES:
         raise LeanKError(
-            f"`{checkpoint}` is stored in {str(dtype).removeprefix('torch.')}; kernels compute in "
-            + " and ".join(_COMPUTED_DTYPES),
+            f"`{checkpoint}` is stored in {name}; kernels compute in {' and '.join(_COMPUTED_DTYPES)}",
             hint='load it with `dtype="bfloat16"`, or export it from a source in that dtype',
         )
     began = time.perf_counter()
-    kernels = runtime.find_kernels(chosen, dtype, chunk_size)
+    kernels = runtime.find_kernels(chosen, _COMPUTED_DTYPES[name])
     if kernels is None:
         raise LeanKError(
             f"the kernels of `{checkpoint}` cannot be used on `{torch.cuda.get_device_name(chosen)}`",
@@ -61,10 +59,11 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
     return {
         "checkpoint": str(checkpoint),
         "device": torch.cuda.get_device_name(chosen),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name,
         "head_dim": settings.head_dim,
         "num_key_value_groups": config.num_attention_heads // config.num_key_value_heads,
-        "chunk_size": chunk_size,
+        "chunk_size": runtime.chunk_size,
+        "shapes": len(kernels),
         "seconds": time.perf_counter() - began,
         "cache": os.environ.get("TILELANG_CACHE_DIR", str(Path("~/.tilelang/cache").expanduser())),
     }
@@ -75,5 +74,6 @@ def render_warm_up(facts: dict[str, Any]) -> str:
     return (
         f"compiled and checked in {facts['seconds']:.1f} s on {facts['device']}: {facts['dtype']}, head_dim "
         f"{facts['head_dim']}, {facts['num_key_value_groups']} query heads per KV head, chunks of "
-        f"{facts['chunk_size']}; kept in {facts['cache']}"
+        f"{facts['chunk_size']}, {facts['shapes']} layer {'shape' if facts['shapes'] == 1 else 'shapes'}; "
+        f"kept in {facts['cache']}"
     )

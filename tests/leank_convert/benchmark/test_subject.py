@@ -97,3 +97,29 @@ def test_the_runtime_is_a_checkpoints_own_and_weights_are_shared(tmp_path):
         torch.testing.assert_close(dense(tokens).logits, model(tokens).logits)
     with pytest.raises(LeanKError, match=r"has no `absent_leank.py`"):
         runtime.module("absent_leank")
+
+
+def test_kernels_are_found_once_for_layers_that_compile_alike(tmp_path, monkeypatch):
+    subject = choose_subject(None, None, "tiny")
+    runtime = load_runtime(subject, tmp_path, torch.float32)
+    layout, launch = runtime.module("layout_leank"), runtime.module("launch_leank")
+    asked = []
+
+    def find(device, dtype, **shape):
+        asked.append(shape)
+        return None if shape["max_chunks"] == 7 else object()
+
+    monkeypatch.setattr(launch, "find_kernels", find)
+    cuda = torch.device("cuda", 0)
+    assert runtime.find_kernels(torch.device("cpu"), torch.bfloat16) is None
+    assert asked == []
+    for per_layer, expected in (({0: 4}, [4]), ({0: 5, 1: 4}, [4, 5]), ({0: 7, 1: 4}, [4, 7])):
+        asked.clear()
+        widths = {layer: subject.layout.widths[layer] for layer in range(2)}
+        counts = {widths[layer]: per_layer.get(layer, 4) for layer in range(2)}
+        most = property(lambda self, counts=counts: counts[self.widths])
+        monkeypatch.setattr(layout.ChunkLayout, "max_chunks", most, raising=False)
+        found = runtime.find_kernels(cuda, torch.bfloat16)
+        assert [shape["max_chunks"] for shape in asked] == expected
+        assert asked[0] == {"head_dim": 64, "num_groups": 2, "chunk_size": 16, "max_chunks": 4}
+        assert found is None if 7 in expected else len(found) == len(expected)
