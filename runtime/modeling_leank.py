@@ -45,6 +45,7 @@ from .configuration_leank import (
     check_prune,
     read_settings,
 )
+from .options_leank import columns_to_reserve, first_given, prompt_columns
 
 logger = logging.get_logger(__name__)
 
@@ -341,22 +342,22 @@ class LeanKForCausalLMMixin(LeanKMixin):
             ValueError: If another kind of cache or a draft by early exit is asked for.
         """
         configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
-        if _first_given(kwargs, configs, "assistant_early_exit") is not None:
+        if first_given(kwargs, configs, "assistant_early_exit") is not None:
             raise ValueError(
                 "assistant_early_exit: a model of fewer layers cannot draft on a LeanK cache; draft with "
                 "`assistant_model` or `prompt_lookup_num_tokens`"
             )
-        implementation = _first_given(kwargs, configs, "cache_implementation")
+        implementation = first_given(kwargs, configs, "cache_implementation")
         if implementation not in _OWN_CACHE:
             raise ValueError(
                 f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
                 "own, so leave it out"
             )
-        default_prune = _first_given({}, configs, "prune")
+        default_prune = first_given({}, configs, "prune")
         for mode in (prune, default_prune):
             if mode is not None:
                 check_prune(mode, "`prune`")
-        if _first_given(kwargs, configs, "use_cache") is False:
+        if first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         # transformers takes a cache or the name of one.
         if getattr(generation_config, "cache_implementation", None) is not None:
@@ -373,9 +374,11 @@ class LeanKForCausalLMMixin(LeanKMixin):
                 cache.prune = prune
             elif default_prune is not None and not cache.get_seq_length():
                 cache.prune = default_prune
-        cache.prefill_length = _prompt_columns(inputs, kwargs)
+        cache.prefill_length = prompt_columns(inputs, kwargs)
         if cache.prefill_length is not None:
-            _reserve(cache, cache.prefill_length, kwargs, configs)
+            num_columns = columns_to_reserve(cache.prefill_length, kwargs, configs)
+            if num_columns is not None:
+                cache.reserve(max(num_columns, cache.rows.num_reserved))
         try:
             return super().generate(  # type: ignore[misc]
                 inputs, generation_config, *args, past_key_values=cache, **kwargs
@@ -407,37 +410,6 @@ def _carry_file(name: str, digest: str, source: str, folder: Path) -> bool:
     if not (folder / name).exists() or not (folder / name).samefile(found):
         shutil.copyfile(found, folder / name)
     return True
-
-
-def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:
-    """Return an option from where `generate` would take it: arguments, then generation configs."""
-    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
-        if value is not None:
-            return value
-    return None
-
-
-def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
-    """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
-    for candidate in (
-        kwargs.get("attention_mask"),
-        kwargs.get("inputs_embeds"),
-        inputs,
-        kwargs.get("input_ids"),
-    ):
-        if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
-            return int(candidate.shape[1])
-    return None
-
-
-def _reserve(
-    cache: LeanKCache, prompt: int, kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...]
-) -> None:
-    """Allocate for the whole answer, if it is short beside the prompt: it may end before its limit."""
-    answer = _first_given(kwargs, configs, "max_new_tokens")
-    limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
-    if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):
-        cache.reserve(limit)
 
 
 class LeanKLlamaModel(LeanKModelMixin, LlamaModel):  # type: ignore[no-untyped-call]
