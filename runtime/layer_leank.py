@@ -245,6 +245,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             head_dim=self.layout.head_dim,
             num_groups=query.shape[1] // len(self.layout.widths),
             chunk_size=self.layout.chunk_size,
+            max_chunks=self.layout.max_chunks,
         )
 
     def _append_by_kernel(self, key: torch.Tensor, value: torch.Tensor, append: Append) -> None:

@@ -77,6 +77,13 @@ class ChunkLayout:
         return sum(self.dropped_chunks)
 
     @cached_property
+    def max_chunks(self) -> int:
+        """Most chunks of a head, kept and dropped: D / E, one more where a width is no multiple of E."""
+        return max(
+            kept + dropped for kept, dropped in zip(self.kept_chunks, self.dropped_chunks, strict=True)
+        )
+
+    @cached_property
     def value_heads(self) -> tuple[int, ...]:
         """Heads that see pruned tokens, whose V is kept for every token."""
         return tuple(head for head, width in enumerate(self.widths) if width)

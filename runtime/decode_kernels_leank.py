@@ -1,0 +1,375 @@
+"""The compiled kernels of one shape: how they are made, launched, and seen by torch as operators."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TILE = 64
+"""Tokens of a tile, as in tiles_leank (which cannot be imported without tilelang)."""
+
+_LOG2_E = 1.4426950408889634
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MAX_STAGES = 6
+
+# Operators are named after this file's content: two checkpoints in one process may carry two versions of it.
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What kernels are found by.
+
+    Attributes:
+        device: Where the cache lies.
+        dtype: Of queries and cache.
+        head_dim: D.
+        num_groups: Query heads per KV head.
+        chunk_size: Channels of a chunk.
+        max_chunks: `ChunkLayout.max_chunks` of the layer.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    num_groups: int
+    chunk_size: int
+    max_chunks: int
+
+
+_kernels: list[DecodeKernels] = []  # operators name kernels by their place here
+
+
+class DecodeKernels:
+    """The compiled kernels of one device, dtype and shape.
+
+    Attributes:
+        seconds: Time it took to compile them, or to load them from the cache on disk.
+    """
+
+    def __init__(self, key: KernelKey, *, generic: bool = False) -> None:
+        """Compile, or load from TileLang's cache.
+
+        Args:
+            key: What they serve.
+            generic: Take the body for older GPUs also on Hopper.
+        """
+        from .kernel_generic_leank import generic_attention
+        from .kernel_hopper_leank import hopper_attention
+        from .kernel_leank import append_tokens, merge_parts
+
+        self.key = key
+        started = time.perf_counter()
+        properties = torch.cuda.get_device_properties(key.device)
+        hopper = (properties.major, properties.minor) == (9, 0)
+        per_sm = properties.shared_memory_per_multiprocessor
+        per_block = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        shape, self.programs_per_sm = self._fit(per_sm, per_block)
+        self.num_programs = self.programs_per_sm * properties.multi_processor_count
+        # Without the "a" the compiler silently leaves out wgmma.
+        arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
+        attention = hopper_attention if hopper and not generic else generic_attention
+        self._attention, self._merge, self._append = _compile(
+            [attention(shape), merge_parts(shape), append_tokens(shape)], arch
+        )
+        self._num_queries = shape.num_queries
+        self._handle = len(_kernels)
+        _kernels.append(self)
+        self.seconds = time.perf_counter() - started
+
+    def _fit(self, per_sm: int, per_block: int) -> tuple[Any, int]:
+        """Choose tiles in flight and instances per multiprocessor: two hide each other's latency."""
+        from .kernel_leank import KernelShape
+
+        key = self.key
+        shape = KernelShape(
+            key.head_dim, key.num_groups, key.chunk_size, key.max_chunks, DTYPES[key.dtype], num_stages=2
+        )
+        stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * 2
+        # Queries, weights, reductions' workspace, barriers, and what the driver reserves for a block.
+        fixed = shape.num_queries * (key.max_chunks * key.chunk_size + TILE) * 2 + 4096
+        for instances in (2, 1):
+            stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
+            if stages >= 2:
+                num_stages = min(int(stages), _MAX_STAGES)
+                fitted = KernelShape(
+                    shape.head_dim,
+                    shape.num_groups,
+                    shape.chunk_size,
+                    shape.max_chunks,
+                    shape.dtype,
+                    num_stages,
+                )
+                return fitted, instances
+        raise ValueError(f"two tiles of {stage} bytes do not fit in {per_sm} bytes of shared memory")
+
+    def plan(
+        self, lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
+    ) -> torch.Tensor:
+        """Count the tiles of pruned and of whole tokens before each row, and in all rows.
+
+        Once per step, for all layers; asks the device nothing.
+
+        Args:
+            lengths: Tokens per row `[B]`, int32.
+            pruned_lengths: Pruned ones among them `[B]`, int32.
+            sink_size: Sink slots of the window.
+            num_slots: All its slots.
+
+        Returns:
+            `[B + 1, 2]`, int32.
+        """
+        return plan_tiles(lengths, pruned_lengths, sink_size, num_slots)
+
+    def append(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kept_keys: torch.Tensor,
+        stored_values: torch.Tensor,
+        window_keys: torch.Tensor,
+        window_values: torch.Tensor,
+        chunk_index: torch.Tensor,
+        head_table: torch.Tensor,
+        lengths: torch.Tensor,
+        valid: torch.Tensor | None,
+        sink_size: int,
+    ) -> None:
+        """Add one token per row, in place.
+
+        Args:
+            keys: `[B, H_kv, 1, D]`.
+            values: `[B, H_kv, 1, D]`.
+            kept_keys: `[B, C, capacity, E]`.
+            stored_values: `[B, H_values, capacity, D]`.
+            window_keys: `[B, C_dropped, slots, E]`.
+            window_values: `[B, H_window, slots, D]`.
+            chunk_index: `[1 or B, C + C_dropped, E]`, int32.
+            head_table: `ChunkLayout.head_table`, int32.
+            lengths: Tokens per row, the new one counted `[B]`, int32.
+            valid: Rows whose token is real `[B]`, bool; None if all are.
+            sink_size: Sink slots of the window.
+        """
+        _append(
+            self._handle, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index,
+            head_table, lengths, valid, sink_size,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kept_keys: torch.Tensor,
+        stored_values: torch.Tensor,
+        window_keys: torch.Tensor,
+        window_values: torch.Tensor,
+        chunk_index: torch.Tensor,
+        head_table: torch.Tensor,
+        lengths: torch.Tensor,
+        pruned_lengths: torch.Tensor,
+        plan: torch.Tensor,
+        *,
+        sink_size: int,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        """Attend with one column to what is stored; memory that no token has reached may hold anything.
+
+        Args:
+            query: `[B, H, 1, D]`.
+            kept_keys: `[B, C, capacity, E]`.
+            stored_values: `[B, H_values, capacity, D]`.
+            window_keys: `[B, C_dropped, slots, E]`.
+            window_values: `[B, H_window, slots, D]`.
+            chunk_index: `[1 or B, C + C_dropped, E]`, int32.
+            head_table: `ChunkLayout.head_table`, int32.
+            lengths: Tokens per row `[B]`, int32.
+            pruned_lengths: Pruned ones among them `[B]`, int32.
+            plan: What `plan` made of these lengths.
+            sink_size: Sink slots of the window.
+            softmax_scale: Factor on the logits.
+
+        Returns:
+            `[B, H, 1, D]`.
+        """
+        output: torch.Tensor = _attend(
+            self._handle, query, kept_keys, stored_values, window_keys, window_values, chunk_index,
+            head_table,
+            lengths, pruned_lengths, plan, sink_size, softmax_scale,
+        )  # fmt: skip
+        return output
+
+    def _launch_append(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        index: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        valid: torch.Tensor | None,
+        sink_size: int,
+    ) -> None:
+        batch_size = keys.shape[0]
+        if valid is None:
+            valid = torch.ones(batch_size, dtype=torch.bool, device=keys.device)
+        with torch.cuda.device(keys.device):
+            self._append(
+                keys.view(batch_size, -1, self.key.head_dim),
+                values.view(batch_size, -1, self.key.head_dim),
+                *map(_not_empty, cache),
+                index,
+                table,
+                lengths,
+                valid.contiguous().view(torch.uint8),
+                sink_size,
+                cache[2].shape[2] - sink_size,
+            )
+
+    def _launch_attend(
+        self,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        index: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        pruned_lengths: torch.Tensor,
+        plan: torch.Tensor,
+        sink_size: int,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        batch_size, num_heads, _, head_dim = query.shape
+        part = (self.num_programs, 2, self._num_queries)
+        parts = torch.empty(*part, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(part, dtype=torch.float32, device=query.device)
+        output = torch.empty_like(query)
+        flat_output = output.view(batch_size, num_heads, head_dim)
+        with torch.cuda.device(query.device):
+            self._attention(
+                query.view(batch_size, num_heads, head_dim),
+                *map(_not_empty, cache),
+                index,
+                table,
+                lengths,
+                pruned_lengths,
+                plan,
+                parts,
+                lse,
+                flat_output,
+                sink_size,
+                cache[2].shape[2] - sink_size,
+                softmax_scale * _LOG2_E,
+            )
+            self._merge(table, plan, parts, lse, flat_output)
+        return output
+
+
+def plan_tiles(
+    lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
+) -> torch.Tensor:
+    """Count the tiles of pruned and of whole tokens before each row, and in all rows: `[B + 1, 2]`, int32."""
+    ring_size = num_slots - sink_size
+    recent = (lengths - sink_size - pruned_lengths).clamp(min=0)
+    run = torch.minimum(recent, ring_size - pruned_lengths % ring_size)
+    runs = torch.stack([lengths.clamp(max=sink_size), run, recent - run])
+    whole = ((runs + (TILE - 1)) // TILE).sum(0)
+    counts = torch.stack([(pruned_lengths + (TILE - 1)) // TILE, whole], dim=1).cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
+
+
+def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a placeholder for a tensor of no rows, which no kernel reads: TMA wants an address."""
+    return tensor if tensor.shape[1] else tensor.new_empty(tensor.shape[0], 1, TILE, tensor.shape[3])
+
+
+def _compile(functions: list[Any], arch: str) -> list[Any]:
+    tilelang = importlib.import_module("tilelang")  # an import statement would make it a requirement
+    # Warp specialisation is written out where it is wanted.
+    configs = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
+    with _quiet():
+        return [
+            tilelang.compile(function, target={"kind": "cuda", "arch": arch}, pass_configs=configs)
+            for function in functions
+        ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep TileLang's notes about every compilation to itself."""
+    logger = logging.getLogger("tilelang")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@torch.library.custom_op(
+    f"leank_{_VERSION}::append",
+    mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
+    schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
+    "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
+    "Tensor lengths, Tensor? valid, int sink_size) -> ()",
+)
+def _append(
+    kernels: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    chunk_index: torch.Tensor,
+    head_table: torch.Tensor,
+    lengths: torch.Tensor,
+    valid: torch.Tensor | None,
+    sink_size: int,
+) -> None:
+    cache = (kept_keys, stored_values, window_keys, window_values)
+    _kernels[kernels]._launch_append(keys, values, cache, chunk_index, head_table, lengths, valid, sink_size)
+
+
+@torch.library.custom_op(
+    f"leank_{_VERSION}::attend",
+    mutates_args=(),
+    schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
+    "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor lengths, Tensor pruned_lengths, "
+    "Tensor plan, int sink_size, float softmax_scale) -> Tensor",
+)
+def _attend(
+    kernels: int,
+    query: torch.Tensor,
+    kept_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    chunk_index: torch.Tensor,
+    head_table: torch.Tensor,
+    lengths: torch.Tensor,
+    pruned_lengths: torch.Tensor,
+    plan: torch.Tensor,
+    sink_size: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    cache = (kept_keys, stored_values, window_keys, window_values)
+    return _kernels[kernels]._launch_attend(
+        query, cache, chunk_index, head_table, lengths, pruned_lengths, plan, sink_size, softmax_scale
+    )
+
+
+@_append.register_fake
+def _append_nothing(*arguments: object) -> None:
+    return None
+
+
+@_attend.register_fake
+def _shape_of_output(kernels: int, query: torch.Tensor, *arguments: object) -> torch.Tensor:
+    return torch.empty_like(query)

@@ -1,0 +1,168 @@
+"""The kernels on TileLang's CPU target, against the reference, and that the bodies for GPUs compile."""
+
+import shutil
+
+import pytest
+import torch
+
+tilelang = pytest.importorskip("tilelang")
+
+from runtime.kernel_generic_leank import generic_attention  # noqa: E402
+from runtime.kernel_hopper_leank import hopper_attention  # noqa: E402
+from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
+from runtime.launch_leank import plan_tiles  # noqa: E402
+from runtime.selfcheck_leank import make_case, run_case  # noqa: E402
+
+D, E, GROUPS, SINK, SLOTS = 64, 16, 2, 8, 88
+SHAPE = KernelShape(D, GROUPS, E, D // E + 1, "float32", num_stages=1)
+SCALE = 0.2
+# One token, a full sink, tile borders, a ring that is full, that has gone round, that wraps inside a tile.
+ROWS = [
+    (1, 0),
+    (8, 0),
+    (9, 0),
+    (64, 0),
+    (65, 0),
+    (88, 0),
+    (72, 63),
+    (73, 64),
+    (137, 65),
+    (500, 413),
+    (333, 260),
+]
+WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
+
+
+class CpuKernels:
+    """`DecodeKernels` on the CPU: the generic body, any number of program instances."""
+
+    def __init__(self, attention, merge, append, num_programs):
+        self.compiled = attention, merge, append
+        self.num_programs = num_programs
+
+    plan = staticmethod(plan_tiles)
+
+    def append(self, keys, values, kept, stored, window, window_values, index, table, lengths, valid, sink):
+        cache = [tensor if tensor.shape[1] else tensor.new_zeros(len(lengths), 1, 1, tensor.shape[3])
+                 for tensor in (kept, stored, window, window_values)]  # fmt: skip
+        valid = torch.ones(len(lengths), dtype=torch.uint8) if valid is None else valid.view(torch.uint8)
+        self.compiled[2](
+            keys[:, :, 0], values[:, :, 0], *cache, index, table, lengths, valid, sink, window.shape[2] - sink
+        )
+
+    def attend(self, query, *cache_and_rest, sink_size, softmax_scale):
+        cache, (index, table, lengths, pruned_lengths, plan) = cache_and_rest[:4], cache_and_rest[4:]
+        ring_size = cache[2].shape[2] - sink_size
+        cache = [tensor if tensor.shape[1] else tensor.new_zeros(len(lengths), 1, 1, tensor.shape[3])
+                 for tensor in cache]  # fmt: skip
+        parts = torch.full((self.num_programs, 2, SHAPE.num_queries, D), torch.nan)
+        lse = torch.full((self.num_programs, 2, SHAPE.num_queries), torch.nan)
+        output = torch.full_like(query[:, :, 0], torch.nan)
+        self.compiled[0](
+            query[:, :, 0], *cache, index, table, lengths, pruned_lengths, plan, parts, lse, output,
+            sink_size, ring_size, softmax_scale * 1.4426950408889634,
+        )  # fmt: skip
+        self.compiled[1](table, plan, parts, lse, output)
+        return output[:, :, None]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    functions = (
+        generic_attention(SHAPE, cpu=True),
+        merge_parts(SHAPE, cpu=True),
+        append_tokens(SHAPE, cpu=True),
+    )
+    return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
+
+
+def masks(widths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
+
+
+def case_of(widths, rows, seed=0):
+    return make_case(
+        masks(widths, seed),
+        rows,
+        chunk_size=E,
+        num_groups=GROUPS,
+        sink_size=SINK,
+        num_slots=SLOTS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 64])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_append_and_attention_equal_the_reference(widths, num_programs, compiled):
+    case = case_of(widths, ROWS)
+    actual = run_case(CpuKernels(*compiled, num_programs), case, SCALE)
+    torch.testing.assert_close(actual, case.expected(SCALE), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_row_alone_gives_what_it_gives_in_a_batch(row, compiled):
+    case = case_of((0, 16, 40), [row])
+    actual = run_case(CpuKernels(*compiled, 16), case, SCALE)
+    torch.testing.assert_close(actual, case.expected(SCALE), atol=2e-6, rtol=2e-5)
+
+
+def test_the_append_writes_the_new_token_and_nothing_else(compiled):
+    case = case_of((0, 16, 40, 64), ROWS)
+    cache = [tensor.clone() for tensor in case.cache]
+    kernels = CpuKernels(*compiled, 1)
+    rest = case.chunk_index, case.head_table, case.lengths
+    kernels.append(case.keys, case.values, *cache, *rest, torch.zeros(len(ROWS), dtype=torch.bool), SINK)
+    for tensor, before in zip(cache, case.cache, strict=True):
+        assert torch.equal(tensor.nan_to_num(9e9), before.nan_to_num(9e9))
+    kernels.append(case.keys, case.values, *cache, *rest, None, SINK)
+    for tensor, expected in zip(cache, case.appended(), strict=True):
+        assert torch.equal(tensor.nan_to_num(9e9), expected.nan_to_num(9e9))
+
+
+def test_a_row_without_tokens_gets_zeros_and_disturbs_no_other(compiled):
+    case = case_of((0, 16, 40), [(70, 0), (0, 0), (500, 413), (0, 0)])
+    actual = run_case(CpuKernels(*compiled, 5), case, SCALE)
+    expected = case.expected(SCALE)
+    assert (actual[[1, 3]] == 0).all()
+    torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]], atol=2e-6, rtol=2e-5)
+
+
+def test_a_huge_and_a_tiny_logit_do_not_overflow(compiled):
+    case = case_of((0, 16, 40), [(300, 213)])
+    actual = run_case(CpuKernels(*compiled, 7), case, 300.0)
+    torch.testing.assert_close(actual, case.expected(300.0), atol=1e-4, rtol=1e-3)
+
+
+def test_the_plan_counts_every_row_by_itself():
+    lengths, pruned = (torch.tensor(column, dtype=torch.int32) for column in zip(*ROWS, strict=True))
+    plan = plan_tiles(lengths, pruned, SINK, SLOTS)
+    assert plan.dtype == torch.int32 and plan[0].tolist() == [0, 0]
+    for row, (length, pruned_length) in enumerate(ROWS):
+        recent = list(range(SINK + pruned_length, length))
+        slots = [(token - SINK) % (SLOTS - SINK) for token in recent]
+        runs = [min(length, SINK), len(recent), 0]
+        if slots and slots[-1] < slots[0]:
+            runs[1:] = [slots.index(0), len(slots) - slots.index(0)]
+        expected = [-(-pruned_length // 64), sum(-(-run // 64) for run in runs)]
+        assert (plan[row + 1] - plan[row]).tolist() == expected
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+@pytest.mark.parametrize(
+    ("body", "arch", "instructions"),
+    [
+        (hopper_attention, "sm_90a", ("wgmma_ss", "tma_load")),
+        (generic_attention, "sm_80", ("mma", "cp_async")),
+    ],
+    ids=["Hopper", "Ampere"],
+)
+def test_the_gpu_bodies_compile_without_a_gpu(body, arch, instructions):
+    shape = KernelShape(128, 4, 32, 4, "bfloat16", num_stages=2)
+    options = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
+    kernel = tilelang.compile(body(shape), target={"kind": "cuda", "arch": arch}, pass_configs=options)
+    source = kernel.adapter.get_device_source()
+    assert all(instruction in source for instruction in instructions)
