@@ -1,10 +1,11 @@
 """How decode attention is cut into tiles: the part of the kernels that Hopper, older GPUs and the CPU share.
 
-The work of a launch is one line: row after row, in a row head after head, in a head tile after tile (tiles of
-pruned tokens first, then whole ones). Every tile has a cost, its bytes of K and V, and every program instance
-takes an equal stretch of the line: a head of width 96 is shared by more instances than one of width 32, and one
-row of 128K tokens fills the chip as well as 64 rows do. A tile belongs to the stretch that its first unit lies
-in. Nothing of this is known to the host: lengths, widths and positions are data on the device.
+The work of a launch is one line: row after row, in a row head after head, in a head tile after tile (tiles
+of pruned tokens first, then whole ones). Every tile has a cost, its bytes of K and V, and every program
+instance takes an equal stretch of the line: a head of width 96 is shared by more instances than one of
+width 32, and one row of 128K tokens fills the chip as well as 64 rows do. A tile belongs to the stretch
+that its first unit lies in. Nothing of this is known to the host: lengths, widths and positions are data on
+the device.
 
     whole tokens:  sink 0 … sink_size   |   recent up to the ring's end   |   recent from the ring's start
                    (three runs, so that the dropped channels of a tile lie in one piece of the ring)
