@@ -15,6 +15,9 @@ from torch import nn
 # One per device and stream that models run on: cuBLAS keeps a workspace per stream.
 _CAPTURE_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
 
+# Whose modules compute the same in every step; `kernels` marks what of transformers it could replace.
+_STOCK_PACKAGES = ("torch", "transformers", "kernels")
+
 # Arguments of a forward pass that may be there, and what they may be for a step to be captured.
 _PLAIN_ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     "input_ids": lambda value: value is None or value.ndim == 2,
@@ -98,7 +101,7 @@ class StepGraph:
                     raise
                 self._graph.capture_end()
         except BaseException:
-            self._leave_capture()
+            self._leave_capture(pool)
             raise
         caller.wait_stream(stream)
         self._memory.keep(key, pool, self._graph)
@@ -108,11 +111,15 @@ class StepGraph:
         """Launch what was recorded."""
         self._graph.replay()
 
-    def _leave_capture(self) -> None:
-        """Give the device a random generator that does not believe that a capture is under way."""
+    def _leave_capture(self, pool: Any) -> None:
+        """Tell allocator and random generator that a capture is over which broke off before it said so."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        generator = torch.cuda.default_generators[index]
+        # An error here means that there is nothing left to do.
         with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        with contextlib.suppress(RuntimeError):
+            generator = torch.cuda.default_generators[index]
             generator.graphsafe_set_state(generator.clone_state())
 
 
@@ -174,7 +181,7 @@ def _why_model_is_eager(
     if getattr(root, "hf_quantizer", None) is not None:
         return "the model is quantized"
     for module in modules[1:]:
-        if type(module).__module__.split(".")[0] not in ("torch", "transformers"):
+        if type(module).__module__.split(".")[0] not in _STOCK_PACKAGES:
             # An adapter's module may switch in Python what it computes.
             return f"module {type(module).__name__} is not of the stock model"
         if "forward" in vars(module):

@@ -164,6 +164,7 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
     assert cache.graph.num_replays == 0 and cache.graph.why_eager.startswith("capturing failed")
     monkeypatch.undo()
+    torch.cuda.empty_cache()  # refused by an allocator that believes in a capture under way
     cache = model.build_cache()
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
