@@ -144,6 +144,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         modules = list(model.modules())
+        self._model = model  # so that no other model takes its id while this counts
         self._members = [
             members
             for module in modules

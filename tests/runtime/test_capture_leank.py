@@ -1,4 +1,4 @@
-"""How a graph is captured: streams, pools, and what a failure must not leave behind; CUDA calls are counted."""
+"""How a graph is captured: streams, pools, and what a failure must not leave behind, by counting CUDA calls."""
 
 from __future__ import annotations
 
