@@ -1,4 +1,4 @@
-"""How a graph is captured: streams, pools, and what a failure must not leave behind, by counting CUDA calls."""
+"""How a graph is captured: streams, pools, what a failure must not leave behind; CUDA calls are counted."""
 
 from __future__ import annotations
 
