@@ -53,6 +53,10 @@ class GraphMemory:
         """Keep a pool alive by the latest graph captured into it."""
         self._pools[key] = (pool, graph)
 
+    def forget(self, key: tuple[int, int]) -> None:
+        """Leave a pool to its graphs: after a capture that broke off, the allocator refuses it to another."""
+        self._pools.pop(key, None)
+
 
 class StepGraph:
     """What a function launches on a CUDA device, to be launched again at once.
@@ -102,6 +106,7 @@ class StepGraph:
                 self._graph.capture_end()
         except BaseException:
             self._leave_capture(pool)
+            self._memory.forget(key)
             raise
         caller.wait_stream(stream)
         self._memory.keep(key, pool, self._graph)

@@ -7,6 +7,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,11 @@ class DecodeKernels:
         self.num_programs = self.programs_per_sm * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
-        attention = hopper_attention if hopper and not generic else generic_attention
+        # The generic body's loads past the end of a tensor must be cut off; TMA does that by itself.
+        generic = generic or not hopper
+        attention = generic_attention if generic else hopper_attention
         self._attention, self._merge, self._append = _compile(
-            [attention(shape), merge_parts(shape), append_tokens(shape)], arch
+            [attention(shape), merge_parts(shape), append_tokens(shape)], arch, guarded=generic
         )
         self._num_queries = shape.num_queries
         self._handle = len(_kernels)
@@ -289,15 +292,28 @@ def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.shape[1] else tensor.new_empty(tensor.shape[0], 1, TILE, tensor.shape[3])
 
 
-def _compile(functions: list[Any], arch: str) -> list[Any]:
+def _compile(functions: list[Any], arch: str, guarded: bool) -> list[Any]:
+    """Compile, or load from TileLang's cache on disk.
+
+    Args:
+        functions: TileLang functions.
+        arch: Compute capability, `sm_90a`.
+        guarded: Whether the first function needs TileLang's bounds checks. The others stay within bounds, and
+            the checks keep loads from overlapping: the merge takes three times as long with them.
+    """
     tilelang = importlib.import_module("tilelang")  # an import statement would make it a requirement
-    # Warp specialisation is written out where it is wanted.
-    configs = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
-    with _quiet():
-        return [
-            tilelang.compile(function, target={"kind": "cuda", "arch": arch}, pass_configs=configs)
-            for function in functions
-        ]
+    keys = tilelang.PassConfigKey
+
+    def compiled(place: int) -> Any:
+        # Warp specialisation is written out where it is wanted.
+        configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True}
+        if place or not guarded:
+            configs[keys.TL_DISABLE_SAFE_MEMORY_ACCESS] = True
+        target = {"kind": "cuda", "arch": arch}
+        return tilelang.compile(functions[place], target=target, pass_configs=configs)
+
+    with _quiet(), ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(compiled, range(len(functions))))
 
 
 @contextmanager

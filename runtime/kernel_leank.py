@@ -163,6 +163,8 @@ def merge_parts(shape: KernelShape, cpu: bool = False) -> Any:
             first = begin[0] // per_program
             last = (stop - 1) // per_program
             T.fill(total, 0)
+            if not cpu:
+                T.pdl_sync()  # all above ran while attention still did
             if stop > begin[0]:
                 if last > first:
                     for i in T.serial((last - first + _PARTS) // _PARTS):
@@ -241,9 +243,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False) -> Any:
             num_kept = T.alloc_var("int32")
             first = T.alloc_var("int32")
             token = lengths[row] - 1
-            slot = T.if_then_else(
-                token < sink_size, token, sink_size + (token - sink_size) % (slots - sink_size)
-            )
+            slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)
             num_kept = table[head, 1]
             if (valid[row] != 0) & (token >= 0):
                 first = table[head, 0]

@@ -192,7 +192,8 @@ def disagreement(kernels: DecodeKernels) -> float:
     """Return the error of kernels on a small case, relative to the output of the reference; inf for NaN."""
     key = kernels.key
     spare = 3 if key.max_chunks > key.head_dim // key.chunk_size else 0
-    widths = (0, key.chunk_size - spare, key.head_dim // 2 + spare, key.head_dim)
+    half = key.head_dim // 2 // key.chunk_size * key.chunk_size
+    widths = (0, key.chunk_size - spare, half + spare, key.head_dim)
     mask = torch.arange(key.head_dim).flip(0)[None] < torch.tensor(widths)[:, None]
     case = make_case(
         mask,

@@ -168,7 +168,7 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     cache = model.build_cache()
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
-    assert cache.graph.num_replays >= 36
+    assert cache.graph.num_replays >= 36, cache.graph.why_eager
 
 
 def test_a_cache_with_a_graph_gives_its_memory_back(model):
