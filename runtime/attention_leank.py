@@ -33,6 +33,9 @@ class CacheLayer(Protocol):
     def split(self, step: Step) -> None:
         """Turn the pending prompt into sink, pruned and recent."""
 
+    def choose_kernels(self, query: torch.Tensor) -> None:
+        """Find what serves the decode steps of such queries."""
+
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
     ) -> torch.Tensor:
@@ -100,6 +103,7 @@ class AttentionHandle:
             del keys, values
         if step.split is not None:
             self.layer.split(step)
+            self.layer.choose_kernels(query)
         if step.num_decode:
             scale = head_dim**-0.5 if scaling is None else scaling
             decoded = self.layer.decode(

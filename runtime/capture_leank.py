@@ -34,9 +34,13 @@ class GraphMemory:
 
     A graph's intermediate results live in a pool that only graphs use. A pool dies with its last graph, and
     its memory comes back late; so the latest graph is kept here, and the next one takes over its pool.
+
+    Attributes:
+        captured_kinds: Kinds of step that were captured before: another cache's first one needs no warm-up.
     """
 
     def __init__(self) -> None:
+        self.captured_kinds: set[tuple[Any, ...]] = set()
         self._pools: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:

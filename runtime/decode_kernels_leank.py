@@ -85,6 +85,8 @@ class DecodeKernels:
             [attention(shape), merge_parts(shape), append_tokens(shape)], arch, guarded=generic
         )
         self._num_queries = shape.num_queries
+        with torch.inference_mode(False):
+            self._all_valid = torch.ones(1, dtype=torch.uint8, device=key.device)
         self._handle = len(_kernels)
         _kernels.append(self)
         self.seconds = time.perf_counter() - started
@@ -221,8 +223,7 @@ class DecodeKernels:
         sink_size: int,
     ) -> None:
         batch_size = keys.shape[0]
-        if valid is None:
-            valid = torch.ones(batch_size, dtype=torch.bool, device=keys.device)
+        flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
         with torch.cuda.device(keys.device):
             self._append(
                 keys.view(batch_size, -1, self.key.head_dim),
@@ -231,7 +232,7 @@ class DecodeKernels:
                 index,
                 table,
                 lengths,
-                valid.contiguous().view(torch.uint8),
+                flags,
                 sink_size,
                 cache[2].shape[2] - sink_size,
             )
@@ -319,13 +320,17 @@ def _compile(functions: list[Any], arch: str, guarded: bool) -> list[Any]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep TileLang's notes about every compilation to itself."""
-    logger = logging.getLogger("tilelang")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("tilelang")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @torch.library.custom_op(

@@ -176,20 +176,21 @@ class DecodeGraph:
         if reason is not None:
             return reason
         device, rows = given.tokens.device, cache.rows
-        key = (
-            id(model),
+        kind = (
             given.signature(),
             inputs.get("logits_to_keep"),
             # Only without a window does it matter whether a row may have been empty so far.
             rows.padding is not None and rows.sink_size + rows.recent_size == 0,
             torch.is_inference_mode_enabled(),
             StepGraph.stream_of(device),
-            cache.addresses(),
         )
+        key = (id(model), kind, cache.addresses())
         if key != self._key or self._model is None or not self._model.holds():
             self.forget()
             self._key, self._model = key, ModelState(model, device)
-            return self._model.why_eager or "the first step of its kind"
+            if kind not in model.graph_memory.captured_kinds:
+                # Libraries set themselves up in it, which is not allowed during a capture.
+                return self._model.why_eager or "the first step of its kind"
         if self._model.why_eager is not None:
             return self._model.why_eager
         if self._captured is None and any(layer.kernels is None for layer in cache.layers):
@@ -249,6 +250,8 @@ class DecodeGraph:
         if not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise TypeError(f"the model's output holds more than tensors: {', '.join(tensors)}")
         self.num_captures += 1
+        assert self._key is not None
+        model.graph_memory.captured_kinds.add(self._key[1])
         return _Captured(graph, buffers, type(output), tensors)
 
     def _replay(self, cache: CachedStep, given: _Inputs, captured: _Captured) -> Any:

@@ -92,7 +92,8 @@ def hopper_attention(shape: KernelShape) -> Any:
             stage = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
             num_heads = table_rows - 1
-            T.pdl_trigger()  # the merge may start, and wait for the parts where it needs them
+            T.pdl_sync()  # launched while the append still ran
+            T.pdl_trigger()  # the merge may be launched, and waits for the parts where it needs them
             stretch_bounds(span, program, programs, num_heads, table, plan, batch)
             find_segments(segments, span, begin, batch, num_heads, table, plan)
             if T.get_thread_binding() >= WARPGROUP:

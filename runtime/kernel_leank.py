@@ -218,7 +218,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False) -> Any:
     value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
     # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
     capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
-    table_rows = T.dynamic("table_rows")
+    table_rows, flags = T.dynamic("table_rows, flags")
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
 
@@ -233,35 +233,41 @@ def append_tokens(shape: KernelShape, cpu: bool = False) -> Any:
         index: T.Tensor((layouts, all_chunks, e), "int32"),
         table: T.Tensor((table_rows, 8), "int32"),
         lengths: T.Tensor((batch,), "int32"),
-        valid: T.Tensor((batch,), "uint8"),
+        valid: T.Tensor((flags,), "uint8"),
         sink_size: T.int32,
         ring_size: T.int32,
     ):
         with T.Kernel(heads, batch, **threads) as (head, row):
             token = T.alloc_var("int32")
             slot = T.alloc_var("int32")
+            kept_chunk = T.alloc_var("int32")
             num_kept = T.alloc_var("int32")
-            first = T.alloc_var("int32")
+            dropped_chunk = T.alloc_var("int32")
+            num_chunks = T.alloc_var("int32")
+            if not cpu:
+                T.pdl_trigger()  # attention may be launched, and waits for the end of this
             token = lengths[row] - 1
             slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)
+            kept_chunk = table[head, 0]
             num_kept = table[head, 1]
-            if (valid[row] != 0) & (token >= 0):
-                first = table[head, 0]
-                for c in T.serial(num_kept):
-                    for j in parallel(e):
-                        lane = index[T.if_then_else(layouts > 1, row, 0), first + c, j]
-                        kept_keys[row, first + c, token, j] = T.if_then_else(
+            dropped_chunk = table[head, 3]
+            num_chunks = num_kept + table[head, 4]
+            if (valid[T.if_then_else(flags > 1, row, 0)] != 0) & (token >= 0):
+                for c, j in parallel(shape.max_chunks, e):
+                    if c < num_chunks:
+                        chunk = T.if_then_else(
+                            c < num_kept,
+                            kept_chunk + c,
+                            table[table_rows - 1, 0] + dropped_chunk + c - num_kept,
+                        )
+                        lane = index[T.if_then_else(layouts > 1, row, 0), chunk, j]
+                        channel = T.if_then_else(
                             lane >= 0, keys[row, head, T.max(lane, 0) % d], T.cast(0, dtype)
                         )
-                first = table[head, 3]
-                for c in T.serial(table[head, 4]):
-                    for j in parallel(e):
-                        lane = index[
-                            T.if_then_else(layouts > 1, row, 0), table[table_rows - 1, 0] + first + c, j
-                        ]
-                        window_keys[row, first + c, slot, j] = T.if_then_else(
-                            lane >= 0, keys[row, head, T.max(lane, 0) % d], T.cast(0, dtype)
-                        )
+                        if c < num_kept:
+                            kept_keys[row, kept_chunk + c, token, j] = channel
+                        else:
+                            window_keys[row, dropped_chunk + c - num_kept, slot, j] = channel
                 if num_kept > 0:
                     for j in parallel(d):
                         values[row, table[head, 2], token, j] = new_values[row, head, j]

@@ -28,7 +28,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         layout: How they are cut into chunks.
         pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
         store: K and V after that.
-        kernels: What served the last decode step; None is plain torch.
+        kernels: What serves decode steps; None is plain torch.
     """
 
     is_compileable = False
@@ -187,7 +187,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.copy_memory()
         store.make_room(append.capacity, append.num_reserved)
         key, value = key.detach(), value.detach()
-        self.kernels = self._kernels_for(query)
+        self.choose_kernels(query)
         if append.columns is None and self.kernels is not None:
             self._append_by_kernel(key, value, append)
             return self.attend(query, append, softmax_scale)
@@ -232,6 +232,10 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             sink_size=append.sink_size,
             softmax_scale=softmax_scale,
         )
+
+    def choose_kernels(self, query: torch.Tensor) -> None:
+        """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
+        self.kernels = self._kernels_for(query)
 
     def _kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""

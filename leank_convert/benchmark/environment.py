@@ -93,6 +93,7 @@ def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, fl
         "maximum of all bfloat16": numbers.amax,
         "maximum of each row, bfloat16": lambda: matrix.amax(1),
         "maximum of all int32": pairs.amax,
+        "maximum of all int64": numbers.view(torch.int64).amax,
         "maximum of each row, int32": lambda: pairs.view(-1, _ROW // 2).amax(1),
         "sum of each row, bfloat16": lambda: matrix.sum(1),
         "matrix times vector, bfloat16": lambda: matrix @ vector,

@@ -266,12 +266,13 @@ def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model_pair,
 
 def test_growth_in_the_middle_is_captured_anew(graphs, model_pair, some_masks):
     model = model_pair(some_masks(WIDTHS)).leank
-    cache = assert_same(model, [60] + [1] * 20, 18)
+    cache = assert_same(model, [60] + [1] * 20, 19)
     assert cache.graph.num_captures == 2
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     cache.reserve(80)
     assert torch.allclose(run(model, cache, [60] + [1] * 20), run(model, plain, [60] + [1] * 20), atol=1e-4)
-    assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 19)
+    # Its kind of step was captured before, for the other cache: no warm-up.
+    assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 20)
 
 
 def test_returned_logits_are_the_callers(graphs, model_pair, some_masks):
@@ -332,7 +333,7 @@ def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, so
 
 
 class TestInvalidation:
-    """After each change the step runs as it is once, and right."""
+    """After each change the step is right, and captured anew; a new kind of step runs as it is once."""
 
     def changed(self, model, change, replays_after) -> Any:
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
@@ -357,7 +358,7 @@ class TestInvalidation:
 
     def test_copied_memory(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
-        self.changed(model, lambda cache: cache.layers[1].store.copy_memory(), 2)
+        self.changed(model, lambda cache: cache.layers[1].store.copy_memory(), 3)
 
     def test_other_weights(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
@@ -366,7 +367,7 @@ class TestInvalidation:
         def replace(cache):
             model.model.layers[1].mlp.up_proj = weights[1]
 
-        self.changed(model, replace, 2)
+        self.changed(model, replace, 3)
 
     def test_weights_that_moved(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
@@ -375,7 +376,7 @@ class TestInvalidation:
         def move(cache):
             weight.data = weight.data * 2 if cache.use_graphs else weight.data
 
-        self.changed(model, move, 2)
+        self.changed(model, move, 3)
 
     def test_a_hook(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank

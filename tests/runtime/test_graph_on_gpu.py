@@ -175,7 +175,7 @@ def test_a_cache_with_a_graph_gives_its_memory_back(model):
     def once() -> int:
         cache = model.build_cache()
         decode(model, cache, [50, 1, 1, 1, 1])
-        assert cache.graph.num_replays == 3
+        assert cache.graph.num_replays >= 3
         del cache
         return torch.cuda.memory_reserved()
 
