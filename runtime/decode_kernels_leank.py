@@ -69,6 +69,7 @@ class DecodeKernels:
         from .kernel_leank import append_tokens, merge_parts
 
         self.key = key
+        self.generic = generic
         started = time.perf_counter()
         properties = torch.cuda.get_device_properties(key.device)
         hopper = (properties.major, properties.minor) == (9, 0)
@@ -90,6 +91,10 @@ class DecodeKernels:
         self._handle = len(_kernels)
         _kernels.append(self)
         self.seconds = time.perf_counter() - started
+
+    def __reduce__(self) -> tuple[Any, tuple[KernelKey, bool]]:
+        """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
+        return _same_kernels, (self.key, self.generic)
 
     def _fit(self, per_sm: int, per_block: int) -> tuple[Any, int]:
         """Choose tiles in flight and instances per multiprocessor: two hide each other's latency."""
@@ -291,6 +296,11 @@ def plan_tiles(
 def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
     """Return a placeholder for a tensor of no rows, which no kernel reads: TMA wants an address."""
     return tensor if tensor.shape[1] else tensor.new_empty(tensor.shape[0], 1, TILE, tensor.shape[3])
+
+
+def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
+    made = (kernels for kernels in _kernels if kernels.key == key and kernels.generic == generic)
+    return next(made, None) or DecodeKernels(key, generic=generic)
 
 
 def _compile(functions: list[Any], arch: str, guarded: bool) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from importlib.util import find_spec
 from typing import Any
@@ -169,6 +170,16 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
     assert cache.graph.num_replays >= 36, cache.graph.why_eager
+
+
+def test_a_copied_cache_decodes_on_by_itself(model):
+    cache = model.build_cache()
+    decode(model, cache, [50, 1, 1, 1])
+    copied = copy.deepcopy(cache)
+    ours, theirs = decode(model, cache, [1] * 5), decode(model, copied, [1] * 5)
+    assert copied.layers[0].kernels is cache.layers[0].kernels is not None
+    assert (ours - theirs).abs().max() <= 0.01 * ours.abs().max()
+    assert cache.rows.lengths.tolist() == copied.rows.lengths.tolist()
 
 
 def test_a_cache_with_a_graph_gives_its_memory_back(model):
