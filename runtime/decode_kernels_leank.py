@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ _LOG2_E = 1.4426950408889634
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
 
-# Operators are named after this file's content: two checkpoints in one process may carry two versions of it.
-_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+# Operators are named after this module: two checkpoints in one process are two modules, kernels apart.
+_LIBRARY = f"leank_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)
@@ -344,7 +343,7 @@ def _quiet() -> Iterator[None]:
 
 
 @torch.library.custom_op(
-    f"leank_{_VERSION}::append",
+    f"{_LIBRARY}::append",
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
     schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
@@ -369,7 +368,7 @@ def _append(
 
 
 @torch.library.custom_op(
-    f"leank_{_VERSION}::attend",
+    f"{_LIBRARY}::attend",
     mutates_args=(),
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor lengths, Tensor pruned_lengths, "

@@ -1,12 +1,16 @@
 """The kernels on TileLang's CPU target, against the reference, and that the bodies for GPUs compile."""
 
+import importlib
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 tilelang = pytest.importorskip("tilelang")
 
+from runtime import launch_leank  # noqa: E402
 from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_hopper_leank import hopper_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
@@ -166,3 +170,19 @@ def test_the_gpu_bodies_compile_without_a_gpu(body, arch, instructions):
     kernel = tilelang.compile(body(shape), target={"kind": "cuda", "arch": arch}, pass_configs=options)
     source = kernel.adapter.get_device_source()
     assert all(instruction in source for instruction in instructions)
+
+
+def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
+    name = "decode_kernels_leank"
+    for copy in ("first_copy", "second_copy"):
+        (tmp_path / copy).mkdir()
+        (tmp_path / copy / "__init__.py").touch()
+        shutil.copy(Path(launch_leank.__file__).with_name(f"{name}.py"), tmp_path / copy)
+    monkeypatch.syspath_prepend(tmp_path)
+    query = torch.ones(1, 2, 1, 64)
+    rest = [torch.empty(0)] * 9
+    modules = [importlib.import_module(f"{copy}.{name}") for copy in ("first_copy", "second_copy")]
+    for number, module in enumerate(modules):
+        kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
+        module._kernels.append(kernels)
+    assert [int(module._attend(0, query, *rest, 0, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
