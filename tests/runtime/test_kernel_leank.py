@@ -10,7 +10,8 @@ import torch
 
 tilelang = pytest.importorskip("tilelang")
 
-from runtime import launch_leank  # noqa: E402
+from runtime import decode_kernels_leank  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
 from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_hopper_leank import hopper_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
@@ -177,7 +178,7 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
     for copy in ("first_copy", "second_copy"):
         (tmp_path / copy).mkdir()
         (tmp_path / copy / "__init__.py").touch()
-        shutil.copy(Path(launch_leank.__file__).with_name(f"{name}.py"), tmp_path / copy)
+        shutil.copy(Path(decode_kernels_leank.__file__).with_name(f"{name}.py"), tmp_path / copy)
     monkeypatch.syspath_prepend(tmp_path)
     query = torch.ones(1, 2, 1, 64)
     rest = [torch.empty(0)] * 9
@@ -186,3 +187,32 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
         kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
         module._kernels.append(kernels)
     assert [int(module._attend(0, query, *rest, 0, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
+
+
+def test_the_operators_have_true_schemas_and_shapes_without_data():
+    kernels = SimpleNamespace(
+        _launch_attend=lambda query, *_: query * 2,
+        _launch_append=lambda keys, values, cache, *_: cache[0].add_(1),
+    )
+    decode_kernels_leank._kernels.append(kernels)
+    handle = len(decode_kernels_leank._kernels) - 1
+    tensors = [torch.zeros(2, 3) for _ in range(9)]
+    checks = ("test_schema", "test_faketensor")
+    query = torch.zeros(2, 4, 1, 64)
+    torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 4, 0.1), test_utils=checks)
+    append = (handle, *tensors, None, 4)
+    torch.library.opcheck(decode_kernels_leank._append, append, test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("device", "per_sm", "per_block"),
+    [("H200", 233472, 232448), ("A100", 167936, 166912), ("L40S", 102400, 101376)],
+)
+def test_buffers_fit_in_shared_memory(device, per_sm, per_block):
+    for head_dim, chunk_size, max_chunks in ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9)):
+        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks)
+        shape, instances = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
+        stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
+        assert shape.num_stages >= 2
+        assert shape.num_stages * stage <= per_block
+        assert instances * (shape.num_stages * stage + 1024) <= per_sm
