@@ -135,7 +135,9 @@ def train(
         "seed": seed,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    recipe = _load_recipe(model, recipe_name, overrides, given)
+    from leank_convert.recipe import find_recipe, load_recipe
+
+    recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given)
     _quiet_transformers()
     from leank_convert.export import check_exportable, export_checkpoint, recover
     from leank_convert.train import TrainingDirectory, train_mask
@@ -293,15 +295,6 @@ def recipes(name: str | None, as_json: bool) -> None:
 
 main.add_command(benchmark)
 main.add_command(warmup)
-
-
-def _load_recipe(
-    model: str, name: str | None, overrides: tuple[str, ...], flags: Mapping[str, object]
-) -> Recipe:
-    """The recipe by name, else the packaged one for `model`."""
-    from leank_convert.recipe import find_recipe, load_recipe
-
-    return load_recipe(name or find_recipe(model), overrides, flags=flags)
 
 
 def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
