@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -45,13 +47,44 @@ class StoredContext:
 
     Attributes:
         num_tokens: P.
+        num_seen: Tokens of earlier blocks, where the dense pass runs in blocks.
         keys: Per layer, after RoPE [B, H_kv, P, D].
         values: Per layer [B, H_kv, P, D].
     """
 
     num_tokens: int
+    num_seen: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the context's part of one block; return what the block attends to.
+
+        Args:
+            layer: Which layer.
+            key: [B, H_kv, N, D], tokens `num_seen` … `num_seen + N` of context and answer.
+            value: The same.
+
+        Returns:
+            Keys and values of this block and all before it [B, H_kv, num_seen + N, D].
+        """
+        start, stop = self.num_seen, self.num_seen + key.shape[2]
+        if start == 0 and stop >= self.num_tokens:
+            self.keys[layer], self.values[layer] = (
+                key[:, :, : self.num_tokens],
+                value[:, :, : self.num_tokens],
+            )
+            return key, value
+        attended = []
+        for kept, new in ((self.keys, key), (self.values, value)):
+            if start == 0:
+                kept[layer] = new.new_empty(*new.shape[:2], self.num_tokens, new.shape[3])
+            inside = min(stop, self.num_tokens) - start
+            kept[layer][:, :, start : start + inside] = new[:, :, :inside]
+            answer = new[:, :, inside:]
+            stored = kept[layer][:, :, : start + inside]
+            attended.append(torch.cat([stored, answer], dim=2) if answer.shape[2] else stored)
+        return attended[0], attended[1]
 
 
 @dataclass(frozen=True)
@@ -103,12 +136,15 @@ def training_attention(
         raise TypeError(f"attention `{ATTENTION_NAME}` needs `leank_pass` and `scaling`, and takes no mask")
     layer: int = module.layer_idx
     if isinstance(leank_pass, StoredContext):
-        leank_pass.keys[layer] = key[:, :, : leank_pass.num_tokens]
-        leank_pass.values[layer] = value[:, :, : leank_pass.num_tokens]
+        key, value = leank_pass.store(layer, key, value)
         if layer == module.config.num_hidden_layers - 1:
             return _last_dense_layer(query, key, value, leank_pass.num_tokens, scaling), None
-        output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-        return output, None
+        if query.shape[2] == key.shape[2]:
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, None, scaling=scaling, is_causal=True
+            )
+            return output, None
+        return _block_attention(query, key, value, scaling), None
     # Recomputed in the backward pass: the [G·A, S] scores of one layer exist at a time, not those of all.
     output = checkpoint(
         answer_attention,
@@ -130,23 +166,42 @@ def training_attention(
 AttentionInterface.register(ATTENTION_NAME, training_attention)
 
 
+def _block_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Causal attention of the last N of S tokens: [B, H, N, D] over [B, H_kv, S, D] to [B, N, H, D]."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    # The bias stands for a mask that flash attention never forms; PyTorch has it for CUDA alone.
+    mask = (
+        causal_lower_right(num_queries, num_keys)
+        if query.is_cuda
+        else torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
+            num_keys - num_queries
+        )
+    )
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
 def _last_dense_layer(query: Tensor, key: Tensor, value: Tensor, num_context: int, scaling: float) -> Tensor:
     """Dense attention of the answer's queries alone: [B, N, H, D], zero at the context's.
 
     Nothing reads what the last layer makes of the context, and its attention is most of a short model's time.
     """
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_answer = max(key.shape[2] - num_context, 0)
+    context = query.new_zeros(()).expand(batch, num_queries - num_answer, num_heads, head_dim)
+    if not num_answer:
+        return context
     answer = answer_attention(
-        query[:, :, num_context:],
+        query[:, :, -num_answer:],
         key[:, :, num_context:],
         value[:, :, num_context:],
         key[:, :, :num_context],
         value[:, :, :num_context],
         key.new_ones(key.shape[1], key.shape[3]),
         None,
-        Windows(sink_size=query.shape[2], recent_size=0),
+        Windows(sink_size=key.shape[2], recent_size=0),
         scaling,
     )
-    context = answer.new_zeros(()).expand(answer.shape[0], num_context, *answer.shape[2:])
     return torch.cat([context, answer], dim=1)
 
 

@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 
 from leank_convert.train.attention import AnswerPass, StoredContext
 
+# Tokens that the dense pass runs at once: what a layer holds of them beside keys and values stays small.
+BLOCK_SIZE = 16384
+
 
 @dataclass(frozen=True)
 class DensePass:
@@ -30,6 +33,7 @@ def run_dense_pass(model: PreTrainedModel, input_ids: Tensor, answer_start: int)
 
     Context queries are dense in training as in deployment, so the context's keys and values do not depend
     on the scaling factors and serve the student as they are. The language-modelling head is not run.
+    A long context runs in blocks, which attend to the stored keys and values of those before them.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
@@ -37,8 +41,17 @@ def run_dense_pass(model: PreTrainedModel, input_ids: Tensor, answer_start: int)
         answer_start: P, the number of context tokens.
     """
     context = StoredContext(answer_start)
-    output = model.base_model(input_ids=input_ids, use_cache=False, leank_pass=context)
-    return DensePass(context, output.last_hidden_state[:, answer_start:].clone())
+    num_tokens = input_ids.shape[1]
+    starts = range(0, max(answer_start, 1), BLOCK_SIZE)
+    for start in starts:
+        # The last block has the whole answer, whose keys are not stored.
+        stop = num_tokens if start == starts[-1] else start + BLOCK_SIZE
+        position_ids = torch.arange(start, stop, device=input_ids.device)[None]
+        context.num_seen = start
+        output = model.base_model(
+            input_ids=input_ids[:, start:stop], position_ids=position_ids, use_cache=False, leank_pass=context
+        )
+    return DensePass(context, output.last_hidden_state[:, answer_start - num_tokens :].clone())
 
 
 def run_answer_pass(model: PreTrainedModel, input_ids: Tensor, answer_pass: AnswerPass) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME, AnswerPass, StoredContext, Windows, answer_attention
 from leank_convert.train.objective import distillation_loss
 from leank_convert.train.passes import run_answer_pass, run_dense_pass
@@ -236,6 +237,21 @@ def test_dense_pass_stores_the_context_alone_and_leaves_no_graph():
         assert not stored.requires_grad
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("split", [41, 48, 49, 56])
+def test_a_context_in_blocks_gives_what_it_gives_at_once(family, split, monkeypatch):
+    model = build(family, torch.float64)
+    input_ids = draw_ids(60, batch=2)
+    whole = run_dense_pass(model, input_ids, split)
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
+    blocks = run_dense_pass(model, input_ids, split)
+    torch.testing.assert_close(blocks.hidden_states, whole.hidden_states, rtol=1e-9, atol=1e-9)
+    for layer in range(3):
+        for name in ("keys", "values"):
+            stored, expected = getattr(blocks.context, name)[layer], getattr(whole.context, name)[layer]
+            torch.testing.assert_close(stored, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_gradient_reaches_every_layers_factors_and_no_weight():
     model = build("qwen3")
     input_ids = draw_ids(50)
@@ -272,3 +288,17 @@ def test_every_layer_stores_into_the_context_it_was_given():
         model.base_model(draw_ids(20), use_cache=False, leank_pass=first)
         model.base_model(draw_ids(20), use_cache=False, leank_pass=second)
     torch.testing.assert_close(first.keys[2], second.keys[2][:, :, :10], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_blocks_on_a_device_are_as_exact_as_one_pass():
+    model = build("llama").cuda()
+    input_ids = draw_ids(300).cuda()
+    exact = run_dense_pass(model, input_ids, 280).hidden_states
+    model.bfloat16()
+    whole = run_dense_pass(model, input_ids, 280).hidden_states
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "BLOCK_SIZE", 64)
+        blocks = run_dense_pass(model, input_ids, 280).hidden_states
+    error, own_error = ((hidden.float() - exact).abs().max() for hidden in (blocks, whole))
+    assert error <= 2 * own_error
