@@ -82,7 +82,13 @@ class DecodeKernels:
         generic = generic or not hopper
         attention = generic_attention if generic else hopper_attention
         self._attention, self._merge, self._append = _compile(
-            [attention(shape), merge_parts(shape), append_tokens(shape)], arch, guarded=generic
+            [
+                attention(shape),
+                merge_parts(shape, overlap=properties.major >= 9),
+                append_tokens(shape, overlap=properties.major >= 9),
+            ],
+            arch,
+            guarded=generic,
         )
         self._num_queries = shape.num_queries
         with torch.inference_mode(False):

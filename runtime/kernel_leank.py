@@ -118,8 +118,11 @@ def store_segment(
             lse[program, part, j] = T.log2(sums[j]) + top[j]
 
 
-def merge_parts(shape: KernelShape, cpu: bool = False) -> Any:
-    """Return the kernel that merges the parts of heads which several program instances shared."""
+def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel that merges the parts of heads which several program instances shared.
+
+    With `overlap` it is launched while attention still runs, which GPUs before Hopper cannot.
+    """
     d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.dtype
     batch, heads, table_rows, plan_rows, programs = T.dynamic("batch, heads, table_rows, plan_rows, programs")
     fragment = T.alloc_local if cpu else T.alloc_fragment
@@ -163,7 +166,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False) -> Any:
             first = begin[0] // per_program
             last = (stop - 1) // per_program
             T.fill(total, 0)
-            if not cpu:
+            if overlap:
                 T.pdl_sync()  # all above ran while attention still did
             if stop > begin[0]:
                 if last > first:
@@ -208,10 +211,11 @@ def merge_parts(shape: KernelShape, cpu: bool = False) -> Any:
     return leank_merge
 
 
-def append_tokens(shape: KernelShape, cpu: bool = False) -> Any:
+def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel that adds one token per row: kept channels to the store, the rest to the window.
 
-    It is the flush too: kept channels lie in the store from the start, so pruning moves nothing.
+    It is the flush too: kept channels lie in the store from the start, so pruning moves nothing. `overlap` as
+    in `merge_parts`.
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
     batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
@@ -244,7 +248,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False) -> Any:
             num_kept = T.alloc_var("int32")
             dropped_chunk = T.alloc_var("int32")
             num_chunks = T.alloc_var("int32")
-            if not cpu:
+            if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
             token = lengths[row] - 1
             slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)

@@ -173,6 +173,32 @@ def test_the_gpu_bodies_compile_without_a_gpu(body, arch, instructions):
     assert all(instruction in source for instruction in instructions)
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+@pytest.mark.parametrize("generation", [(9, 0), (8, 0)], ids=["Hopper", "Ampere"])
+def test_what_decoding_launches_compiles_for_every_generation(generation, monkeypatch):
+    properties = SimpleNamespace(
+        major=generation[0],
+        minor=generation[1],
+        multi_processor_count=4,
+        shared_memory_per_multiprocessor=167936,
+        shared_memory_per_block_optin=166912,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(decode_kernels_leank, "_kernels", [])
+    compile_, sources = tilelang.compile, []
+
+    def compiled(function, **options):
+        kernel = compile_(function, **options)
+        sources.append(kernel.adapter.get_device_source())
+        return kernel
+
+    monkeypatch.setattr(tilelang, "compile", compiled)
+    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4))
+    # Launches overlap where the GPU has that.
+    overlapping = [source for source in sources if "cudaGridDependencySynchronize" in source]
+    assert (len(sources), len(overlapping)) == (3, 2 if generation == (9, 0) else 0)
+
+
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
     name = "decode_kernels_leank"
     for copy in ("first_copy", "second_copy"):
