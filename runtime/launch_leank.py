@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 
 import torch
 from transformers.utils import logging
@@ -15,6 +16,7 @@ __all__ = ["DecodeKernels", "KernelKey", "find_kernels", "plan_tiles"]
 logger = logging.get_logger(__name__)
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
+_LOCK = threading.Lock()  # models of one process may decode in threads of their own
 
 
 def find_kernels(
@@ -39,18 +41,22 @@ def find_kernels(
         chunk_size: See there.
         max_chunks: See there.
     """
-    if device.type != "cuda" or dtype not in DTYPES:
+    if device.type != "cuda":
         return None
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks)
     if key not in _found:
-        _found[key] = _make_kernels(key)
+        with _LOCK:
+            if key not in _found:
+                _found[key] = _make_kernels(key)
     return _found[key]
 
 
 def _unsupported(key: KernelKey) -> str | None:
     """Return why no kernel can serve a shape, None if one can."""
+    if key.dtype not in DTYPES:
+        return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
     capability = torch.cuda.get_device_capability(key.device)
@@ -74,6 +80,8 @@ def _make_kernels(key: KernelKey) -> DecodeKernels | None:
             if error <= 2 * torch.finfo(key.dtype).eps:
                 return kernels
             reason = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the kernels, and may pass
         except Exception as exception:  # whatever a compiler or driver may raise
             reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
     logger.warning(

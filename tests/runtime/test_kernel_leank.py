@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_hopper_leank import hopper_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
 from runtime.launch_leank import plan_tiles  # noqa: E402
-from runtime.selfcheck_leank import make_case, run_case  # noqa: E402
+from runtime.layout_leank import order_channels  # noqa: E402
+from runtime.selfcheck_leank import disagreement, make_case, run_case  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 16, 2, 8, 88
 SHAPE = KernelShape(D, GROUPS, E, D // E + 1, "float32", num_stages=1)
@@ -140,6 +142,38 @@ def test_a_huge_and_a_tiny_logit_do_not_overflow(compiled):
     case = case_of((0, 16, 40), [(300, 213)])
     actual = run_case(CpuKernels(*compiled, 7), case, 300.0)
     torch.testing.assert_close(actual, case.expected(300.0), atol=1e-4, rtol=1e-3)
+
+
+def test_rows_that_keep_channels_of_their_own(compiled):
+    case = case_of((0, 16, 40), ROWS)
+    orders = [order_channels(masks((0, 16, 40), seed)) for seed in range(len(ROWS))]
+    index = case.layout.chunk_index(torch.stack(orders)).to(torch.int32)
+    case = replace(case, chunk_index=index)
+    rows = [
+        replace(
+            case,
+            query=case.query[row : row + 1],
+            keys=case.keys[row : row + 1],
+            values=case.values[row : row + 1],
+            cache=tuple(tensor[row : row + 1] for tensor in case.cache),
+            chunk_index=index[row : row + 1],
+            lengths=case.lengths[row : row + 1],
+            pruned_lengths=case.pruned_lengths[row : row + 1],
+        )
+        for row in range(len(ROWS))
+    ]
+    actual = run_case(CpuKernels(*compiled, 16), case, SCALE)
+    expected = torch.cat([row.expected(SCALE) for row in rows])
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-5)
+
+
+def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(compiled):
+    kernels = CpuKernels(*compiled, 4)
+    kernels.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert disagreement(kernels) < 1e-5
+    kernels.compiled = (*compiled[:1], lambda *args: None, compiled[2])
+    assert not disagreement(kernels) < 1e-2
 
 
 def test_the_plan_counts_every_row_by_itself():
