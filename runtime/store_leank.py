@@ -94,7 +94,8 @@ class ChunkStore:
     @property
     def is_writable(self) -> bool:
         """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
-        return is_writable(self.kept_keys)
+        # Growth makes the append-only part anew, and not the window.
+        return is_writable(self.kept_keys) and is_writable(self.window_keys)
 
     def copy_memory(self) -> None:
         """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""

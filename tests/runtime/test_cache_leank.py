@@ -231,6 +231,16 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, pru
         model(ids(1, 1), past_key_values=cache)
 
 
+def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks):
+    model = model_pair(some_masks(MASK_WIDTHS)).leank
+    expected = feed(model, ids(1, 20)).past_key_values
+    with torch.inference_mode():
+        cache = model(ids(1, 20)).past_key_values
+    cache.reserve(200)
+    ours, theirs = (feed(model, ids(1, 1), each).logits for each in (cache, expected))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 def test_a_reset_cache_starts_again(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = model.build_cache()
