@@ -186,7 +186,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not store.is_writable:
             store.copy_memory()
         store.make_room(append.capacity, append.num_reserved)
-        key, value = key.detach(), value.detach()
+        # Autocast may have made them of two dtypes.
+        key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
         self.choose_kernels(query)
         if append.columns is None and self.kernels is not None:
             self._append_by_kernel(key, value, append)
@@ -279,24 +280,25 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         store = self.store
         assert store is not None
-        return decode_attention(
-            query,
-            store.kept_keys,
-            store.values,
-            store.window_keys,
-            store.window_values,
-            store.chunk_index,
-            append.lengths,
-            append.pruned_lengths,
-            layout=self.layout,
-            sink_size=append.sink_size,
-            max_length=append.max_length,
-            softmax_scale=softmax_scale,
-            new_keys=new_keys,
-            new_values=new_values,
-            new_valid=None if new_keys is None else append.valid,
-            view=append.view,
-        )
+        with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
+            return decode_attention(
+                query,
+                store.kept_keys,
+                store.values,
+                store.window_keys,
+                store.window_values,
+                store.chunk_index,
+                append.lengths,
+                append.pruned_lengths,
+                layout=self.layout,
+                sink_size=append.sink_size,
+                max_length=append.max_length,
+                softmax_scale=softmax_scale,
+                new_keys=new_keys,
+                new_values=new_values,
+                new_valid=None if new_keys is None else append.valid,
+                view=append.view,
+            )
 
     def prepare_step(self) -> None:
         """Make what a decode step of one column writes writable, with room for it; the layer is split."""

@@ -247,6 +247,20 @@ def test_gradient_checkpointing_trains(model_pair, some_masks):
     assert pair.leank.model.layers[0].self_attn.k_proj.weight.grad is not None
 
 
+@pytest.mark.parametrize("turns", [(20, 1, 1), (20, 3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair, some_masks):
+    model = model_pair(some_masks([[0, 3, 16], [4, 8, 8]])).leank
+    cache, expected = model.build_cache(), model.build_cache()
+    for seed, count in enumerate(turns):
+        ids = torch.randint(3, 64, (2, count), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            exact = model(ids, past_key_values=expected).logits
+            with torch.autocast("cpu", dtype=dtype):
+                ours = model(ids, past_key_values=cache).logits
+        assert (ours - exact).norm() < 0.03 * exact.norm()
+
+
 def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair, some_masks):
     model = model_pair(some_masks([[0, 4], [4, 8]])).leank
     ids = one_row()
