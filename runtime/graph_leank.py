@@ -216,7 +216,14 @@ class DecodeGraph:
                     # A capture cannot take over memory that is only cached.
                     torch.cuda.empty_cache()
                     continue
-                self._failure = f"capturing failed: {type(error).__name__}: {error}"
+                failure = f"capturing failed: {type(error).__name__}: {error}"
+                kinds = model.graph_memory.captured_kinds
+                if self._key is not None and self._key[1] in kinds:
+                    # Perhaps a warm-up was wanted after all: this step is one, and the next is captured.
+                    kinds.discard(self._key[1])
+                    self.why_eager = failure
+                    break
+                self._failure = failure
                 logger.warning_once(
                     f"a decode step could not be captured as a CUDA graph ({type(error).__name__}: {error}); "
                     "decoding goes on without, slower; `model.build_cache(use_graphs=False)` turns this off"

@@ -447,6 +447,14 @@ class TestFailure:
         graphs.append(torch.OutOfMemoryError("no memory"))
         assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 4)
 
+    def test_a_capture_without_a_warm_up_that_fails_gets_one(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        assert_same(model, [15] + [1] * 5, 4)
+        graphs.append(RuntimeError("not initialised"))
+        # The first step fails to be captured, the second is.
+        cache = assert_same(model, [15] + [1] * 5, 4)
+        assert cache.graph.why_eager is None and not graphs
+
     def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
         cache = model.build_cache()
