@@ -18,7 +18,7 @@ SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
 
 @pytest.fixture
 def made(monkeypatch):
-    """Kernels made so far, on a device that could have them; `made.ends` holds what the next ones end with."""
+    """Kernels made so far, on a device that could have them; `made.ends`: what the next end with."""
     made = SimpleNamespace(keys=[], ends=[])
 
     def make(key):
