@@ -168,18 +168,20 @@ class ModelState:
         self._hooks = [
             hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
+        self._attributes = [vars(module) for module in modules[1:]]
         self.why_eager = _why_model_is_eager(modules, tensors, device)
         if self.why_eager is None and any(self._hooks):
             self.why_eager = "a module has forward hooks"
 
     def holds(self) -> bool:
-        """Return whether modules, weights and their addresses are what they were."""
+        """Return whether modules, what they run, weights and their addresses are what they were."""
         values = list(chain.from_iterable(members.values() for members in self._members))
         return (
             len(values) == len(self._values)
             and all(map(operator.is_, values, self._values))
             and [tensor.data_ptr() for tensor in self._tensors] == self._pointers
             and not any(self._hooks)
+            and not any("forward" in attributes for attributes in self._attributes)
         )
 
 

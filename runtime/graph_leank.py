@@ -2,9 +2,10 @@
 
 A decode step of a large model is a thousand short kernels, and the host needs longer to launch them than the
 device to run them. A step of one column always does the same to the same memory (lengths live on the device,
-the cache is updated in place), so it is captured once and launched as a whole after that. The first step that
-could be captured runs as it is, which loads and compiles what there is to load; the second is captured. Where
-anything differs from what was captured, the step runs as it is and the next one is captured anew.
+the cache is updated in place), so it is captured once and launched as a whole after that. A model's first
+step of a kind runs as it is, which loads and compiles what there is to load; the next one is captured. Where
+a later step differs from what was captured, it is captured anew, after such a step of its own if its kind is
+new to the model.
 """
 
 from __future__ import annotations
@@ -231,6 +232,9 @@ class DecodeGraph:
                 self.why_eager = self._failure
                 self.forget()
                 break
+            except BaseException:  # an interrupt by the user, who may go on with the cache
+                _restore(saved)
+                raise
             finally:
                 # It refers to memory of the graph.
                 cache.rows.forget_step()

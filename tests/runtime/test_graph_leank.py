@@ -65,7 +65,7 @@ class RecordedGraph:
     """Stands in for `StepGraph` on the CPU."""
 
     device_type = "cpu"
-    failures: list[Exception]
+    failures: list[BaseException]
 
     def __init__(self, device: torch.device, memory: GraphMemory) -> None:
         self._recorder = Recorder()
@@ -173,7 +173,7 @@ class PlainKernels:
 @pytest.fixture
 def graphs(monkeypatch):
     """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
     for module in (capture_leank, graph_leank):
         monkeypatch.setattr(module, "StepGraph", RecordedGraph)
@@ -390,6 +390,18 @@ class TestInvalidation:
         cache = self.changed(model, hook, 0)
         assert cache.graph.why_eager == "a module has forward hooks" and len(calls) == 6
 
+    def test_a_forward_of_its_own(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        norm = model.model.norm
+        forward = norm.forward
+
+        def replace(cache):
+            if cache.use_graphs:
+                norm.forward = lambda states: forward(states) * 2
+
+        cache = self.changed(model, replace, 0)
+        assert "has a forward of its own" in cache.graph.why_eager
+
     def test_another_model_of_the_same_masks(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
         other = model_pair(some_masks(WIDTHS), seed=5).leank
@@ -454,6 +466,17 @@ class TestFailure:
         # The first step fails to be captured, the second is.
         cache = assert_same(model, [15] + [1] * 5, 4)
         assert cache.graph.why_eager is None and not graphs
+
+    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model_pair, some_masks):
+        model = model_pair(some_masks(WIDTHS)).leank
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            run(model, each, [15, 1])
+        graphs.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            step(model, cache)
+        assert cache.get_seq_length() == 16
+        assert torch.allclose(step(model, cache), step(model, plain), atol=1e-4)
 
     def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model_pair, some_masks):
         model = model_pair(some_masks(WIDTHS)).leank
