@@ -57,6 +57,7 @@ def _subject_options(command: _Command) -> _Command:
             type=click.Choice(["bfloat16", "float16", "float32"]),
             default="bfloat16",
             show_default=True,
+            help="Of weights, keys and values.",
         ),
         click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command."),
         click.option(
@@ -143,14 +144,22 @@ def kernel(
     metavar="BATCHxPROMPTxNEW",
     help="Repeatable. Default: 64x4kx128.",
 )
-@click.option("--peers", default="dense-dynamic,dense-static", show_default=True, metavar="NAME,…")
-@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Timed calls a side.")
+@click.option(
+    "--peers",
+    default="dense-dynamic,dense-static",
+    show_default=True,
+    metavar="NAME,…",
+    help="The dense model's caches; or none.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed calls of each side."
+)
 @click.option(
     "--static-limit",
     type=click.FloatRange(1),
     default=180,
     show_default=True,
-    help="Seconds to compile the dense peer's step.",
+    help="Seconds after which compiling dense-static is given up.",
 )
 def generate(
     mask: str | None,
@@ -204,7 +213,12 @@ def generate(
     metavar="PROMPTxNEW",
     help="Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
 )
-@click.option("--skip", type=click.Choice(["allocated", "prefill", "largest"]), multiple=True)
+@click.option(
+    "--skip",
+    type=click.Choice(["allocated", "prefill", "largest"]),
+    multiple=True,
+    help="Leave a part out; repeatable.",
+)
 @click.option(
     "--limit",
     type=click.FloatRange(0, min_open=True),

@@ -55,6 +55,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Name the machine, the driver, the packages and the commit that a figure belongs to."""
     facts: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
+        "device_type": device.type,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),

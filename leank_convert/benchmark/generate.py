@@ -12,10 +12,11 @@ from torch import Tensor
 
 from leank_convert.benchmark.decoding import Generation, generate, time_limit, time_loop, time_replay
 from leank_convert.benchmark.environment import describe_environment, memory_told, release_memory
+from leank_convert.benchmark.failures import silenced, tell_reason
 from leank_convert.benchmark.models import build_dense, check_model, random_prompt
 from leank_convert.benchmark.report import Report, build_document, number, ratio
-from leank_convert.benchmark.subject import Subject, load_runtime
-from leank_convert.checkpoint_io import first_line
+from leank_convert.benchmark.subject import COMPILED, Subject, load_runtime
+from leank_convert.errors import LeanKError
 
 OURS, DYNAMIC, STATIC = "leank", "dense-dynamic", "dense-static"
 PEERS = (DYNAMIC, STATIC)
@@ -23,6 +24,11 @@ _LOOP_STEPS = 32
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
+_LEGEND = (
+    "generate ms/step: from token to token of a call, with all that `generate` does between them",
+    "loop: forward pass and argmax alone, without a mask or a wait for the device, after that call",
+    "its graph: the loop's step, captured and replayed; tokens/s: whole calls, prefill included",
+)
 
 
 def benchmark_generate(
@@ -49,6 +55,11 @@ def benchmark_generate(
     Returns:
         The JSON document. If decoding is not right, `ok` is false and there are no cases.
     """
+    if any(num_new < 2 for _, _, num_new in cases):
+        raise LeanKError(
+            "one new token comes from the prompt alone, without a decode step",
+            hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
+        )
     report = Report()
     environment = describe_environment(device)
     report.header(environment, subject.describe())
@@ -58,7 +69,7 @@ def benchmark_generate(
         runtime = load_runtime(subject, folder, dtype)
         model = runtime.build_model(subject.channel_masks, device, dtype)
         check = check_model(model, subject, prompt_length=max(prompt for _, prompt, _ in cases))
-        attention = "compiled kernel" if runtime.find_kernels(device, dtype) else "plain torch"
+        attention = runtime.name_attention(device, dtype)
         report.line(f"our decode attention: {attention}")
         report.line(check.describe())
         if check.ok:
@@ -67,7 +78,7 @@ def benchmark_generate(
                 results.append(
                     _Case(model, dense, *case, rounds=rounds, static_limit=static_limit).run(peers)
                 )
-                _print_case(report, results[-1])
+                _print_case(report, results[-1], attention)
     return build_document(
         "generate",
         environment,
@@ -106,10 +117,11 @@ class _Case:
         for name in peers:
             release_memory(self.model.device)
             try:
-                sides[name] = runners[name]()
+                with silenced():
+                    sides[name] = runners[name]()
             # A peer may fail in any way: its compiler, its memory, the time limit.
             except Exception as error:
-                sides[name] = {"why": first_line(error)}
+                sides[name] = {"why": tell_reason(error)}
         release_memory(self.model.device)
         return {
             "batch": batch_size,
@@ -155,14 +167,18 @@ class _Case:
             cache.reset()  # type: ignore[no-untyped-call]
             return generate(self.dense, prompt, num_new, cache=cache)
 
+        stats = torch._dynamo.utils.counters["stats"]
+        before = stats["unique_graphs"]
         try:
             with time_limit(self.static_limit):
                 short = self.prompt[:, :_WARM_UP_PROMPT]
                 warm_up = run(short, min(_WARM_UP_TOKENS, self.num_new)).seconds
+            run(self.prompt, 1)  # as `_warm_up` does for the others
             figures, _ = self._time_generate(lambda: run(self.prompt, self.num_new))
         finally:
             torch._dynamo.reset()
-        return {**figures, "warm_up_seconds": warm_up}
+        num_graphs = stats["unique_graphs"] - before
+        return {**figures, "warm_up_seconds": warm_up, "compiled_graphs": num_graphs}
 
     def _warm_up(self, model: Any) -> None:
         generate(model, self.prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, self.num_new))
@@ -180,6 +196,7 @@ class _Case:
         assert last is not None
         num_tokens = self.prompt.shape[0] * self.num_new
         return {
+            "rounds": self.rounds,
             "step_milliseconds": median(steps),
             "generate_seconds": median(seconds),
             "tokens_per_second": num_tokens / median(seconds),
@@ -200,24 +217,31 @@ def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | Non
     }
 
 
-def _remark(side: dict[str, Any]) -> str:
-    if "warm_up_seconds" in side:
-        return f"warmed up in {side['warm_up_seconds']:.0f} s"
+def _remark(side: dict[str, Any]) -> str | None:
+    if "why" in side:
+        return f"no figures: {side['why']}"
+    if "compiled_graphs" in side:
+        # Its mask keeps `enable_gqa` out of transformers' call of SDPA.
+        compiled = (
+            f"compiled in {side['warm_up_seconds']:.0f} s" if side["compiled_graphs"] else "not compiled"
+        )
+        return f"step {compiled}; its mask has K and V repeated for every query head"
     graph = side.get("graph")
     if graph is None:
-        return ""
+        return None
     return (
         f"not replayed: {graph['why_eager']}" if graph["why_eager"] else f"{graph['replays']} steps replayed"
     )
 
 
-def _print_case(report: Report, case: dict[str, Any]) -> None:
-    rows = []
+def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
+    rows, notes = [], []
     for name, side in case["sides"].items():
         vs = case["ratios"].get(name, {})
+        label = f"{name} ({attention})" if name == OURS and attention != COMPILED else name
         rows.append(
             [
-                name,
+                label,
                 number(side.get("step_milliseconds")),
                 ratio(vs.get("step")),
                 number(side.get("loop_step_milliseconds")),
@@ -225,21 +249,24 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
                 number(side.get("replay_milliseconds")),
                 number(side.get("tokens_per_second"), 0),
                 ratio(vs.get("generate")),
-                side.get("why") or _remark(side),
             ]
         )
+        remark = _remark(side)
+        if remark:
+            notes.append(f"{label}: {remark}")
+    faster = "leank\nfaster"
     report.table(
         f"batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
         [
             "",
-            "ms a step in generate",
-            "leank faster",
-            "ms a step in a loop",
-            "leank faster",
-            "ms its graph",
-            "tokens/s of generate",
-            "leank faster",
-            "",
+            "generate\nms/step",
+            faster,
+            "loop\nms/step",
+            faster,
+            "its graph\nms/step",
+            "generate\ntokens/s",
+            faster,
         ],
         rows,
+        [*notes, *_LEGEND],
     )

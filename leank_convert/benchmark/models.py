@@ -33,10 +33,10 @@ class ModelCheck(Check):
 
     def describe(self) -> str:
         """One line for a person."""
-        verdict = "as close as dense decoding" if self.ok else "WRONG, so nothing is measured"
+        verdict = "as close as dense" if self.ok else "WRONG, nothing is measured"
         return (
-            f"logits against exact ones: error {self.error:.1e}, of dense decoding {self.torch_error:.1e}, "
-            f"pruning itself {self.pruning_effect:.1e}: {verdict}"
+            f"error of logits {self.error:.1e}, of dense decoding {self.torch_error:.1e}, "
+            f"effect of pruning {self.pruning_effect:.1e}: {verdict}"
         )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 FORMAT_VERSION = 1
-_WIDTH = 150
+_WIDTH = 100
 MISSING = "-"
 
 
@@ -38,7 +38,7 @@ class Report:
     """Writes for people."""
 
     def __init__(self) -> None:
-        # Wide where nobody looks at a terminal: a log must not lose columns.
+        # A log gets tables of one width, whatever terminal it was written from.
         self._console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDTH)
 
     def header(self, environment: Mapping[str, Any], subject: Mapping[str, Any]) -> None:
@@ -48,20 +48,27 @@ class Report:
         )
         driver = f", driver {environment['driver']}" if environment.get("driver") else ""
         commit = f", commit {environment['commit']}" if environment["commit"] else ""
-        self.line(f"{environment['device']}{driver}; {versions}{commit}")
+        self.line(f"{environment['device']}{driver}{commit}")
+        self.line(versions)
+        if environment["device_type"] == "cpu":
+            self.line("on the CPU: a test of this command, its figures say nothing of speed")
         self.line(
             f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
-            f"heads on {subject['num_key_value_heads']} of {subject['head_dim']}; mask {subject['mask']}, "
-            f"{subject['pruning_ratio']:.1%} of K channels pruned; windows {subject['sink_size']} + "
-            f"{subject['recent_size']} + {subject['flush_size']}"
+            f"query heads, {subject['num_key_value_heads']} KV heads of {subject['head_dim']} channels"
+        )
+        self.line(
+            f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
+            f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
         )
 
     def line(self, text: str) -> None:
         """Write one line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Write a table; columns without a heading are text, the others figures."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+    ) -> None:
+        """Write a table, and notes below it; columns without a heading are text, the others figures."""
         self._console.print(title, style="bold", markup=False, soft_wrap=True)
         table = Table()
         for column in columns:
@@ -69,11 +76,13 @@ class Report:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
+        for note in notes:
+            self._console.print(f"  {note}", markup=False, soft_wrap=True)
 
 
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+def number(value: float | None, digits: int = 2) -> str:
     """A figure, or a dash where there is none."""
-    return MISSING if value is None else f"{value:,.{digits}f}{unit}"
+    return MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def share(value: float | None) -> str:

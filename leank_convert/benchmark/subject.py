@@ -24,6 +24,8 @@ _SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)
 _SYNTHETIC_SEED = 0
 _FOLDER_NAME = "leank_benchmark"
 
+COMPILED, PLAIN_TORCH = "compiled kernel", "plain torch"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -98,7 +100,7 @@ def choose_subject(mask: str | None, recipe: str | None, geometry: str | None) -
     if mask is None:
         shape = find_geometry(geometry, None)
         made = synthetic_mask(shape)
-        origin = f"synthetic (widths as learned masks have them, {made.pruning_ratio:.1%} removed)"
+        origin = "synthetic (widths as learned)"
     else:
         made = load_mask(resolve_mask(mask))
         shape = find_geometry(geometry, tuple(made.channel_mask.shape))
@@ -192,6 +194,10 @@ class Runtime:
         """Channels of a chunk, in all layers."""
         settings = self.module("configuration_leank").read_settings(self.config)
         return int(self.module("layout_leank").choose_chunk_size(settings.widths, settings.head_dim))
+
+    def name_attention(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What decode attention runs in: figures of plain torch must not pass for the kernel's."""
+        return PLAIN_TORCH if self.find_kernels(device, dtype) is None else COMPILED
 
     def find_kernels(self, device: torch.device, dtype: torch.dtype) -> list[Any] | None:
         """The compiled kernels that serve all layers, or None where plain torch serves any.

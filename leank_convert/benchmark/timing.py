@@ -11,7 +11,7 @@ import torch
 
 Call = Callable[[], object]
 
-# One replay lasts at least this long, so that what surrounds a graph is small beside what is in it.
+# One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
 _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512
 # What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
@@ -54,6 +54,13 @@ def copies_needed(num_bytes: int, device: torch.device) -> int:
         return 1
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(max(-(-_TIMES_L2 * l2 // max(num_bytes, 1)), 1), _MAX_COPIES)
+
+
+def outgrow_l2(num_bytes: int, copies: int, device: torch.device) -> bool:
+    """Whether that many copies of an input are as many as `copies_needed` would have, had it no bound."""
+    if device.type != "cuda":
+        return True
+    return copies * num_bytes >= _TIMES_L2 * torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> Timing:

@@ -1,15 +1,20 @@
 """The commands as a user calls them, at toy sizes on the CPU."""
 
 import json
+import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from leank_convert.benchmark import accuracy, models
+from leank_convert.benchmark import accuracy, kernel, models
+from leank_convert.benchmark import generate as generation
+from leank_convert.benchmark.subject import Runtime, choose_subject
 from leank_convert.cli import main
+from leank_convert.errors import LeanKError
 
 KERNEL = ["benchmark", "kernel", "--device", "cpu"]
 GENERATE = ["benchmark", "generate", "--device", "cpu", "--case", "2x40x6"]
@@ -66,6 +71,8 @@ def test_kernel_reports_layers_peers_bytes_and_where_it_ran(measured):
         assert case["ratios"][name] == pytest.approx(peer["milliseconds"] / ours)
     assert case["ratio_to_best"] == min(case["ratios"].values())
     assert "mean of 2 layers" in table
+    assert f"ceiling by bytes: {case['byte_ratio']:.2f}x\n" in table
+    assert "wall clock, medians of 2 rounds" in table
 
 
 def test_kernel_runs_the_layers_and_peers_asked_for(measured):
@@ -74,6 +81,66 @@ def test_kernel_runs_the_layers_and_peers_asked_for(measured):
     assert [layer["layer"] for layer in case["layers"]] == [1]
     assert case["peers"] == {}
     assert case["ratio_to_best"] is None
+
+
+@pytest.mark.parametrize("command", [KERNEL, GENERATE, MEMORY], ids=lambda command: command[1])
+def test_tables_are_100_columns_wide_and_say_that_a_cpu_tests(command, measured):
+    document, table = measured(*command)
+    assert max(map(len, table.splitlines())) <= 100
+    assert "a test of this command" in table
+    assert document["environment"]["device_type"] == "cpu"
+    assert document["kernel"].startswith("plain torch")
+
+
+@pytest.mark.parametrize("command", [GENERATE, MEMORY], ids=lambda command: command[1])
+def test_rows_of_plain_torch_do_not_pass_for_the_kernels(command, measured, monkeypatch):
+    assert "leank (plain torch)" in measured(*command)[1]
+    monkeypatch.setattr(Runtime, "find_kernels", lambda self, device, dtype: [object()])
+    document, table = measured(*command)
+    assert document["kernel"] == "compiled kernel"
+    assert "leank (" not in table
+
+
+def test_dense_figures_of_our_own_are_the_kernels_or_none(monkeypatch):
+    subject = choose_subject(None, None, "tiny")
+    monkeypatch.setattr(Runtime, "find_kernels", lambda self, device, dtype: None)
+    bench = kernel._Bench.__new__(kernel._Bench)
+    bench.device, bench.dtype = torch.device("cuda", 0), torch.float32
+    runtime = Runtime.__new__(Runtime)
+    bench.own = bench.own_dense = (subject, runtime)
+    inputs = torch.zeros(1, 8, 1, 64), torch.zeros(1, 4, 3, 64), torch.zeros(1, 4, 3, 64)
+    found = bench._measure_peer("leank-all-channels", *inputs, None, 1)
+    assert found["milliseconds"] is None
+    assert "cannot be used here" in found["why"]
+    with pytest.raises(LeanKError, match="nothing to measure") as error:
+        bench.check_kernel()
+    assert "--dtype bfloat16" in error.value.hint
+
+
+def test_inputs_that_l2_holds_are_told(measured, monkeypatch):
+    assert "too small" not in measured(*KERNEL)[1]
+    monkeypatch.setattr(kernel, "outgrow_l2", lambda num_bytes, copies, device: False)
+    document, table = measured(*KERNEL)
+    assert not document["cases"][0]["beyond_l2"]
+    assert "inputs are too small to be kept out of L2" in table
+
+
+def test_what_a_failing_peer_prints_stays_off_the_table(measured, monkeypatch, capfd):
+    def fail(query, keys, values):
+        subprocess.run(["sh", "-c", "echo noise of a compiler >&2"], check=True)
+        warnings.warn("noise of a library", stacklevel=1)
+        raise RuntimeError(
+            "CompilationError: at 194:23:\n    acc = (\nAssertionError('types differ')\n\nSet X"
+        )
+
+    monkeypatch.setattr("leank_convert.benchmark.kernel.PEERS", {"sdpa": fail})
+    document, table = measured(*KERNEL, "--peers", "sdpa", "--rounds", "1")
+    reason = "CompilationError: at 194:23: AssertionError('types differ')"
+    assert document["cases"][0]["peers"]["sdpa"]["why"] == reason
+    assert f"sdpa has no figures: {reason}\n" in table
+    assert "noise" not in table + capfd.readouterr().err
+    os.write(2, b"still there")
+    assert capfd.readouterr().err == "still there"
 
 
 def test_a_peer_that_fails_has_no_figures_and_says_why(measured, monkeypatch):
@@ -129,8 +196,26 @@ def test_generate_reports_both_sides_on_one_model(measured):
         dense["loop_step_milliseconds"] / ours["loop_step_milliseconds"]
     )
     assert ours["replay_milliseconds"] is None
-    assert case["sides"]["dense-static"]["warm_up_seconds"] > 0
+    static = case["sides"]["dense-static"]
+    assert static["warm_up_seconds"] > 0
+    assert static["compiled_graphs"] == 0
+    assert "dense-static: step not compiled; its mask" in table
+    assert [side["rounds"] for side in case["sides"].values()] == [3, 3, 3]
     assert "dense-static" in table
+
+
+def test_compiling_is_seen_where_it_happens(measured, monkeypatch):
+    right = generation.generate
+
+    def compiling(model, *arguments, **options):
+        if options:  # a static cache
+            torch.compile(lambda number: number + 1, backend="eager")(torch.ones(2))
+        return right(model, *arguments, **options)
+
+    monkeypatch.setattr(generation, "generate", compiling)
+    document, table = measured(*GENERATE, "--peers", "dense-static", "--rounds", "1")
+    assert document["cases"][0]["sides"]["dense-static"]["compiled_graphs"] > 0
+    assert "dense-static: step compiled in" in table
 
 
 def test_wrong_decoding_is_not_timed_and_exits_1(run, monkeypatch):
@@ -153,8 +238,6 @@ def test_wrong_decoding_is_not_timed_and_exits_1(run, monkeypatch):
 
 
 def test_running_out_of_memory_is_one_sentence_and_exits_1(run, monkeypatch):
-    from leank_convert.benchmark import kernel
-
     def fail(*arguments):
         raise torch.OutOfMemoryError("tried to allocate too much\nmore of it")
 
@@ -173,6 +256,13 @@ def test_without_cuda_the_cpu_has_to_be_asked_for(run, command):
     assert result.stdout == ""
     assert "no CUDA device" in result.stderr
     assert "--device cpu" in result.stderr
+
+
+def test_generate_without_a_decode_step_is_refused(run):
+    result = run("benchmark", "generate", "--device", "cpu", "--case", "2x40x1")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "without a decode step\nhint: ask for at least 2" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -240,6 +330,8 @@ def test_memory_counts_a_cache_and_finds_batches(measured):
         assert not case[side]["tried"][str(batch + 1)]
     assert case["ratio"] == case["leank"]["batch"] / case["dense"]["batch"]
     assert "largest batch" in table
+    assert "kept_keys" in table
+    assert "pending_keys" not in table, "nothing is pending"
 
 
 def test_memory_leaves_out_what_is_skipped(measured):

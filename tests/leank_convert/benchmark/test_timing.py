@@ -5,7 +5,7 @@ import torch
 
 from leank_convert.benchmark import environment
 from leank_convert.benchmark.decoding import time_limit
-from leank_convert.benchmark.timing import Stopwatch, copies_needed, summarize, time_calls
+from leank_convert.benchmark.timing import Stopwatch, copies_needed, outgrow_l2, summarize, time_calls
 from leank_convert.errors import LeanKError
 
 CPU = torch.device("cpu")
@@ -43,6 +43,10 @@ def test_small_inputs_are_copied_until_l2_cannot_hold_them(monkeypatch):
     assert copies_needed(100 << 20, cuda) == 4
     assert copies_needed(1, cuda) == 16
     assert copies_needed(1, CPU) == 1
+    assert outgrow_l2(100 << 20, 4, cuda)
+    assert outgrow_l2(1 << 30, 1, cuda)
+    assert not outgrow_l2(1 << 20, 16, cuda)
+    assert outgrow_l2(1, 1, CPU)
 
 
 def test_a_time_limit_ends_what_runs_inside_and_nothing_after():
