@@ -133,7 +133,8 @@ class RowState:
             device: The calling layer's device.
 
         Raises:
-            ValueError: If the mask covers fewer columns than the cache holds.
+            ValueError: If the mask covers fewer columns than the cache holds, or the cache has fewer or more
+                rows than the input.
         """
         if start < self.num_columns and self._step is not None and self._step.start == start:
             return self._step.to(device)
@@ -141,6 +142,11 @@ class RowState:
             raise RuntimeError(
                 f"a layer holds {start} columns where the cache holds {self.num_columns}: an earlier forward "
                 "pass did not reach every layer; call `reset()` on the cache and begin again"
+            )
+        if self.lengths is not None and self.lengths.shape[0] != batch_size:
+            raise ValueError(
+                f"the input has {batch_size} rows, the cache holds {self.lengths.shape[0]}; use "
+                "`batch_repeat_interleave` or `batch_select_indices` on the cache, or a cache of its own"
             )
         num_prefill = self.num_prefill_columns(num_columns)
         num_decode = num_columns - num_prefill

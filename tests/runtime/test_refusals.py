@@ -41,6 +41,18 @@ def test_other_caches_are_refused_by_name(implementation, model_pair):
         model.generate(one_row(), generation_config=config)
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, columns, model_pair):
+    model = model_pair(everything()).leank
+    with torch.no_grad():
+        cache = model(one_row().expand(2, -1)).past_key_values
+        with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
+            model(one_row(columns).expand(rows, -1), past_key_values=cache)
+        assert cache.get_seq_length() == 21 and cache.rows.lengths.tolist() == [21, 21]
+        model(one_row(1).expand(2, -1), past_key_values=cache)
+
+
 def test_foreign_caches_are_refused(model_pair):
     pair = model_pair(everything())
     ids = one_row()
