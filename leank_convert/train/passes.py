@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from leank_convert.train.attention import AnswerPass, StoredContext
 
-# Tokens that the dense pass runs at once: what a layer holds of them beside keys and values stays small.
+# A context up to LONG runs in one piece, where PyTorch has its fastest attention. A longer one runs in blocks of
+# BLOCK_SIZE: what a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small.
+LONG = 65536
 BLOCK_SIZE = 16384
 
 
@@ -42,7 +44,7 @@ def run_dense_pass(model: PreTrainedModel, input_ids: Tensor, answer_start: int)
     """
     context = StoredContext(answer_start)
     num_tokens = input_ids.shape[1]
-    starts = range(0, max(answer_start, 1), BLOCK_SIZE)
+    starts = range(0, max(answer_start, 1), BLOCK_SIZE) if answer_start > LONG else range(1)
     for start in starts:
         # The last block has the whole answer, whose keys are not stored.
         stop = num_tokens if start == starts[-1] else start + BLOCK_SIZE

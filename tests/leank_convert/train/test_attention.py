@@ -243,6 +243,7 @@ def test_a_context_in_blocks_gives_what_it_gives_at_once(family, split, monkeypa
     model = build(family, torch.float64)
     input_ids = draw_ids(60, batch=2)
     whole = run_dense_pass(model, input_ids, split)
+    monkeypatch.setattr(passes, "LONG", 40)
     monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
     blocks = run_dense_pass(model, input_ids, split)
     torch.testing.assert_close(blocks.hidden_states, whole.hidden_states, rtol=1e-9, atol=1e-9)
@@ -298,6 +299,7 @@ def test_blocks_on_a_device_are_as_exact_as_one_pass():
     model.bfloat16()
     whole = run_dense_pass(model, input_ids, 280).hidden_states
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "LONG", 64)
         patch.setattr(passes, "BLOCK_SIZE", 64)
         blocks = run_dense_pass(model, input_ids, 280).hidden_states
     error, own_error = ((hidden.float() - exact).abs().max() for hidden in (blocks, whole))
