@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from leank_convert.train.attention import AnswerPass, StoredContext
 
-# A context up to LONG runs in one piece, where PyTorch has its fastest attention. A longer one runs in blocks:
+# A context up to LONG runs in one piece, where PyTorch is fastest. A longer one runs in blocks of BLOCK_SIZE:
 # what a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small.
 LONG = 65536
 BLOCK_SIZE = 16384
