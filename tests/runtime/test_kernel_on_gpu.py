@@ -22,11 +22,7 @@ ROWS = [(n, 0) for n in (1, 2, 63, 64, 65, 127, 128, 129, 191, 1152, 1184)] + [
 ]  # fmt: skip
 MASKS = [
     path
-    for folder in (
-        os.environ.get("LEANK_MASKS", ""),
-        Path(__file__).parents[3] / "shared/masks",
-        ".gpu/masks",
-    )
+    for folder in (os.environ.get("LEANK_MASKS", ""), Path(__file__).parents[3] / "shared/masks")
     if str(folder)
     for path in sorted(Path(folder).glob("*.pth"))
 ][:2]
