@@ -6,7 +6,7 @@ from typing import Any
 try:
     import tilelang.language as T  # noqa: N812
 except ImportError as error:
-    raise ImportError("the decode kernels need tilelang: pip install tilelang") from error
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_leank import FULL_ROW, WARPGROUP, KernelShape, load_query, store_segment
 from .tiles_leank import (

@@ -19,7 +19,7 @@ from typing import Any
 try:
     import tilelang.language as T  # noqa: N812
 except ImportError as error:
-    raise ImportError("the decode kernels need tilelang: pip install tilelang") from error
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .tiles_leank import (
     BEGIN,

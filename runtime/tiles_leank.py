@@ -21,7 +21,7 @@ from typing import Any
 try:
     import tilelang.language as T  # noqa: N812
 except ImportError as error:
-    raise ImportError("the decode kernels need tilelang: pip install tilelang") from error
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 TILE = 64  # tokens of a tile: the M of one wgmma
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
