@@ -144,7 +144,8 @@ def test_existing_run_is_not_overwritten_without_resume(recipe, retriever_folder
 
 # Arguments: recipe as JSON, model, out, the signal, the step it comes in, how often.
 SIGNALLED_RUN = """
-import json, os, pathlib, sys
+import json, os, pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background has it ignored
 import torch
 torch.set_num_threads(1)
 import leank_convert.train.loop as loop
