@@ -4,11 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from leank_convert.recipe import list_recipes, load_recipe
+from leank_convert.recipe import find_recipe, list_recipes, load_recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
-PAPER = [path for path in RECIPES if path.stem != "quickstart"]
+# Of the paper's models: tokens in K of the shortest and the longest sample.
+LENGTHS = {
+    "llama-3.1-8b-instruct": (16, 96),
+    "qwen2.5-7b-instruct": (4, 32),
+    "qwen2.5-7b-instruct-yarn": (64, 96),
+}
+PAPER = [path for path in RECIPES if path.stem in LENGTHS]
+DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, "quickstart")]
+# Positions in K and head_dim as in the models' config.json.
+SHAPES = {
+    "llama-3.1-70b-instruct": (128, 128),
+    "llama-3.2-1b-instruct": (128, 64),
+    "llama-3.2-3b-instruct": (128, 128),
+    "mistral-7b-instruct-v0.3": (32, 128),
+    "mistral-nemo-instruct-2407": (1000, 128),
+    "qwen3-4b": (40, 128),
+    "qwen3-8b": (40, 128),
+    "qwen3-32b": (40, 128),
+}
 
 
 def by_name(paths):
@@ -50,12 +68,28 @@ def test_recipe_of_the_paper_has_the_papers_settings(path):
     assert (recipe.stage1.steps, recipe.stage2.steps, recipe.stage1.l1_weight) == (2000, 200, 0.06)
     assert recipe.stage2.learning_rate == recipe.stage1.learning_rate / 2
     assert recipe.stage1.learning_rate == (0.02 if path.stem.startswith("llama") else 0.04)
-    lengths = {
-        "llama-3.1-8b-instruct": (16, 96),
-        "qwen2.5-7b-instruct": (4, 32),
-        "qwen2.5-7b-instruct-yarn": (64, 96),
-    }[path.stem]
-    assert (recipe.data.min_length, recipe.data.max_length) == tuple(1024 * length for length in lengths)
+    lengths = tuple(1024 * length for length in LENGTHS[path.stem])
+    assert (recipe.data.min_length, recipe.data.max_length) == lengths
+
+
+@by_name(DERIVED)
+def test_a_derived_recipe_follows_the_rule_it_states_and_promises_nothing(path):
+    recipe, (positions, head_dim) = load_recipe(path), SHAPES[path.stem]
+    opening = " ".join(path.read_text(encoding="utf-8").replace("#", "").split())
+    assert "derived from the paper's settings" in opening
+    assert "this recipe has not been run on the real weights here" in opening
+    like = load_recipe("qwen2.5-7b-instruct" if path.stem.startswith("qwen") else "llama-3.1-8b-instruct")
+    assert (recipe.windows, recipe.pruning_ratio, recipe.rounding) == (
+        like.windows, like.pruning_ratio, like.rounding
+    )  # fmt: skip
+    assert (recipe.stage1, recipe.stage2) == (like.stage1, like.stage2)
+    assert recipe.width_multiple == head_dim // 4
+    longest = 96 if positions >= 128 else 32
+    assert (recipe.data.min_length, recipe.data.max_length) == (
+        (16 if longest == 96 else 4) * 1024,
+        longest * 1024,
+    )
+    assert find_recipe(recipe.model.id) == path.stem
 
 
 def test_yarn_is_switched_on_where_contexts_exceed_qwens_positions():
