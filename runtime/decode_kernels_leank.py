@@ -216,8 +216,7 @@ class DecodeKernels:
         """
         output: torch.Tensor = _attend(
             self._handle, query, kept_keys, stored_values, window_keys, window_values, chunk_index,
-            head_table,
-            lengths, pruned_lengths, plan, sink_size, softmax_scale,
+            head_table, lengths, pruned_lengths, plan, sink_size, softmax_scale,
         )  # fmt: skip
         return output
 

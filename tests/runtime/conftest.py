@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface
 
-from runtime import configuration_leank, modeling_leank
+from runtime import capture_leank, configuration_leank, graph_leank, layer_leank, modeling_leank
+from runtime.capture_leank import GraphMemory
 
 VOCAB = 64
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
@@ -245,3 +248,165 @@ def assert_close_logits() -> Callable[[torch.Tensor, torch.Tensor], None]:
         assert error < 2e-5, f"relative error {error:.2e}"
 
     return check
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, writes them down, and remembers what memory held before it was overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            raise RuntimeError("the host asked for a value during a capture")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.made:
+                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        used = {
+            value.untyped_storage().data_ptr()
+            for value in tree_flatten((args, kwargs))[0]
+            if isinstance(value, torch.Tensor)
+        }
+        # Views and what was written in place need no copy of their own at a replay.
+        results = [
+            (index, value)
+            for index, value in enumerate(tree_flatten(out)[0])
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in used
+        ]
+        self.made.update(value.untyped_storage().data_ptr() for _, value in results)
+        self.operations.append((func, args, kwargs, results))
+        return out
+
+
+class RecordedGraph:
+    """Stands in for `StepGraph` on the CPU and behaves as a CUDA graph does.
+
+    A capture leaves memory as it was, and a replay does the recorded operations on the recorded tensors,
+    whatever Python has come to think of the cache since. So a host number that found its way into a step,
+    or a tensor that was replaced, shows as a wrong token.
+    """
+
+    device_type = "cpu"
+    failures: list[BaseException]
+
+    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+        self._recorder = Recorder()
+
+    @staticmethod
+    def is_capturing() -> bool:
+        return False
+
+    @staticmethod
+    def stream_of(device: torch.device) -> int:
+        return 0
+
+    def capture(self, function: Any) -> Any:
+        try:
+            with self._recorder:
+                output = function()
+                if self.failures:
+                    raise self.failures.pop()
+        finally:
+            for storage, content in self._recorder.before.values():
+                storage.copy_(content)
+        return output
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self._recorder.operations:
+            new = tree_flatten(func(*args, **kwargs))[0]
+            for index, old in results:
+                old.copy_(new[index])
+
+
+class PlainKernels:
+    """The kernels' interface in plain torch: lengths are read from tensors alone, head by head."""
+
+    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
+        self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
+
+    def plan(self, lengths, pruned_lengths, sink_size, num_slots):
+        return lengths + pruned_lengths
+
+    def append(
+        self, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
+        lengths, valid, sink_size,
+    ):  # fmt: skip
+        valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
+        token = (lengths - valid.int()).long()
+        ring = window_keys.shape[2] - sink_size
+        slot = torch.where(token < sink_size, token, sink_size + (token - sink_size) % ring)
+        rows = torch.arange(len(lengths))
+        index = chunk_index.long().expand(len(lengths), -1, -1)
+        lanes = keys[:, :, 0].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
+        lanes = torch.where(index < 0, 0, lanes)
+        num_kept = kept_keys.shape[1]
+        table = head_table[:-1]
+        in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
+        keep = valid[:, None, None]
+        for buffer, place, new in (
+            (kept_keys, token, lanes[:, :num_kept]),
+            (window_keys, slot, lanes[:, num_kept:]),
+            (stored_values, token, values[:, in_store, 0]),
+            (window_values, slot, values[:, in_window, 0]),
+        ):
+            buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
+
+    def attend(
+        self, query, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
+        lengths, pruned_lengths, plan, *, sink_size, softmax_scale,
+    ):  # fmt: skip
+        lengths = plan - pruned_lengths  # a plan of another step shows
+        batch, num_slots, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
+        ring = num_slots - sink_size
+        last = lengths[:, None] - 1
+        slots = torch.arange(num_slots)
+        held = torch.where(
+            slots < sink_size, slots, slots + (last - slots).div(ring, rounding_mode="floor") * ring
+        )
+        held = torch.where(slots <= last, held, -1)
+        whole = (held >= sink_size + pruned_lengths[:, None]) | ((held < sink_size) & (held >= 0))
+        tokens = torch.arange(capacity)
+        index = chunk_index.long().expand(batch, -1, -1)
+        channels, num_kept = index.clamp(min=0) % self.head_dim, kept_keys.shape[1]
+        outputs = []
+        for head, row in enumerate(head_table[:-1].tolist()):
+            first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
+            q = query[:, head * self.num_groups : (head + 1) * self.num_groups, 0]
+            partial = torch.zeros(batch, self.num_groups, num_slots)
+            for chunk in range(num_kept + first_dropped, num_kept + first_dropped + num_dropped):
+                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
+                partial = partial + lanes @ window_keys[:, chunk - num_kept].transpose(1, 2)
+            partial = partial.masked_fill(~whole[:, None], 0) * softmax_scale
+            if value_row < 0:
+                scores = partial.masked_fill(~whole[:, None], -torch.inf)
+                outputs.append(scores.softmax(-1) @ window_values[:, window_row])
+                continue
+            scores = torch.zeros(batch, self.num_groups, capacity)
+            for chunk in range(first, first + count):
+                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
+                scores = scores + lanes @ kept_keys[:, chunk].transpose(1, 2) * softmax_scale
+            place = torch.where(whole, held, 0).long()[:, None].expand_as(partial)
+            scores = scores.scatter_add(2, place, partial)
+            scores = scores.masked_fill((tokens >= lengths[:, None])[:, None], -torch.inf)
+            outputs.append(scores.softmax(-1) @ stored_values[:, value_row])
+        return torch.cat(outputs, 1)[:, :, None]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
+    failures: list[BaseException] = []
+    monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
+    for module in (capture_leank, graph_leank):
+        monkeypatch.setattr(module, "StepGraph", RecordedGraph)
+    monkeypatch.setattr(
+        layer_leank, "find_kernels", lambda device, dtype, **shape: PlainKernels(**shape), raising=True
+    )
+    return failures

@@ -1,9 +1,4 @@
-"""Captured decode steps, on a graph that records tensor operations instead of a device's kernels.
-
-`RecordedGraph` behaves as a CUDA graph does: a capture leaves memory as it was, and a replay does the
-recorded operations on the recorded tensors, whatever Python has come to think of the cache since. So a host
-number that found its way into a step, or a tensor that was replaced, shows as a wrong token.
-"""
+"""Captured decode steps against eager ones; the `graphs` fixture records operations in place of a device."""
 
 from __future__ import annotations
 
@@ -14,173 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
-from runtime import capture_leank, graph_leank, layer_leank
-from runtime.capture_leank import GraphMemory, ModelState, why_step_is_eager
+from runtime import layer_leank
 from runtime.graph_leank import DecodeGraph
 from runtime.modeling_leank import LeanKLlamaModel
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
-
-
-class Recorder(TorchDispatchMode):
-    """Runs operations, writes them down, and remembers what memory held before it was overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
-            raise RuntimeError("the host asked for a value during a capture")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self.made:
-                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        out = func(*args, **kwargs)
-        used = {
-            value.untyped_storage().data_ptr()
-            for value in tree_flatten((args, kwargs))[0]
-            if isinstance(value, torch.Tensor)
-        }
-        # Views and what was written in place need no copy of their own at a replay.
-        results = [
-            (index, value)
-            for index, value in enumerate(tree_flatten(out)[0])
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in used
-        ]
-        self.made.update(value.untyped_storage().data_ptr() for _, value in results)
-        self.operations.append((func, args, kwargs, results))
-        return out
-
-
-class RecordedGraph:
-    """Stands in for `StepGraph` on the CPU."""
-
-    device_type = "cpu"
-    failures: list[BaseException]
-
-    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
-        self._recorder = Recorder()
-
-    @staticmethod
-    def is_capturing() -> bool:
-        return False
-
-    @staticmethod
-    def stream_of(device: torch.device) -> int:
-        return 0
-
-    def capture(self, function: Any) -> Any:
-        try:
-            with self._recorder:
-                output = function()
-                if self.failures:
-                    raise self.failures.pop()
-        finally:
-            for storage, content in self._recorder.before.values():
-                storage.copy_(content)
-        return output
-
-    def replay(self) -> None:
-        for func, args, kwargs, results in self._recorder.operations:
-            new = tree_flatten(func(*args, **kwargs))[0]
-            for index, old in results:
-                old.copy_(new[index])
-
-
-class PlainKernels:
-    """The kernels' interface in plain torch: lengths are read from tensors alone, head by head."""
-
-    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
-        self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
-
-    def plan(self, lengths, pruned_lengths, sink_size, num_slots):
-        return lengths + pruned_lengths
-
-    def append(
-        self, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
-        lengths, valid, sink_size,
-    ):  # fmt: skip
-        valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
-        token = (lengths - valid.int()).long()
-        ring = window_keys.shape[2] - sink_size
-        slot = torch.where(token < sink_size, token, sink_size + (token - sink_size) % ring)
-        rows = torch.arange(len(lengths))
-        index = chunk_index.long().expand(len(lengths), -1, -1)
-        lanes = keys[:, :, 0].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
-        lanes = torch.where(index < 0, 0, lanes)
-        num_kept = kept_keys.shape[1]
-        table = head_table[:-1]
-        in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
-        keep = valid[:, None, None]
-        for buffer, place, new in (
-            (kept_keys, token, lanes[:, :num_kept]),
-            (window_keys, slot, lanes[:, num_kept:]),
-            (stored_values, token, values[:, in_store, 0]),
-            (window_values, slot, values[:, in_window, 0]),
-        ):
-            buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
-
-    def attend(
-        self, query, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
-        lengths, pruned_lengths, plan, *, sink_size, softmax_scale,
-    ):  # fmt: skip
-        lengths = plan - pruned_lengths  # a plan of another step shows
-        batch, num_slots, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
-        ring = num_slots - sink_size
-        last = lengths[:, None] - 1
-        slots = torch.arange(num_slots)
-        held = torch.where(
-            slots < sink_size, slots, slots + (last - slots).div(ring, rounding_mode="floor") * ring
-        )
-        held = torch.where(slots <= last, held, -1)
-        whole = (held >= sink_size + pruned_lengths[:, None]) | ((held < sink_size) & (held >= 0))
-        tokens = torch.arange(capacity)
-        index = chunk_index.long().expand(batch, -1, -1)
-        channels, num_kept = index.clamp(min=0) % self.head_dim, kept_keys.shape[1]
-        outputs = []
-        for head, row in enumerate(head_table[:-1].tolist()):
-            first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
-            q = query[:, head * self.num_groups : (head + 1) * self.num_groups, 0]
-            partial = torch.zeros(batch, self.num_groups, num_slots)
-            for chunk in range(num_kept + first_dropped, num_kept + first_dropped + num_dropped):
-                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
-                partial = partial + lanes @ window_keys[:, chunk - num_kept].transpose(1, 2)
-            partial = partial.masked_fill(~whole[:, None], 0) * softmax_scale
-            if value_row < 0:
-                scores = partial.masked_fill(~whole[:, None], -torch.inf)
-                outputs.append(scores.softmax(-1) @ window_values[:, window_row])
-                continue
-            scores = torch.zeros(batch, self.num_groups, capacity)
-            for chunk in range(first, first + count):
-                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
-                scores = scores + lanes @ kept_keys[:, chunk].transpose(1, 2) * softmax_scale
-            place = torch.where(whole, held, 0).long()[:, None].expand_as(partial)
-            scores = scores.scatter_add(2, place, partial)
-            scores = scores.masked_fill((tokens >= lengths[:, None])[:, None], -torch.inf)
-            outputs.append(scores.softmax(-1) @ stored_values[:, value_row])
-        return torch.cat(outputs, 1)[:, :, None]
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
-    failures: list[BaseException] = []
-    monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
-    for module in (capture_leank, graph_leank):
-        monkeypatch.setattr(module, "StepGraph", RecordedGraph)
-    monkeypatch.setattr(
-        layer_leank, "find_kernels", lambda device, dtype, **shape: PlainKernels(**shape), raising=True
-    )
-    return failures
 
 
 def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -484,65 +319,6 @@ class TestFailure:
         run(model, cache, [15, 1])
         with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
             model(torch.full((2, 1), 999), past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"inputs": {"output_hidden_states": True}}, "argument output_hidden_states"),
-        ({"inputs": {"labels": torch.ones(2, 1)}}, "argument labels"),
-        ({"inputs": {"logits_to_keep": torch.tensor([0])}}, "argument logits_to_keep"),
-        ({"inputs": {"logits_to_keep": 2}}, "argument logits_to_keep"),
-        ({"inputs": {"return_dict": False}}, "argument return_dict"),
-        ({"inputs": {"position_ids": torch.ones(3, 2, 1, dtype=torch.long)}}, "argument position_ids"),
-        ({"inputs": {"some_mask": torch.ones(1)}}, "argument some_mask"),
-        ({"inputs": {"some_mask": None, "labels": None, "return_dict": True}}, None),
-        ({"tokens": torch.ones(2, 1, dtype=torch.long, device="meta")}, "device meta has no graphs"),
-        ({"config": {"output_hidden_states": True}}, "the config asks for another output"),
-        ({"grad": True}, "gradients are enabled"),
-        ({"autocast": True}, "autocast is on"),
-    ],
-    ids=str,
-)
-def test_which_steps_are_captured(change, reason, graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
-    for name, value in change.get("config", {}).items():
-        setattr(model.config, name, value)
-    tokens = change.get("tokens", ids(2, 1))
-    inputs = {"input_ids": tokens, "inputs_embeds": None, "position_ids": None, "logits_to_keep": 0}
-    inputs |= change.get("inputs", {})
-    with (
-        torch.set_grad_enabled(change.get("grad", False)),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=change.get("autocast", False)),
-    ):
-        assert why_step_is_eager(model, inputs, tokens) == reason
-
-
-class Adapter(torch.nn.Linear):
-    """A module that is not of the stock model."""
-
-
-def test_which_models_are_captured(model_pair, some_masks):
-    cpu = torch.device("cpu")
-    masks = some_masks(WIDTHS)
-    assert ModelState(model_pair(masks).leank, cpu).why_eager is None
-    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
-    assert ModelState(model_pair(masks, rope_parameters=yarn).leank, cpu).why_eager is None
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    state = ModelState(model_pair(masks, rope_parameters=dynamic).leank, cpu)
-    assert state.why_eager == "rotary embedding of type 'dynamic' changes with the length"
-    model = model_pair(masks).leank
-    model.model.layers[1].mlp.up_proj = Adapter(48, 40, bias=False)
-    assert ModelState(model, cpu).why_eager == "module Adapter is not of the stock model"
-    model = model_pair(masks).leank
-    model.lm_head.forward = lambda states: states
-    assert "module Linear has a forward of its own" in ModelState(model, cpu).why_eager
-    model = model_pair(masks).leank
-    model.lm_head.to("meta")
-    assert ModelState(model, cpu).why_eager == "weights are not all on cpu"
-    model = model_pair(masks).leank
-    model.hf_quantizer = object()
-    assert ModelState(model, cpu).why_eager == "the model is quantized"
 
 
 def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks):
