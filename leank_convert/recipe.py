@@ -20,8 +20,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -31,7 +33,8 @@ from leank_convert.errors import LeanKError, RecipeError
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-Task = Literal["retrieval", "multi_value", "variable_tracking"]
+Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
+Tracker = Literal["tensorboard", "wandb"]
 
 
 def _refuse_bool(value: object) -> object:
@@ -48,6 +51,14 @@ _NonNegativeFloat = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, 
 _Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
+# Where a key takes one value or a list, pydantic says which it judged as a part of the key's place.
+_ONE, _SEVERAL = "<one>", "<several>"
+_Fractions = Annotated[
+    Annotated[_Fraction, Tag(_ONE)] | Annotated[tuple[_Fraction, ...], Field(min_length=1), Tag(_SEVERAL)],
+    Discriminator(lambda value: _SEVERAL if isinstance(value, list | tuple) else _ONE),
+]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,6 +73,9 @@ class ModelSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of the frozen weights in training; `auto` is the checkpoint's own"
     )
+    device_map: Literal["auto"] | None = Field(
+        None, description="`auto` spreads the layers over all GPUs, for a model that one cannot hold"
+    )
 
 
 class WindowsSection(_Section):
@@ -74,8 +88,21 @@ class WindowsSection(_Section):
     )
 
 
+class HaystackSection(_Section):
+    """Where running text comes from. Without a source it is made of a small grammar, and nothing is read."""
+
+    source: str | None = Field(
+        None, description="a .txt, .json or .jsonl file, or a dataset's hub id; null: the built-in sentences"
+    )
+    column: str = Field(
+        "text", description="the key of a record, or the dataset's column, that holds the text"
+    )
+    config: str | None = Field(None, description="the dataset's configuration")
+    split: str = Field("train", description="the dataset's split")
+
+
 class DataSection(_Section):
-    """Which samples are drawn. Every step draws a fresh one."""
+    """Which samples are drawn. Every step draws fresh ones."""
 
     tasks: tuple[Task, ...] = Field(("retrieval", "multi_value"), min_length=1, description="taken in turn")
     wording: Literal["general", "testbed"] = Field(
@@ -85,6 +112,10 @@ class DataSection(_Section):
         4096, description="tokens of the shortest sample, template and answer included"
     )
     max_length: _PositiveInt = Field(32768, description="tokens of the longest sample")
+    questions_per_context: _PositiveInt = Field(
+        1, description="independent questions on one context, which is run once for all of them"
+    )
+    haystack: HaystackSection = Field(default_factory=HaystackSection)
 
     @model_validator(mode="after")
     def _check(self) -> DataSection:
@@ -92,6 +123,8 @@ class DataSection(_Section):
             raise ValueError(f"`min_length` {self.min_length} is above `max_length` {self.max_length}")
         if self.wording == "general" and "variable_tracking" in self.tasks:
             raise ValueError("task `variable_tracking` exists only in `wording: testbed`")
+        if self.wording == "testbed" and "passkey" in self.tasks:
+            raise ValueError("task `passkey` does not exist in `wording: testbed`")
         return self
 
 
@@ -118,16 +151,27 @@ class Recipe(_Section):
     model: ModelSection = Field(default_factory=ModelSection)
     mask: str | None = Field(None, description="a mask to export instead of training one: path or hub id")
     windows: WindowsSection = Field(default_factory=WindowsSection)
-    pruning_ratio: _Fraction = Field(
-        0.7, description="fraction of the whole model's K channels that is removed"
+    pruning_ratio: _Fractions = Field(
+        0.7,
+        description="fraction of the whole model's K channels that is removed; of a list, each its own stage 2",
     )
     width_multiple: _PositiveInt = Field(32, description="kept channels of a head are a multiple of this")
+    max_width: _PositiveInt | None = Field(
+        None, description="no head keeps more channels than this; null: as many as it has"
+    )
     rounding: Literal["nearest", "budget"] = Field(
         "nearest", description="`nearest` is the paper's; `budget` never ends below the asked pruning_ratio"
     )
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
     stage2: Stage2Section = Field(default_factory=Stage2Section)
+    batch_size: _PositiveInt = Field(
+        1, description="contexts of one optimizer step, run one after another and shared by all ranks"
+    )
+    offload_context: bool = Field(
+        False, description="keep the context's keys and values in host memory, for contexts a GPU cannot hold"
+    )
+    trackers: tuple[Tracker, ...] = Field(("tensorboard",), description="who is told of every step")
     save_every: _PositiveInt = Field(50, description="steps between two saved states")
     seed: _NonNegativeInt = Field(0, description="samples are a function of the seed and the step")
 
@@ -135,6 +179,8 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        if len(set(self.pruning_ratios)) < len(self.pruning_ratios):
+            raise ValueError(f"`pruning_ratio` {list(self.pruning_ratios)} names a ratio twice")
         full_width = self.windows.sink_size + self.windows.recent_size
         if self.data.max_length <= full_width:
             raise ValueError(
@@ -143,6 +189,11 @@ class Recipe(_Section):
                 f"{self.windows.recent_size}"
             )
         return self
+
+    @property
+    def pruning_ratios(self) -> tuple[float, ...]:
+        """Every asked ratio, one or more."""
+        return self.pruning_ratio if isinstance(self.pruning_ratio, tuple) else (self.pruning_ratio,)
 
     @property
     def text(self) -> str:
@@ -338,7 +389,7 @@ def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tupl
     problems: list[str] = []
     hints: list[str | None] = []
     for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"])
+        key = ".".join(str(part) for part in item["loc"] if part not in (_ONE, _SEVERAL))
         # The last of several is the one whose value is judged.
         sources = [origins[name] for name in origins if f"{name}.".startswith(f"{key}.")]
         origin = f" (from `{sources[-1]}`)" if sources else ""
