@@ -1,15 +1,22 @@
-"""What a run tells while it goes on: log.csv, TensorBoard events, a progress bar."""
+"""What a run tells while it goes on: log.csv, trackers (TensorBoard, W&B), a progress bar."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,8 +25,17 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
-from leank_convert.checkpoint_io import write_atomically
+from leank_convert.checkpoint_io import first_line, write_atomically
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
+
+LOG_NAME = "log.csv"
+_DEFAULT_PROJECT = "leank"
+_WANDB_REMEDY = "or drop `wandb` from the recipe's `trackers`"
+# The remaining time is judged by the steps of so many seconds; at 96K tokens a step takes several.
+_ESTIMATE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -27,11 +43,12 @@ class StepRecord:
     """One row of log.csv, empty where a value does not exist.
 
     Attributes:
-        step: Steps done, over both stages.
+        step: Steps done, over all stages.
         stage: 1 or 2.
-        task: The sample's task.
-        num_tokens: The sample's length, answer included.
-        num_answer_tokens: Its answer's length.
+        pruning_ratio_asked: Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
+        task: The task of the step's first sample.
+        num_tokens: What the model computed in this step, over all its contexts and ranks.
+        num_answer_tokens: Answer tokens of the same.
         learning_rate: Of this step.
         distillation: Mean squared difference of hidden states.
         mean_factor: Mean scaling factor before the step; the L1 term without its weight.
@@ -39,11 +56,13 @@ class StepRecord:
         empty_heads: Stage 2: heads that do not see the middle after this step.
         heads_leaving: Stage 2: `layer.head` of those that lost their last channels in this step.
         heads_entering: Stage 2: `layer.head` of those that got channels back in this step.
-        seconds: Wall time of the step, sample included.
+        seconds: Wall time of the step, samples included.
+        gpu_bytes: The most that was allocated at once on this rank's GPU in this step.
     """
 
     step: int
     stage: int
+    pruning_ratio_asked: float | None
     task: str
     num_tokens: int
     num_answer_tokens: int
@@ -55,10 +74,11 @@ class StepRecord:
     heads_leaving: str
     heads_entering: str
     seconds: float
+    gpu_bytes: int | None
 
 
 _COLUMNS = tuple(field.name for field in fields(StepRecord))
-_SCALARS = (
+_TRACKED = (
     "learning_rate",
     "distillation",
     "mean_factor",
@@ -66,68 +86,140 @@ _SCALARS = (
     "empty_heads",
     "num_tokens",
     "seconds",
+    "gpu_bytes",
 )
 
 
-class Journal:
-    """Writes each step's record; a context manager.
+def check_trackers(trackers: Sequence[str]) -> None:
+    """Check, before anything long begins, that the recipe's trackers are installed.
 
-    Rows beyond the step that a run resumes from are dropped: those steps are run again.
+    Raises:
+        LeanKError: If one is not.
+    """
+    if "wandb" not in trackers:
+        return
+    try:
+        importlib.import_module("wandb")
+    except ImportError as error:
+        raise LeanKError(
+            f"the recipe's `trackers` name `wandb`, which cannot be imported: {first_line(error)}",
+            hint=f"`pip install wandb`, {_WANDB_REMEDY}",
+        ) from error
+
+
+class _TwoLines(Progress):
+    """A bar, and the last step's figures below it: beside it they would not fit into 80 columns."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["figures"]) for task in self.tasks)
+
+
+class Journal:
+    """Writes each step's record; a context manager, on one rank alone.
+
+    Rows and events beyond the step that a run resumes from are dropped: those steps are run again. W&B keeps
+    what it has and ignores them, which is the same, for they come out the same.
 
     Args:
         folder: The training directory.
-        num_steps: Steps of both stages.
+        recipe: Its trackers are used, and W&B is given its settings.
+        num_steps: Steps of all stages.
         start: The step the run starts or resumes from.
         progress: Whether to draw a progress bar to stderr.
     """
 
-    def __init__(self, folder: Path, num_steps: int, start: int, progress: bool) -> None:
-        # TensorBoard takes a while to import.
-        from torch.utils.tensorboard import SummaryWriter
-
-        path = folder / "log.csv"
-        kept = io.StringIO(newline="")
-        csv.writer(kept).writerows([_COLUMNS, *_rows_until(path, start)])
-        write_atomically(path, kept.getvalue().encode())
-        self._file = path.open("a", newline="", encoding="utf-8")
-        self._csv = csv.writer(self._file)
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
-        self._progress = Progress(
+    def __init__(self, folder: Path, recipe: Recipe, *, num_steps: int, start: int, progress: bool) -> None:
+        self._folder = folder
+        self._recipe = recipe
+        self._start = start
+        self._tokens = 0
+        self._seconds = 0.0
+        self._trackers: list[Any] = []
+        self._stack = ExitStack()
+        self._progress = _TwoLines(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             disable=not progress,
+            speed_estimate_period=_ESTIMATE_SECONDS,
         )
         self._bar = self._progress.add_task("training", total=num_steps, completed=start, figures="")
 
     def __enter__(self) -> Journal:
-        self._progress.start()
+        # What is open already is closed again if a tracker does not start.
+        with ExitStack() as stack:
+            path = self._folder / LOG_NAME
+            kept = io.StringIO(newline="")
+            rows = [row for row in _read_rows(path) if int(row[0]) <= self._start]
+            csv.writer(kept).writerows([_COLUMNS, *rows])
+            write_atomically(path, kept.getvalue().encode())
+            self._file = stack.enter_context(path.open("a", newline="", encoding="utf-8"))
+            self._csv = csv.writer(self._file)
+            for name in self._recipe.trackers:
+                self._trackers.append(self._start_tracker(name))
+                stack.push(partial(_finish, self._trackers[-1]))
+            stack.enter_context(self._progress)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
-        self._events.close()
-        self._file.close()
+        self._stack.__exit__(kind, error, trace)
+
+    def _start_tracker(self, name: str) -> Any:
+        # accelerate takes a while to import.
+        from accelerate import PartialState
+        from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+        PartialState()  # the trackers ask it which rank they are on
+        if name == "tensorboard":
+            events = TensorBoardTracker("tensorboard", self._folder, purge_step=self._start + 1)
+            events.start()
+            return events
+        known = self._folder / "wandb_run_id"
+        run = WandBTracker(
+            os.environ.get("WANDB_PROJECT", _DEFAULT_PROJECT),
+            name=self._folder.resolve().parent.name,
+            dir=str(self._folder),
+            id=known.read_text().strip() if known.exists() else None,
+            resume="allow",
+        )
+        try:
+            run.start()
+            run.store_init_configuration(self._recipe.model_dump(mode="json"))
+        except Exception as error:  # W&B has errors of its own, which need not be importable here
+            raise LeanKError(
+                f"W&B cannot be started: {first_line(error)}",
+                hint=f"`wandb login`, set `WANDB_MODE=offline`, {_WANDB_REMEDY}",
+            ) from error
+        write_atomically(known, f"{run.tracker.id}\n".encode())
+        return run
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
         self._csv.writerow("" if (v := getattr(record, name)) is None else v for name in _COLUMNS)
-        for name in _SCALARS:
-            value = getattr(record, name)
-            if value is not None:
-                self._events.add_scalar(f"stage{record.stage}/{name}", value, record.step)
-        figures = f"distillation {record.distillation:.2e}  mean factor {record.mean_factor:.3f}"
-        if record.pruning_ratio is not None:
-            figures = f"distillation {record.distillation:.2e}  pruned {record.pruning_ratio:.1%}"
+        stage = str(record.stage)
+        if len(self._recipe.pruning_ratios) > 1 and record.pruning_ratio_asked is not None:
+            stage = f"{stage}-{record.pruning_ratio_asked}"
+        values = {name: getattr(record, name) for name in _TRACKED}
+        for tracker in self._trackers:
+            tracker.log(
+                {f"stage{stage}/{name}": value for name, value in values.items() if value is not None},
+                step=record.step,
+            )
+        self._tokens += record.num_tokens
+        self._seconds += record.seconds
         self._progress.update(
-            self._bar, completed=record.step, description=f"stage {record.stage}", figures=figures
+            self._bar,
+            completed=record.step,
+            description=f"stage {stage}",
+            figures=_render_figures(record, self._tokens / max(self._seconds, sys.float_info.min)),
         )
 
     def sync(self) -> None:
@@ -136,10 +228,51 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def _rows_until(path: Path, step: int) -> list[list[str]]:
+def _finish(
+    tracker: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """End a tracker's run; W&B is told whether it failed, which accelerate's own `finish` does not."""
+    if kind is not None and tracker.name == "wandb":
+        tracker.tracker.finish(exit_code=1)
+    else:
+        tracker.finish()
+
+
+def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
+    """What the progress bar says of a step."""
+    reached = record.pruning_ratio
+    parts = [
+        f"distillation {record.distillation:.2e}",
+        f"mean factor {record.mean_factor:.3f}" if reached is None else f"pruned {reached:.1%}",
+        f"{tokens_per_second:,.0f} tokens/s",
+    ]
+    if record.gpu_bytes is not None:
+        parts.append(f"GPU {decimal(record.gpu_bytes)}")
+    return "  ".join(parts)
+
+
+def read_log(path: Path) -> list[StepRecord]:
+    """Read a run's log; none if there is no such file. A row that was torn is left out."""
+    return [record for row in _read_rows(path) if (record := _parse_row(row)) is not None]
+
+
+def _parse_row(row: Sequence[str]) -> StepRecord | None:
+    values: dict[str, Any] = {}
+    try:
+        for field, text in zip(fields(StepRecord), row, strict=True):
+            # Annotations are text here: `int`, `float | None` and so on.
+            kind, _, optional = str(field.type).partition(" | ")
+            absent = optional and not text
+            values[field.name] = None if absent else {"str": str, "int": int, "float": float}[kind](text)
+    except ValueError:
+        return None
+    return StepRecord(**values)
+
+
+def _read_rows(path: Path) -> list[list[str]]:
     if not path.is_file():
         return []
     # A row that a dying machine tore may hold anything, NUL included: each line is read by itself.
     text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
     rows = [row for line in text.splitlines() for row in csv.reader([line])]
-    return [row for row in rows if len(row) == len(_COLUMNS) and row[0].isdecimal() and int(row[0]) <= step]
+    return [row for row in rows if len(row) == len(_COLUMNS) and row[0].isdecimal()]

@@ -19,7 +19,7 @@ from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, save
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import AnswerPass, Windows
 from leank_convert.train.interruption import Interruption
-from leank_convert.train.journal import Journal, StepRecord
+from leank_convert.train.journal import Journal, StepRecord, check_trackers
 from leank_convert.train.objective import distillation_loss, l1_penalty, learning_rate_factor
 from leank_convert.train.passes import run_answer_pass, run_dense_pass
 from leank_convert.train.plots import plot_kept_channels, plot_scaling_factors
@@ -105,6 +105,7 @@ def train_mask(
     """
     directory = TrainingDirectory(Path(out))
     saved = _find_state(recipe, directory, resume)
+    check_trackers(recipe.trackers)
     chosen = choose_device(device)
     subject = load_subject(recipe, chosen, model_override)
     samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
@@ -117,7 +118,8 @@ def train_mask(
     directory.state.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(directory.recipe, recipe.to_yaml().encode())
     save_state(run.state(), directory.state)
-    with Journal(directory.folder, run.num_steps, run.step, progress) as journal, Interruption() as ending:
+    log = Journal(directory.folder, recipe, num_steps=run.num_steps, start=run.step, progress=progress)
+    with log as journal, Interruption() as ending:
         while run.step < run.num_steps and not ending.reason:
             try:
                 journal.write(run.advance())
@@ -232,6 +234,8 @@ class _Run:
             LeanKError: If the loss or its gradient is not finite; the factors are then those before the step.
         """
         began = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         in_stage1 = self.step < self.recipe.stage1.steps
         section = self.recipe.stage1 if in_stage1 else self.recipe.stage2
         step_of_stage = self.step if in_stage1 else self.step - self.recipe.stage1.steps
@@ -261,6 +265,7 @@ class _Run:
         return StepRecord(
             step=self.step,
             stage=1 if in_stage1 else 2,
+            pruning_ratio_asked=None if in_stage1 else self.recipe.pruning_ratios[0],
             task=sample.task,
             num_tokens=len(sample),
             num_answer_tokens=len(sample) - sample.answer_start,
@@ -272,6 +277,7 @@ class _Run:
             heads_leaving=_name_heads(saw & ~sees),
             heads_entering=_name_heads(sees & ~saw),
             seconds=time.perf_counter() - began,
+            gpu_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         )
 
     def _distillation(self, sample: TrainingSample, in_stage1: bool) -> Tensor:
