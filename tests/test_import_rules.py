@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of its own rank's packages and of lower ranks, within leank_convert.
 RANKS = [
     {"errors"},
-    {"architectures", "recipe", "head_layout", "safetensors_file", "haystack", "cache_bytes", "device"},
+    {"architectures", "recipe", "head_layout", "safetensors_file", "cache_bytes", "device"},
     {"checkpoint_io", "mask", "testbed"},
     {"data"},
     {"train", "export"},

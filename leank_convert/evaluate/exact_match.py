@@ -67,13 +67,14 @@ def evaluate_checkpoint(
     dense = _as_stock(pruned, facts.architecture)
     # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
-    source = SampleSource(tokenizer, data, seed)
-    samples = sorted((source.draw(index) for index in range(num_samples)), key=len)
+    source = SampleSource(tokenizer, data.model_copy(update={"questions_per_context": 1}), seed)
+    # Of one question the prefix is the whole prompt.
+    samples = sorted((source.draw(index) for index in range(num_samples)), key=lambda s: s.num_tokens)
     whole_size = leank["sink_size"] + leank["recent_size"]
-    num_whole = sum(sample.answer_start <= whole_size for sample in samples)
+    num_whole = sum(len(sample.prefix_ids) <= whole_size for sample in samples)
     if num_whole == num_samples:
         raise LeanKError(
-            f"nothing of any prompt would be pruned: the longest has {samples[-1].answer_start} tokens, "
+            f"nothing of any prompt would be pruned: the longest has {len(samples[-1].prefix_ids)} tokens, "
             f"`{checkpoint}` keeps the first {leank['sink_size']} and the last {leank['recent_size']} whole",
             hint="raise `data.min_length` and `data.max_length`, or export with a smaller `--recent-size`",
         )
@@ -90,9 +91,9 @@ def evaluate_checkpoint(
         batch = samples[start : start + batch_size]
         answers, cache = _answer(dense, pruned, batch)
         for row, sample in enumerate(batch):
-            expected = tokenizer.decode(sample.input_ids[sample.answer_start :]).strip()
+            expected = tokenizer.decode(sample.answer_ids()).strip()
             right = [tokenizer.decode(rows[row]).strip() == expected for rows in answers]
-            outcomes.append(Outcome(sample.task, sample.answer_start, *right))
+            outcomes.append(Outcome(sample.task, len(sample.prefix_ids), *right))
     return Comparison(
         checkpoint=str(checkpoint),
         seed=seed,
@@ -122,8 +123,8 @@ def _answer(dense: Any, pruned: Any, batch: Sequence[TrainingSample]) -> tuple[l
     Returns:
         Token ids of the three, per row, and the pruned cache.
     """
-    prompts = [sample.input_ids[: sample.answer_start] for sample in batch]
-    num_steps = max(len(sample) - sample.answer_start for sample in batch) + _EXTRA_TOKENS
+    num_steps = max(sample.num_answer_tokens for sample in batch) + _EXTRA_TOKENS
+    prompts = [sample.prefix_ids for sample in batch]
     input_ids, attention_mask = (part.to(pruned.device) for part in _pad_left(prompts))
     cache = pruned.build_cache("deferred")
     prefill = pruned(

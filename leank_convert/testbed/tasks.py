@@ -118,27 +118,61 @@ def build_sample(
     Raises:
         ValueError: `task` is unknown, or `num_tokens` leaves no room for a question.
     """
+    return build_samples(task, rng, num_tokens, 1, two_word_names=two_word_names)[0]
+
+
+def build_samples(
+    task: str,
+    rng: random.Random,
+    num_tokens: int,
+    num_questions: int,
+    *,
+    two_word_names: bool | None = None,
+    max_documents: int = 1000,
+) -> tuple[Sample, ...]:
+    """Draw prompts that ask different questions of one document, each as `build_sample`.
+
+    Args:
+        task: One of `TASKS`.
+        rng: Source of every choice; the same state gives the same samples.
+        num_tokens: Of each prompt with the template and its answer; at least `MIN_TOKENS`.
+        num_questions: How many prompts.
+        two_word_names: Names of two words, or of one; drawn where it is None.
+        max_documents: How many documents are drawn in search of one with enough questions.
+
+    Raises:
+        ValueError: `task` is unknown, or `num_tokens` leaves no room for as many questions.
+    """
     _check_task(task)
     if num_tokens < MIN_TOKENS:
         raise ValueError(f"{num_tokens} tokens are too few for a prompt; at least {MIN_TOKENS} are needed")
     if two_word_names is None:
         two_word_names = rng.random() < 0.5
     budget = num_tokens - _TEMPLATE_TOKENS - _LONGEST_ANSWER[task]
-    while True:
+    most = 0
+    for _ in range(max_documents):
         document = build_document(task, rng, budget, two_word_names=two_word_names)
         starts = list(itertools.accumulate((len(line) for line in document.lines), initial=0))
-        asked = [
+        eligible = [
             question
             for question in document.questions
             if (task != "multi_value" or len(question.lines) > 1)
             and starts[min(question.lines)] >= _MARGIN_START
             and starts[max(question.lines) + 1] <= starts[-1] - _MARGIN_END
         ]
-        if asked:
+        if len(eligible) >= num_questions:
             break
-    question = rng.choice(asked)
-    words = [*itertools.chain.from_iterable(document.lines), *question.words]
-    return Sample(task, " ".join(words), " ".join(question.answer))
+        most = max(most, len(eligible))
+    else:
+        raise ValueError(
+            f"no document of `{task}` in {num_tokens} tokens can be asked {num_questions} questions: of "
+            f"{max_documents}, the best had {most}; allow it more tokens"
+        )
+    text = [*itertools.chain.from_iterable(document.lines)]
+    return tuple(
+        Sample(task, " ".join([*text, *question.words]), " ".join(question.answer))
+        for question in rng.sample(eligible, num_questions)
+    )
 
 
 def _check_task(task: str) -> None:

@@ -7,8 +7,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from leank_convert.data import SampleSource
+from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
-from leank_convert.haystack import draw_sentence
 from leank_convert.recipe import DataSection
 from leank_convert.testbed.tokenizer import build_tokenizer
 
@@ -90,15 +90,20 @@ def section(**values):
 
 
 def split_text(tokenizer, sample):
-    prompt = tokenizer.decode(sample.input_ids[: sample.answer_start])
-    return prompt, tokenizer.decode(sample.input_ids[sample.answer_start :])
+    return tokenizer.decode(sample.prompt_ids()), tokenizer.decode(sample.answer_ids())
+
+
+def same(sample, other):
+    return sample.questions[0].input_ids.equal(other.questions[0].input_ids) and sample.prefix_ids.equal(
+        other.prefix_ids
+    )
 
 
 def test_answer_span_holds_the_answer_and_nothing_else(tokenizer):
     source = SampleSource(tokenizer, section(), seed=1)
     for step in range(6):
         sample = source.draw(step)
-        answer_ids = sample.input_ids[sample.answer_start :].tolist()
+        answer_ids = sample.answer_ids().tolist()
         _, answer = split_text(tokenizer, sample)
         assert answer_ids == tokenizer(answer, add_special_tokens=False)["input_ids"]
         pattern = r"[0-9a-f]{6}(-[0-9a-f]{6}){3}" if sample.task == "retrieval" else r"\d{7}(, \d{7}){3}"
@@ -112,9 +117,9 @@ def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(token
     assert prompt.rstrip(" ").endswith("assistant\n")
     bos = tokenizer.bos_token_id
     expected = 1 if tokenizer.chat_template.startswith("{{ bos_token }}") else 0
-    assert sample.input_ids.tolist().count(bos) == expected
+    assert sample.prompt_ids().tolist().count(bos) == expected
     if expected:
-        assert sample.input_ids[0] == bos
+        assert sample.prefix_ids[0] == bos
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value"])
@@ -125,21 +130,24 @@ def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task):
         source = SampleSource(tokenizer, section(tasks=[task], min_length=length, max_length=length), seed=3)
         for step in range(3):
             sample = source.draw(step)
-            assert length - longest_line < len(sample) <= length
+            assert length - longest_line < sample.num_tokens <= length
 
 
 def test_lengths_spread_over_the_whole_range():
     source = SampleSource(byte_level(), section(min_length=1000, max_length=3000), seed=0)
-    lengths = [len(source.draw(step)) for step in range(40)]
+    lengths = [source.draw(step).num_tokens for step in range(40)]
     assert min(lengths) < 1300
     assert max(lengths) > 2700
 
 
 def test_few_tokenisations_find_the_length(monkeypatch):
     calls = []
-    original = SampleSource._tokenise
-    monkeypatch.setattr(SampleSource, "_tokenise", lambda *args: calls.append(1) or original(*args))
-    source = SampleSource(byte_level(), section(min_length=20000, max_length=20000), seed=0)
+    tokenizer = byte_level()
+    original = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    )
+    source = SampleSource(tokenizer, section(min_length=20000, max_length=20000), seed=0)
     for step in range(10):
         source.draw(step)
     assert len(calls) <= 10 * 6
@@ -151,9 +159,9 @@ def test_sample_is_a_function_of_seed_and_step():
     ahead = second.draw(5)  # drawing out of order changes nothing
     for step in range(6):
         sample = first.draw(step)
-        assert sample.input_ids.equal(second.draw(step).input_ids)
-    assert sample.input_ids.equal(ahead.input_ids)
-    assert not sample.input_ids.equal(SampleSource(tokenizer, section(), seed=8).draw(5).input_ids)
+        assert same(sample, second.draw(step))
+    assert same(sample, ahead)
+    assert not same(sample, SampleSource(tokenizer, section(), seed=8).draw(5))
 
 
 def test_every_step_asks_something_fresh():
@@ -216,7 +224,7 @@ def test_what_passes_the_check_can_be_drawn_at_every_step(wording):
         except LeanKError:
             continue
         passing.append(length)
-        assert all(len(source.draw(step)) <= length for step in range(150))
+        assert all(source.draw(step).num_tokens <= length for step in range(150))
     assert 0 < len(passing) < 16
 
 
@@ -227,8 +235,8 @@ def test_a_draw_that_does_not_fit_is_drawn_again():
     with pytest.raises(LeanKError) as caught:
         source.check()
     samples = [source.draw(step) for step in range(40)]
-    assert max(map(len, samples)) <= 160
-    assert samples[3].input_ids.equal(source.draw(3).input_ids)
+    assert max(sample.num_tokens for sample in samples) <= 160
+    assert same(samples[3], source.draw(3))
     # The hint is good for a second try.
     enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
     SampleSource(
@@ -244,19 +252,16 @@ def test_an_answer_without_tokens_is_refused():
 
 
 def test_the_shortest_possible_sample_is_drawn():
-    source = SampleSource(
-        byte_level(), section(min_length=10**5, max_length=10**5, tasks=["retrieval"]), seed=0
-    )
-    shortest = source._tokenise("retrieval", "", "0").answer_start
-    for length in range(shortest, 2000):
+    tokenizer = byte_level()
+    for length in range(100, 2000):
         tight = SampleSource(
-            source.tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
+            tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
         )
         try:
             sample = tight.draw(0)
         except LeanKError:
             continue
-        assert len(sample) == length
+        assert sample.num_tokens == length
         return
     pytest.fail("no length fits")
 
@@ -276,11 +281,11 @@ def test_testbed_wording_is_the_shipped_models_language(task):
     for step in range(10):
         sample = source.draw(step)
         assert sample.task == task
-        assert 200 <= len(sample) <= 2048
-        assert tokenizer.unk_token_id not in sample.input_ids.tolist()
+        assert 200 <= sample.num_tokens <= 2048
+        assert tokenizer.unk_token_id not in sample.prompt_ids().tolist()
         prompt, answer = split_text(tokenizer, sample)
         assert prompt.endswith("<|assistant|>")
-        assert len(answer.split()) == len(sample) - sample.answer_start >= 3
+        assert len(answer.split()) == sample.num_answer_tokens >= 3
 
 
 def test_testbed_wording_with_another_tokenizer_is_refused():

@@ -1,0 +1,143 @@
+"""A training sample, and how prompts and answers become one through a model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from leank_convert.errors import LeanKError
+
+# Some templates write the date. Today's would make a resumed run see other samples than yesterday's.
+_DATE = date(2024, 7, 26)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question on a sample's context, with its answer.
+
+    Attributes:
+        input_ids: What follows the shared prefix, int64 [N]: the rest of the prompt, then the answer.
+        answer_start: Place of the first answer token in it; 0 where the whole prompt is the prefix.
+    """
+
+    input_ids: Tensor
+    answer_start: int
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One context with independent questions, tokenised.
+
+    The prefix and a question's tokens are together exactly what the tokenizer makes of a prompt that holds
+    this question alone, and of its answer. The end-of-turn token is not part of it: it is what the answer's
+    last token predicts, and generation never feeds it, so no query of it is to be trained.
+
+    Attributes:
+        task: The task it was drawn from.
+        prefix_ids: What all prompts begin with, int64 [P], P >= 1; of one question, its whole prompt.
+        questions: One or more, each blind to the others.
+    """
+
+    task: str
+    prefix_ids: Tensor
+    questions: tuple[Question, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a model runs: the prefix once, and what follows it of every question."""
+        return len(self.prefix_ids) + sum(len(question.input_ids) for question in self.questions)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a model needs: the longest single prompt with its answer."""
+        return len(self.prefix_ids) + max(len(question.input_ids) for question in self.questions)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Answer tokens of all questions."""
+        return sum(len(question.input_ids) - question.answer_start for question in self.questions)
+
+    def prompt_ids(self, index: int = 0) -> Tensor:
+        """The whole prompt of one question, int64 [prompt]."""
+        question = self.questions[index]
+        return torch.cat([self.prefix_ids, question.input_ids[: question.answer_start]])
+
+    def answer_ids(self, index: int = 0) -> Tensor:
+        """The answer of one question, int64 [answer]."""
+        question = self.questions[index]
+        return question.input_ids[question.answer_start :]
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Tokenise user messages through the chat template, each as a conversation of its own.
+
+    Raises:
+        LeanKError: If the tokenizer has no chat template.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise LeanKError(
+            f"the tokenizer of `{tokenizer.name_or_path}` has no chat template",
+            hint="train on an instruct model, or put a `chat_template.jinja` beside its tokenizer",
+        )
+    if not prompts:
+        return []  # which a template refuses
+    # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
+    # are tokenised in parallel by a fast tokenizer.
+    encoded: Any = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": prompt}] for prompt in prompts],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        strftime_now=_DATE.strftime,
+        enable_thinking=False,  # the answer follows at once, which a template may have to be told
+    )
+    rows: list[list[int]] = encoded
+    return rows
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+    """Tokenise an answer apart from its prompt, so that no token can straddle the border between them.
+
+    Raises:
+        LeanKError: If nothing is left of it.
+    """
+    answer_ids: list[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    if not answer_ids:
+        raise LeanKError(
+            f"the tokenizer of `{tokenizer.name_or_path}` makes no token of the answer `{answer}`",
+            hint="there is nothing to train on without answer tokens: check the tokenizer's files",
+        )
+    return answer_ids
+
+
+def join_questions(task: str, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> TrainingSample:
+    """Make one sample of prompts that begin alike.
+
+    Raises:
+        LeanKError: If they do not even share their first token.
+    """
+    shared = _common_length(prompts)
+    if shared == 0:
+        raise LeanKError(
+            "the prompts of two questions on one context differ from their first token on",
+            hint="this tokenizer cannot share a context: set `data.questions_per_context` to 1",
+        )
+    questions = tuple(
+        Question(torch.tensor([*prompt[shared:], *answer]), answer_start=len(prompt) - shared)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    )
+    return TrainingSample(task, torch.tensor(prompts[0][:shared]), questions)
+
+
+def _common_length(rows: Sequence[list[int]]) -> int:
+    """How many leading items all rows share."""
+    # What the first and the last in order share, all between them share as well.
+    first, last = min(rows), max(rows)
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))

@@ -1,0 +1,232 @@
+"""Draws the sample of any index: which task, how long, and the text that fills that length.
+
+Three tasks in wording of our own. Two are the paper's (section "Training stage 1"): `retrieval`, where every
+line of the context gives a key and its value and one is asked, and `multi_value`, where values of several
+keys are strewn over running text and all values of one are asked. `passkey` is DuoAttention's. Keys and
+values are random and every sample is a fresh one. The shipped model has a small language of its own
+(`wording: testbed`, see `testbed.tasks`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft
+from leank_convert.data.haystack import Haystack, open_haystack
+from leank_convert.data.sample import TrainingSample, encode_answer, encode_prompts, join_questions
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import DataSection
+
+# The shortest form of a task's sample differs a little from draw to draw. `check` asks all of this many to
+# fit, and `draw` tries as often, so that what passes the check does not fail in the middle of a run.
+_NUM_DRAWS = 64
+
+
+class _NoRoomError(LeanKError):
+    """A sample is longer than its budget, even in its shortest form."""
+
+    def __init__(self, message: str, hint: str, excess: int) -> None:
+        super().__init__(message, hint)
+        self.excess = excess
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Draws the sample of any index.
+
+    Args:
+        tokenizer: The model's own, with a chat template.
+        data: The recipe's section.
+        seed: The recipe's seed.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataSection
+    seed: int
+
+    def draw(self, index: int) -> TrainingSample:
+        """Draw a sample: tasks in turn, lengths uniform over the recipe's range.
+
+        Args:
+            index: Counted from 0 over both stages.
+
+        Returns:
+            A sample whose longest prompt and answer have at most the drawn length, and come close to it.
+
+        Raises:
+            LeanKError: If the tokenizer has no chat template, a length leaves no room for the task, or the
+                haystack cannot be read.
+        """
+        rng = random.Random(f"{self.seed}/{index}")
+        task = self.data.tasks[index % len(self.data.tasks)]
+        budget = rng.randint(self.data.min_length, self.data.max_length)
+        for _ in range(_NUM_DRAWS - 1):
+            try:
+                return self._draw(task, rng, budget)
+            except _NoRoomError:
+                continue
+        return self._draw(task, rng, budget)
+
+    def check(self) -> None:
+        """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
+
+        Raises:
+            LeanKError: As `draw`; tells the length that leaves room. Also where no task uses the haystack.
+        """
+        if self.data.haystack.source is not None and not self._uses_haystack:
+            raise LeanKError(
+                f"`data.haystack.source` is `{self.data.haystack.source}`, and none of the tasks "
+                f"{', '.join(f'`{task}`' for task in self.data.tasks)} in `wording: {self.data.wording}` "
+                "has running text",
+                hint="remove `data.haystack`, or add `multi_value` or `passkey` of `wording: general`",
+            )
+        worst = None
+        for task in self.data.tasks:
+            rng = random.Random(self.seed)
+            for _ in range(_NUM_DRAWS):
+                try:
+                    self._check_shortest(task, rng, self.data.min_length)
+                except _NoRoomError as error:
+                    worst = error if worst is None or error.excess > worst.excess else worst
+        if worst is not None:
+            raise worst
+
+    def fingerprint(self) -> str:
+        """Digest of what samples are made of: the first stands for tokenizer, template and generator."""
+        sample = self.draw(0)
+        rows = [sample.prefix_ids, *(question.input_ids for question in sample.questions)]
+        starts = [question.answer_start for question in sample.questions]
+        content = f"{self.haystack.digest} {starts} {[row.tolist() for row in rows]}"
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @cached_property
+    def haystack(self) -> Haystack:
+        """Running text for the tasks that need it, read once.
+
+        Raises:
+            LeanKError: If it cannot be read.
+        """
+        return open_haystack(self.data.haystack)
+
+    @property
+    def _uses_haystack(self) -> bool:
+        return self.data.wording == "general" and any(task in RUNNING_TEXT_TASKS for task in self.data.tasks)
+
+    def _draw(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
+        if self.data.wording == "testbed":
+            return self._draw_testbed(task, rng, budget)
+        return self._fill(task, self._draft(task, rng), budget)
+
+    def _check_shortest(self, task: str, rng: random.Random, budget: int) -> None:
+        if self.data.wording == "testbed":
+            self._draw_testbed(task, rng, budget)
+        else:
+            self._fill(task, self._draft(task, rng), budget, longer=False)
+
+    def _draft(self, task: str, rng: random.Random) -> Draft:
+        return draw_draft(task, rng, self.data.questions_per_context, self.haystack)
+
+    def _fill(self, task: str, draft: Draft, budget: int, *, longer: bool = True) -> TrainingSample:
+        """Write a draft out in its shortest form, or as long as the budget allows."""
+        text = draft.render(0)
+        answers = [encode_answer(self.tokenizer, answer) for answer in text.answers]
+        prompts = encode_prompts(self.tokenizer, text.prompts())
+        sample = join_questions(task, prompts, answers)
+        _check_room(sample, budget)
+        if not longer:
+            return sample
+
+        # The longest question decides how much text fits; the others are tokenised for that text alone.
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        longest = lengths.index(max(lengths))
+
+        def render(num_lines: int) -> list[int]:
+            return encode_prompts(self.tokenizer, [draft.render(num_lines).prompts()[longest]])[0]
+
+        room = budget - len(answers[longest])
+        while True:
+            num_lines, prompt = _fit(render, prompts[longest], room)
+            others = draft.render(num_lines).prompts()
+            del others[longest]
+            written = encode_prompts(self.tokenizer, others)
+            written.insert(longest, prompt)
+            sample = join_questions(task, written, answers)
+            if sample.num_positions <= budget:
+                return sample
+            # At the border to the document another question may merge into more tokens than it did before.
+            room -= sample.num_positions - budget
+
+    def _draw_testbed(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
+        from leank_convert.testbed.tasks import build_samples
+
+        try:
+            drawn = build_samples(task, rng, budget, self.data.questions_per_context)
+        except ValueError as error:
+            raise LeanKError(
+                f"no sample of {budget} tokens: {error}", hint="raise `data.min_length`"
+            ) from None
+        prompts = encode_prompts(self.tokenizer, [sample.prompt for sample in drawn])
+        answers = [encode_answer(self.tokenizer, sample.answer) for sample in drawn]
+        sample = join_questions(task, prompts, answers)
+        if sample.num_positions > budget:
+            raise _NoRoomError(
+                f"a testbed sample asked for in {budget} tokens has {sample.num_positions} by this model's "
+                "tokenizer",
+                hint="`wording: testbed` is for the shipped model; take `wording: general`",
+                excess=sample.num_positions - budget,
+            )
+        return sample
+
+
+def _fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -> tuple[int, list[int]]:
+    """Find the number of context lines whose prompt fills the budget to within about one line.
+
+    Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
+    need one per line.
+
+    Args:
+        render: The prompt with as many lines.
+        shortest: The prompt without lines.
+        budget: Tokens of the longest prompt that fits.
+
+    Returns:
+        The number of lines and the prompt.
+    """
+    fits, best = 0, shortest
+    exceeds, exceeding = None, shortest
+    guess = 16
+    # Far more than it takes, and an end even for a tokenizer whose token count does not grow with the text.
+    for _ in range(32):
+        prompt = render(guess)
+        low, low_length = fits, len(best)
+        if len(prompt) <= budget:
+            fits, best = guess, prompt
+        else:
+            exceeds, exceeding = guess, prompt
+        if exceeds is None:
+            per_line = max(1.0, (len(best) - low_length) / (fits - low))
+        else:
+            per_line = (len(exceeding) - len(best)) / (exceeds - fits)
+        if budget - len(best) < per_line or exceeds == fits + 1:
+            break
+        guess = fits + max(1, int((budget - len(best)) / per_line))
+        if exceeds is not None:
+            guess = min(guess, exceeds - 1)
+    return fits, best
+
+
+def _check_room(shortest: TrainingSample, budget: int) -> None:
+    if shortest.num_positions > budget:
+        raise _NoRoomError(
+            f"a sample of {budget} tokens leaves no room for `{shortest.task}`: its shortest has "
+            f"{shortest.num_positions}",
+            hint=f"raise `data.min_length` to {shortest.num_positions} or more; most samples should be far "
+            "longer",
+            excess=shortest.num_positions - budget,
+        )
