@@ -22,6 +22,7 @@ def select_channels(
     pruning_ratio: float,
     width_multiple: int,
     rounding: Literal["nearest", "budget"] = "nearest",
+    max_width: int | None = None,
 ) -> Tensor:
     """Choose the channels to keep.
 
@@ -30,17 +31,23 @@ def select_channels(
     one on either side. `budget` hands out whole multiples instead, best first by the sum of their factors,
     and stops before the reached ratio would fall below the asked one.
 
+    Under `max_width`, `nearest` cuts the heads above it, so more may be removed than was asked for. `budget`
+    gives what they may not keep to the next best multiples of other heads, and ends above the asked ratio
+    only when every head is full.
+
     Args:
         scaling_factors: Float [L, H_kv, D].
         pruning_ratio: Fraction of channels to remove, in [0, 1).
         width_multiple: Every head keeps a multiple of this many channels, from none to the largest one in D.
         rounding: See above.
+        max_width: No head keeps more channels than this; rounded down to a multiple of `width_multiple`, as D
+            is. Default: D, which a larger value stands for, too.
 
     Returns:
         Bool [L, H_kv, D], True where kept.
 
     Raises:
-        LeanKError: If a scaling factor is not finite, or `width_multiple` exceeds D.
+        LeanKError: If a scaling factor is not finite, or `width_multiple` exceeds D or `max_width`.
     """
     head_dim = scaling_factors.shape[-1]
     if width_multiple > head_dim:
@@ -49,15 +56,22 @@ def select_channels(
             "lose all of its channels",
             hint=f"choose a divisor of {head_dim}",
         )
+    if max_width is not None and max_width < width_multiple:
+        raise LeanKError(
+            f"`max_width` {max_width} is below `width_multiple` {width_multiple}: every head would lose all "
+            "of its channels",
+            hint=f"choose a multiple of {width_multiple}, or null for no cap",
+        )
     if not bool(torch.isfinite(scaling_factors).all()):
         raise LeanKError("a scaling factor is not finite; no channels can be selected")
     factors = scaling_factors.detach()
     # str: 0.7 means seven tenths, not the double just below them.
     kept_fraction = 1 - Fraction(str(pruning_ratio))
+    most = min(head_dim, max_width or head_dim) // width_multiple  # multiples that a head may keep
     if rounding == "nearest":
-        widths = _round_to_nearest(factors, kept_fraction, width_multiple)
+        widths = _round_to_nearest(factors, kept_fraction, width_multiple, most)
     else:
-        widths = _fill_budget(factors, kept_fraction, width_multiple)
+        widths = _fill_budget(factors, kept_fraction, width_multiple, most)
     return _ranks(factors) < widths[..., None]
 
 
@@ -67,20 +81,18 @@ def _ranks(factors: Tensor) -> Tensor:
     return torch.argsort(order, dim=-1)
 
 
-def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int) -> Tensor:
+def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:
     """Widths [L, H_kv]: the head's share of the model's best channels, rounded halves up."""
     num_kept = math.floor(kept_fraction * factors.numel() + Fraction(1, 2))
     selected = (_ranks(factors.flatten()) < num_kept).view_as(factors).sum(-1)
     rounded = (2 * selected + multiple) // (2 * multiple) * multiple
-    return rounded.clamp(max=factors.shape[-1] // multiple * multiple)
+    return rounded.clamp(max=most * multiple)
 
 
-def _fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int) -> Tensor:
+def _fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:
     """Widths [L, H_kv]: as many whole multiples as fit, those of the largest sum of factors first."""
-    num_layers, num_heads, head_dim = factors.shape
     best_first = torch.sort(factors.double(), dim=-1, descending=True).values
-    per_head = head_dim // multiple
-    chunks = best_first[..., : per_head * multiple].view(num_layers, num_heads, per_head, multiple).sum(-1)
+    chunks = best_first[..., : most * multiple].unflatten(-1, (most, multiple)).sum(-1)
     num_chunks = math.floor(kept_fraction * factors.numel()) // multiple
     # Sums fall within a head, so counting a head's chosen chunks chooses its best ones.
     return (_ranks(chunks.flatten()) < num_chunks).view_as(chunks).sum(-1) * multiple

@@ -7,7 +7,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.train.selection import select_channels
 
 
-def restate_nearest(factors, ratio, r):
+def restate_nearest(factors, ratio, r, cap=None):
     """The paper's operator, one channel at a time."""
     layers, heads, dim = factors.shape
     values = factors.tolist()
@@ -20,9 +20,33 @@ def restate_nearest(factors, ratio, r):
         for j in range(heads):
             n = sum(1 for _, a, b, _ in best if (a, b) == (i, j))
             width = min(dim // r * r, math.floor((n + r / 2) / r) * r)
+            while cap is not None and width > cap:
+                width -= r
             for k in sorted(range(dim), key=lambda k: (-values[i][j][k], k))[:width]:
                 mask[i, j, k] = True
     return mask
+
+
+def restate_budget(factors, ratio, r, cap):
+    """One multiple at a time to the head whose next best channels have the largest sum, while one fits."""
+    layers, heads, dim = factors.shape
+    values = factors.tolist()
+    mask = torch.zeros(factors.shape, dtype=torch.bool)
+    allowed = round((1 - ratio) * factors.numel(), 9)
+    while True:
+        offers = []
+        for i in range(layers):
+            for j in range(heads):
+                order = sorted(range(dim), key=lambda k: (-values[i][j][k], k))
+                width = int(mask[i, j].sum())
+                if width + r <= min(dim, cap):
+                    offers.append((-sum(values[i][j][k] for k in order[width : width + r]), i, j))
+        if not offers or int(mask.sum()) + r > allowed:
+            return mask
+        _, i, j = min(offers)
+        order = sorted(range(dim), key=lambda k: (-values[i][j][k], k))
+        for k in order[: int(mask[i, j].sum()) + r]:
+            mask[i, j, k] = True
 
 
 def draw(kind, shape, seed):
@@ -64,10 +88,72 @@ def test_budget_ends_at_or_above_the_ratio_and_as_close_as_the_multiple_allows(k
         assert kept == capacity or kept + r > allowed
 
 
+# Of multiples 8 and 16; 20 is a multiple of neither.
+CAPS = [16, 20, 24, 64, 1000]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.9])
+def test_nearest_under_a_cap_equals_its_restatement(kind, cap, ratio):
+    for r in (8, 16):
+        factors = draw(kind, (3, 2, 40), seed=r)
+        chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, max_width=cap)
+        assert torch.equal(chosen, restate_nearest(factors, ratio, r, cap))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.9])
+def test_budget_under_a_cap_equals_its_restatement(kind, cap, ratio):
+    for r in (8, 16):
+        # Sixteenths: their sums are exact, in whatever order they are added.
+        factors = (draw(kind, (3, 2, 40), seed=r) * 16).round() / 16
+        chosen = select_channels(
+            factors, pruning_ratio=ratio, width_multiple=r, rounding="budget", max_width=cap
+        )
+        assert torch.equal(chosen, restate_budget(factors, ratio, r, cap))
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
-def test_a_head_keeps_its_best_channels(rounding):
+@pytest.mark.parametrize("r", [8, 16, 32])
+@pytest.mark.parametrize("cap", [32, 64, 96, 128])
+@pytest.mark.parametrize("ratio", [0.5, 0.6, 0.7, 0.8])
+def test_every_width_is_a_multiple_and_no_wider_than_the_cap(rounding, r, cap, ratio):
+    factors = draw("mostly zero", (6, 4, 128), seed=2)
+    factors[:2] = draw("distinct", (2, 4, 128), seed=3)  # heads that would keep everything
+    chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, rounding=rounding, max_width=cap)
+    widths = chosen.sum(-1)
+    assert (widths % r == 0).all()
+    assert widths.max() <= cap
+    if rounding == "budget":
+        kept, allowed = int(widths.sum()), round((1 - ratio) * factors.numel(), 9)
+        assert kept <= allowed
+        assert kept + r > allowed or (widths == cap).all()
+
+
+def test_what_capped_heads_may_not_keep_goes_to_the_next_best_under_budget_alone():
+    factors = torch.full((1, 3, 16), 0.1)
+    factors[0, 1] = 0.9
+    factors[0, 2] = 0.5
+    settings = {"pruning_ratio": 2 / 3, "width_multiple": 8, "max_width": 8}
+    assert select_channels(factors, rounding="budget", **settings).sum(-1).tolist() == [[0, 8, 8]]
+    assert select_channels(factors, rounding="nearest", **settings).sum(-1).tolist() == [[0, 8, 0]]
+
+
+def test_cap_below_the_multiple_is_refused():
+    with pytest.raises(LeanKError, match="`max_width` 8 is below `width_multiple` 16") as caught:
+        select_channels(torch.rand(1, 1, 32), pruning_ratio=0.5, width_multiple=16, max_width=8)
+    assert caught.value.hint == "choose a multiple of 16, or null for no cap"
+
+
+@pytest.mark.parametrize("max_width", [None, 12])
+@pytest.mark.parametrize("rounding", ["nearest", "budget"])
+def test_a_head_keeps_its_best_channels(rounding, max_width):
     factors = draw("few values", (3, 4, 32), seed=5)
-    chosen = select_channels(factors, pruning_ratio=0.6, width_multiple=4, rounding=rounding)
+    chosen = select_channels(
+        factors, pruning_ratio=0.6, width_multiple=4, rounding=rounding, max_width=max_width
+    )
     for head, kept in zip(factors.flatten(0, 1), chosen.flatten(0, 1), strict=True):
         order = sorted(range(32), key=lambda k: (-head[k].item(), k))
         assert kept.nonzero().flatten().tolist() == sorted(order[: int(kept.sum())])
