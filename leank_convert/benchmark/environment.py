@@ -24,17 +24,26 @@ _ROW = 16384
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def choose_benchmark_device(device: str | None) -> torch.device:
-    """The device to measure on: CUDA, unless the CPU is asked for by name.
+def require_cuda(device: str | None) -> None:
+    """Refuse to measure on the CPU by default.
 
     Raises:
-        LeanKError: If there is no CUDA device and none was named, or the named one cannot be used.
+        LeanKError: If no device is named and there is no CUDA device.
     """
     if device is None and not torch.cuda.is_available():
         raise LeanKError(
             "there is no CUDA device to measure on",
             hint="run it on a machine with a GPU; `--device cpu` runs the command at toy sizes, as a test",
         )
+
+
+def choose_benchmark_device(device: str | None) -> torch.device:
+    """The device to measure on: CUDA, unless the CPU is asked for by name.
+
+    Raises:
+        LeanKError: If there is no CUDA device and none was named, or the named one cannot be used.
+    """
+    require_cuda(device)
     chosen = choose_device(device or "cuda")
     if chosen.type not in _READ_BYTES:
         raise LeanKError(f"benchmarks run on `cuda` and, as a test, on `cpu`, not on `{chosen.type}`")

@@ -73,7 +73,7 @@ def benchmark_generate(
         report.line(f"our decode attention: {attention}")
         report.line(check.describe())
         if check.ok:
-            dense = build_dense(model, subject)
+            dense = build_dense(model, subject.geometry)
             for case in cases:
                 results.append(
                     _Case(model, dense, *case, rounds=rounds, static_limit=static_limit).run(peers)

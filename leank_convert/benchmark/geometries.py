@@ -34,6 +34,17 @@ class Geometry:
         """Layers, heads and whatever else conversion reads of a config."""
         return read_model_facts(self.config, origin=self.name)
 
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready facts."""
+        facts = self.facts
+        return {
+            "geometry": self.name,
+            "num_hidden_layers": facts.num_hidden_layers,
+            "num_attention_heads": facts.num_attention_heads,
+            "num_key_value_heads": facts.num_key_value_heads,
+            "head_dim": facts.head_dim,
+        }
+
 
 GEOMETRIES: Mapping[str, Geometry] = MappingProxyType(
     {

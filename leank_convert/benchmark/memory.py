@@ -60,7 +60,7 @@ def benchmark_memory(
         report.line(f"our decode attention: {attention}")
         report.line(check.describe())
         if check.ok:
-            dense = build_dense(model, subject)
+            dense = build_dense(model, subject.geometry)
             if allocated:
                 results["allocated"] = count_allocated(model, subject, *allocated)
                 _print_allocated(report, results["allocated"])

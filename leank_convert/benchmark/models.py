@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leank_convert.benchmark.accuracy import Check, exact_dtype, relative_error
 from leank_convert.benchmark.environment import release_memory
+from leank_convert.benchmark.geometries import Geometry
 from leank_convert.benchmark.subject import Subject
 
 _CHECKED_ROWS = 2
@@ -40,21 +41,27 @@ class ModelCheck(Check):
         )
 
 
-def build_dense(model: Any, subject: Subject) -> Any:
-    """The stock class with SDPA over the very tensors of a LeanK model; random weights need no reordering.
+def stock_config(geometry: Geometry, **changes: Any) -> Any:
+    """The stock class's config of a geometry; `changes` are keys of its own."""
+    import transformers
+
+    options = {key: value for key, value in geometry.config.items() if key != "model_type"}
+    return getattr(transformers, geometry.facts.architecture.config_class)(**options, **changes)
+
+
+def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
+    """The stock class over the very tensors of a model; random weights need no reordering.
 
     Args:
-        model: The LeanK model.
-        subject: What it was built from.
+        model: A LeanK model, or a stock one.
+        geometry: Its shape.
+        attention: How the stock class attends, by transformers' name for it.
     """
     import transformers
 
-    architecture = subject.geometry.facts.architecture
-    options = {key: value for key, value in subject.geometry.config.items() if key != "model_type"}
-    config = getattr(transformers, architecture.config_class)(**options)
     with torch.device("meta"):
         dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=model.dtype, attn_implementation="sdpa"
+            stock_config(geometry), dtype=model.dtype, attn_implementation=attention
         )
     result = dense.load_state_dict(model.state_dict(), strict=False, assign=True)
     other = [name for name in result.unexpected_keys if not name.endswith(".channel_mask")]
@@ -62,14 +69,18 @@ def build_dense(model: Any, subject: Subject) -> Any:
     dense.model.rotary_emb = model.model.rotary_emb
     empty = [name for name, tensor in (*dense.named_parameters(), *dense.named_buffers()) if tensor.is_meta]
     assert not (result.missing_keys or other or empty), (result, empty)
-    return dense.eval()
+    return dense.eval().requires_grad_(False)
 
 
 def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
     """Random token ids `[B, S]` on the model's device."""
+    return random_ids(model, batch_size, num_tokens, seed).to(model.device)
+
+
+def random_ids(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
+    """Random token ids `[B, S]` of a model's vocabulary, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(_FIRST_TOKEN, model.config.vocab_size, (batch_size, num_tokens), generator=generator)
-    return ids.to(model.device)
+    return torch.randint(_FIRST_TOKEN, model.config.vocab_size, (batch_size, num_tokens), generator=generator)
 
 
 def check_model(model: Any, subject: Subject, *, prompt_length: int) -> ModelCheck:
@@ -88,10 +99,10 @@ def check_model(model: Any, subject: Subject, *, prompt_length: int) -> ModelChe
         model, _CHECKED_ROWS, min(prompt_length, whole + _PRUNED_TOKENS) + _CHECKED_STEPS, seed=1
     )
     ours = forced_logits(model, tokens)
-    dense = forced_logits(build_dense(model, subject), tokens)
+    dense = forced_logits(build_dense(model, subject.geometry), tokens)
     exact = copy.deepcopy(model).to(exact_dtype(model.dtype))
     exact_ours = forced_logits(exact, tokens)
-    exact_dense = forced_logits(build_dense(exact, subject), tokens)
+    exact_dense = forced_logits(build_dense(exact, subject.geometry), tokens)
     check = ModelCheck(
         relative_error(ours, exact_ours),
         relative_error(dense, exact_dense),

@@ -35,11 +35,16 @@ def render_json(document: Mapping[str, Any]) -> str:
 
 
 class Report:
-    """Writes for people."""
+    """Writes for people.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: Whether to write nothing, as all processes but one do.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
         # A log gets tables of one width, whatever terminal it was written from.
-        self._console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDTH)
+        width = None if sys.stderr.isatty() else _WIDTH
+        self._console = Console(stderr=True, highlight=False, width=width, quiet=quiet)
 
     def header(self, environment: Mapping[str, Any], subject: Mapping[str, Any]) -> None:
         """Say what is measured on what."""
@@ -56,10 +61,11 @@ class Report:
             f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
             f"query heads, {subject['num_key_value_heads']} KV heads of {subject['head_dim']} channels"
         )
-        self.line(
-            f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
-            f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
-        )
+        if "mask" in subject:
+            self.line(
+                f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
+                f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
+            )
 
     def line(self, text: str) -> None:
         """Write one line."""

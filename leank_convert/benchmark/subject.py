@@ -63,13 +63,8 @@ class Subject:
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready facts."""
-        facts = self.geometry.facts
         return {
-            "geometry": self.geometry.name,
-            "num_hidden_layers": facts.num_hidden_layers,
-            "num_attention_heads": facts.num_attention_heads,
-            "num_key_value_heads": facts.num_key_value_heads,
-            "head_dim": facts.head_dim,
+            **self.geometry.describe(),
             "mask": self.origin,
             "pruning_ratio": self.mask.pruning_ratio,
             "sink_size": self.windows.sink_size,

@@ -88,6 +88,21 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> T
         return summarize(samples, len(batch), "CUDA graph replay")
 
 
+def time_whole(call: Call, device: torch.device, *, rounds: int) -> Timing:
+    """Time a call that is long beside its launch by the wall clock, the device waited for at both ends.
+
+    The caller runs it once before, to warm up.
+    """
+    samples = []
+    for _ in range(rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append((time.perf_counter() - began) * 1e3)
+    return summarize(samples, 1, "wall clock")
+
+
 def _time_on_cpu(calls: Sequence[Call], rounds: int) -> Timing:
     samples = []
     for index in range(rounds + 1):

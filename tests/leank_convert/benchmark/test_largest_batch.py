@@ -40,7 +40,7 @@ def model_and_dense(tmp_path_factory):
     runtime = load_runtime(subject, tmp_path_factory.mktemp("runtime"), torch.float32)
     torch.manual_seed(0)
     model = runtime.build_model(subject.channel_masks, torch.device("cpu"), torch.float32)
-    return model, build_dense(model, subject)
+    return model, build_dense(model, subject.geometry)
 
 
 @pytest.mark.parametrize("side", [LeanKSide, DenseSide])

@@ -87,7 +87,7 @@ def test_the_runtime_is_a_checkpoints_own_and_weights_are_shared(tmp_path):
     )
     kept = [layer.self_attn.channel_mask.sum(-1).tolist() for layer in model.model.layers]
     assert kept == config["leank"]["widths"]
-    dense = build_dense(model, subject)
+    dense = build_dense(model, subject.geometry)
     assert type(dense).__name__ == "LlamaForCausalLM"
     assert dense.config._attn_implementation == "sdpa"
     ours = dict(model.named_parameters())
