@@ -46,7 +46,7 @@ class StepRecord:
         step: Steps done, over all stages.
         stage: 1 or 2.
         pruning_ratio_asked: Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
-        task: The task of the step's first sample.
+        task: Of this rank's samples; several as `retrieval+multi_value`.
         num_tokens: What the model computed in this step, over all its contexts and ranks.
         num_answer_tokens: Answer tokens of the same.
         learning_rate: Of this step.

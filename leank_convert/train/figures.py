@@ -1,0 +1,229 @@
+"""Figures of a mask and of a run's log; each function draws one into the axes it is given.
+
+Colours are readable on light and on dark ground; `STYLE` makes text and lines a grey that is, too. Heads are
+in the mask's own order: the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from leank_convert.train.journal import StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
+INK = "#808182"  # of text and lines; no other colour of a figure may be equal
+_BLUE, _ORANGE, _GREEN = "#3d85c6", "#e07b39", "#3f9b6d"
+_DROPPED = "#80808020"
+_MOST_LABELS = 16
+_MOST_NUMBERS = 64  # cells that still have room for their value
+
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "leank",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.5,
+    "grid.alpha": 0.35,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+}
+
+
+def draw_scaling_factors(axes: Axes, scaling_factors: Tensor) -> None:
+    """Heat map of the scaling factors [L, H_kv, D]: a row per layer and head, a column per channel."""
+    image = _draw_heads_by_channels(axes, scaling_factors, "viridis")
+    axes.set_title("Scaling factors")
+    _add_colorbar(axes, image, "scaling factor", [0, 0.25, 0.5, 0.75, 1])
+
+
+def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
+    """The mask itself [L, H_kv, D], laid out like the scaling factors."""
+    from matplotlib.colors import ListedColormap
+
+    _draw_heads_by_channels(axes, channel_mask, ListedColormap([_DROPPED, _BLUE]))
+    axes.set_title("Kept channels (blue)")
+
+
+def draw_kept_by_head(axes: Axes, channel_mask: Tensor) -> None:
+    """Heat map of the kept channels of each head: a row per layer, a column per KV head."""
+    widths = channel_mask.sum(-1).numpy()
+    num_layers, num_heads = widths.shape
+    head_dim = channel_mask.shape[-1]
+    image = axes.imshow(widths, aspect="auto", interpolation="none", vmin=0, vmax=head_dim, cmap="viridis")
+    if widths.size <= _MOST_NUMBERS:
+        for (layer, head), width in np.ndenumerate(widths):
+            colour = "black" if width > 0.6 * head_dim else "white"
+            axes.text(head, layer, str(width), ha="center", va="center", color=colour)
+    axes.set_xticks(range(0, num_heads, _label_step(num_heads)))
+    _label_layers(axes, num_layers, 1)
+    axes.set(title="Kept channels by head", xlabel="KV head")
+    _add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
+
+
+def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
+    """Bars of the fraction of channels that each layer keeps, the first layer on top."""
+    kept = channel_mask.float().mean((1, 2)).numpy()
+    axes.barh(range(len(kept)), 100 * kept, height=0.8, color=_BLUE)
+    axes.axvline(100 * kept.mean(), color=INK, linewidth=1, linestyle="--", label="whole model")
+    axes.set(title="Kept by layer", xlabel="kept channels (%)", ylim=(len(kept) - 0.5, -0.5))
+    axes.grid(axis="x")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=0.2)
+    _label_layers(axes, len(kept), 1)
+
+
+def draw_kept_by_pair(axes: Axes, channel_mask: Tensor) -> None:
+    """Bars of the fraction that is kept of each rotary pair: channels i and i + D/2, over all heads."""
+    half = channel_mask.shape[-1] // 2
+    pairs = channel_mask[..., : 2 * half].float().mean((0, 1)).view(2, half).mean(0).numpy()
+    axes.bar(range(half), 100 * pairs, width=0.85, color=_BLUE)
+    mean = 100 * channel_mask.float().mean().item()
+    axes.axhline(mean, color=INK, linewidth=1, linestyle="--", label="whole model")
+    axes.set(
+        title="Kept by RoPE pair",
+        xlabel=f"pair i: channels i and i + {half} (0 turns fastest)",
+        ylabel="kept (%)",
+        xlim=(-0.75, half - 0.25),
+    )
+    axes.grid(axis="y")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=0.2)
+
+
+def draw_width_histogram(axes: Axes, channel_mask: Tensor) -> None:
+    """Bars of how many heads have each width; widths without a common step are put into bins."""
+    from matplotlib.ticker import MaxNLocator
+
+    head_dim = channel_mask.shape[-1]
+    widths = channel_mask.sum(-1).flatten().tolist()
+    exact = math.gcd(head_dim, *widths)
+    step = max(exact, math.ceil(head_dim / 32))
+    counts = Counter(width // step for width in widths)
+    places = range(head_dim // step + 1)
+    bars = axes.bar(places, [counts[place] for place in places], width=0.8, color=_BLUE)
+    if len(places) <= _MOST_LABELS + 1:
+        axes.bar_label(bars, [str(counts[place] or "") for place in places], padding=2)
+    shown = places[:: _label_step(len(places))]
+    axes.set_xticks(shown, [str(place * step) for place in shown])
+    binned = "" if step == exact else f", in bins of {step}"
+    axes.set(title="Learned widths", xlabel=f"kept channels of {head_dim}{binned}", ylabel="heads")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(y=0.12)
+    axes.grid(axis="y")
+
+
+def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
+    """Curve of the distillation loss over the steps, with the median of the steps around each."""
+    losses = np.array([record.distillation for record in records])
+    places = np.arange(1, len(records) + 1)
+    axes.plot(places, losses, color=_BLUE, linewidth=0.7, alpha=0.45)
+    window = max(1, len(records) // 40) | 1
+    for stage in (1, 2):
+        chosen = np.array([record.stage == stage for record in records])
+        if chosen.any():
+            smooth = _running_median(losses[chosen], window)
+            axes.plot(places[chosen], smooth, color=_BLUE, linewidth=1.8)
+    positive = losses[losses > 0]
+    if len(positive):
+        # All factors are 1 before the first step: what that step loses is rounding alone, and would take
+        # half of the axis.
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5 * np.quantile(positive, 0.02))
+    axes.set(title="Distillation loss", ylabel="mean squared difference")
+    _mark_stages(axes, records)
+
+
+def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
+    """Curves of the mean scaling factor and, in stage 2, of the reached pruning ratio."""
+    places = np.arange(1, len(records) + 1)
+    axes.plot(places, [record.mean_factor for record in records], color=_ORANGE, label="mean scaling factor")
+    reached = [(place, r.pruning_ratio) for place, r in zip(places, records, strict=True) if r.pruning_ratio]
+    if reached:
+        axes.plot(*zip(*reached, strict=True), color=_GREEN, label="reached pruning ratio")
+    asked = {ratio for record in records if (ratio := record.pruning_ratio_asked) is not None}
+    for ratio in sorted(asked):
+        label = "asked pruning ratio" if len(asked) == 1 else None
+        axes.axhline(ratio, color=INK, linewidth=1.2, linestyle=":", label=label)
+    axes.set(title="Pruning", xlabel="step", ylabel="fraction", ylim=(0, 1.02))
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderpad=0, borderaxespad=0.2, columnspacing=1.2
+    )
+    _mark_stages(axes, records)
+
+
+def _draw_heads_by_channels(axes: Axes, values: Tensor, cmap: Any) -> AxesImage:
+    num_layers, num_heads, head_dim = values.shape
+    image = axes.imshow(
+        values.reshape(-1, head_dim).numpy(),
+        aspect="auto",
+        interpolation="none",
+        vmin=0,
+        vmax=1,
+        cmap=cmap,
+    )
+    _label_layers(axes, num_layers, num_heads)
+    axes.set_xticks(range(0, head_dim, max(1, head_dim // 4)))
+    axes.set_xlabel("channel")
+    return image
+
+
+def _label_layers(axes: Axes, num_layers: int, rows: int) -> None:
+    """Name the layers at the left, each beside the middle of its rows, with ticks at the borders between."""
+    shown = range(0, num_layers, _label_step(num_layers))
+    axes.set_yticks([(layer + 0.5) * rows - 0.5 for layer in shown], [str(layer) for layer in shown])
+    axes.tick_params(axis="y", length=0)
+    if rows > 1:
+        axes.set_yticks([layer * rows - 0.5 for layer in range(num_layers + 1)], minor=True)
+        axes.tick_params(axis="y", which="minor", length=3)
+    axes.set_ylabel("layer" if rows == 1 else f"layer ({rows} KV heads each)")
+
+
+def _label_step(count: int) -> int:
+    return -(-count // _MOST_LABELS)
+
+
+def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=30, label=label, ticks=ticks)
+    bar.outline.set_visible(False)
+    if bar.solids is not None:
+        bar.solids.set_rasterized(True)  # in an SVG, one picture instead of a path per colour
+
+
+def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:
+    axes.grid(axis="y")
+    axes.set_xlim(1, max(2, len(records)))
+    first = sum(record.stage == 1 for record in records)
+    if 0 < first < len(records):
+        axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
+        axes.annotate(
+            "stage 2", (first + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -3),
+            textcoords="offset points", va="top",
+        )  # fmt: skip
+
+
+def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
+    """The median of `window` (odd) values around each; fewer at the ends."""
+    half = window // 2
+    return np.array(
+        [np.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))], dtype=values.dtype
+    )
