@@ -1,0 +1,242 @@
+"""What a run's log, trackers and progress bar hold, row by row."""
+
+import csv
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
+from leank_convert.train.journal import Journal, StepRecord, check_trackers, read_log
+
+
+def record(step, stage=1, **changes):
+    values = {
+        "step": step,
+        "stage": stage,
+        "pruning_ratio_asked": None if stage == 1 else 0.7,
+        "task": "retrieval",
+        "num_tokens": 1000,
+        "num_answer_tokens": 10,
+        "learning_rate": 0.01,
+        "distillation": step / 100,
+        "mean_factor": 0.5,
+        "pruning_ratio": None if stage == 1 else 0.703125,
+        "empty_heads": None if stage == 1 else 3,
+        "heads_leaving": "",
+        "heads_entering": "" if stage == 1 else "0.1 3.2",
+        "seconds": 0.5,
+        "gpu_bytes": None,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "my-run" / "leank"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def write(folder):
+    """Writes records in one go; keyword arguments are the recipe's."""
+
+    def run(*records, start=0, progress=False, trackers=(), **settings):
+        recipe = Recipe(trackers=trackers, **settings)
+        with Journal(folder, recipe, num_steps=4, start=start, progress=progress) as journal:
+            for each in records:
+                journal.write(each)
+
+    return run
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the module, which notes what it is told. Its run ids count up from `run-1`."""
+    module = ModuleType("wandb")
+    module.runs, module.settings = [], {}
+
+    class Run:
+        def __init__(self, options):
+            self.options, self.rows, self.exit_code = options, [], None
+            self.id = options["id"] or f"run-{len(module.runs) + 1}"
+
+        def log(self, values, step):
+            assert self.exit_code is None, "a row after the run's end"
+            self.rows.append((step, values))
+
+        def finish(self, exit_code=0):
+            self.exit_code = exit_code
+
+    def init(**options):
+        module.runs.append(Run(options))
+        return module.runs[-1]
+
+    module.init = init
+    module.config = SimpleNamespace(update=lambda values, allow_val_change: module.settings.update(values))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return module
+
+
+def read_scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: {each.step: each.value for each in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_log_gives_back_what_was_written(write, folder):
+    records = [record(1), record(2, gpu_bytes=12_345), record(3, stage=2, task="retrieval+passkey")]
+    write(*records)
+    assert read_log(folder / "log.csv") == records
+    with (folder / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["gpu_bytes"] for row in rows] == ["", "12345", ""]
+    assert [row["pruning_ratio_asked"] for row in rows] == ["", "", "0.7"]
+
+
+def test_a_log_that_is_not_there_is_empty(tmp_path):
+    assert read_log(tmp_path / "log.csv") == []
+
+
+@pytest.mark.parametrize("torn", ["3,1,,retr", "3,1,,a,1,1,0.1,1.2e-,0.5,,,,,0.1,", "\0\0", '3,"'])
+def test_torn_rows_are_left_out(torn, write, folder):
+    write(record(1), record(2))
+    with (folder / "log.csv").open("a") as file:
+        file.write(torn)
+    assert read_log(folder / "log.csv") == [record(1), record(2)]
+
+
+def test_steps_beyond_the_one_that_is_resumed_are_dropped_everywhere(write, folder):
+    write(record(1), record(2), record(3), trackers=("tensorboard",))
+    write(record(2, distillation=0.5), record(3, distillation=0.25), start=1, trackers=("tensorboard",))
+    assert [each.distillation for each in read_log(folder / "log.csv")] == [0.01, 0.5, 0.25]
+    scalars = read_scalars(folder)
+    assert scalars["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
+
+
+def test_tensorboard_has_every_figure_of_a_step_that_has_it(write, folder):
+    write(record(1), record(2, stage=2, gpu_bytes=5), trackers=("tensorboard",))
+    scalars = read_scalars(folder)
+    always = {"distillation", "learning_rate", "mean_factor", "num_tokens", "seconds"}
+    assert {tag.partition("/")[2] for tag in scalars if tag.startswith("stage1/")} == always
+    assert {tag.partition("/")[2] for tag in scalars if tag.startswith("stage2/")} == always | {
+        "pruning_ratio",
+        "empty_heads",
+        "gpu_bytes",
+    }
+    assert scalars["stage2/pruning_ratio"] == {2: 0.703125}
+
+
+def test_stage_two_of_several_ratios_has_tags_of_its_own(write, folder):
+    write(
+        record(1),
+        record(2, stage=2, pruning_ratio_asked=0.5),
+        record(3, stage=2, pruning_ratio_asked=0.8),
+        pruning_ratio=(0.5, 0.8),
+        trackers=("tensorboard",),
+    )
+    steps = {tag: list(values) for tag, values in read_scalars(folder).items() if "distillation" in tag}
+    assert steps == {
+        "stage1/distillation": [1],
+        "stage2-0.5/distillation": [2],
+        "stage2-0.8/distillation": [3],
+    }
+
+
+def test_without_trackers_there_is_the_log_alone(write, folder):
+    write(record(1))
+    assert [path.name for path in folder.iterdir()] == ["log.csv"]
+
+
+def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb):
+    write(record(1), record(2, stage=2), trackers=("wandb",), width_multiple=16)
+    (run,) = wandb.runs
+    assert run.options["project"] == "leank"
+    assert run.options["name"] == "my-run"
+    assert wandb.settings["width_multiple"] == 16
+    assert wandb.settings["stage1"]["steps"] == 2000
+    assert [step for step, _ in run.rows] == [1, 2]
+    assert run.rows[0][1]["stage1/distillation"] == 0.01
+    assert "stage1/pruning_ratio" not in run.rows[0][1]
+    assert run.rows[1][1]["stage2/pruning_ratio"] == 0.703125
+    assert run.exit_code == 0
+
+
+def test_wandb_is_told_that_a_run_failed(folder, wandb):
+    with (
+        pytest.raises(LeanKError, match="the loss is nan"),
+        Journal(folder, Recipe(trackers=("wandb",)), num_steps=4, start=0, progress=False) as journal,
+    ):
+        journal.write(record(1))
+        raise LeanKError("the loss is nan")
+    assert wandb.runs[0].exit_code == 1
+    assert read_log(folder / "log.csv") == [record(1)]
+
+
+def test_a_resumed_run_goes_on_with_its_wandb_run(write, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    write(record(1), trackers=("wandb",))
+    write(record(2), start=1, trackers=("wandb",))
+    first, second = wandb.runs
+    assert first.options["id"] is None
+    assert second.options["id"] == first.id == "run-1"
+    assert second.options["resume"] == "allow"
+    assert second.options["project"] == "mine"
+
+
+def test_wandb_that_does_not_start_is_told_with_the_ways_out_and_ends_what_has_begun(
+    write, folder, wandb, monkeypatch
+):
+    def init(**_):
+        raise RuntimeError("api_key not configured (no-tty)\nmore")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(LeanKError, match=r"W&B cannot be started: api_key not .*no-tty\)$") as caught:
+        write(record(1), trackers=("tensorboard", "wandb"))
+    for way_out in ("`wandb login`", "`WANDB_MODE=offline`", "drop `wandb`"):
+        assert way_out in caught.value.hint
+    assert read_scalars(folder) == {}
+
+
+def test_missing_wandb_is_told_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(LeanKError, match="`trackers` name `wandb`, which cannot be imported") as caught:
+        check_trackers(("tensorboard", "wandb"))
+    assert caught.value.hint == "`pip install wandb`, or drop `wandb` from the recipe's `trackers`"
+    check_trackers(("tensorboard",))
+    check_trackers(())
+
+
+def test_present_wandb_is_accepted(wandb):
+    check_trackers(("wandb",))
+    assert wandb.runs == []
+
+
+def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    write(
+        record(1),
+        record(2, stage=2, num_tokens=3000, gpu_bytes=79_100_000_000),
+        progress=True,
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    bar, figures = captured.err.rstrip("\n").splitlines()
+    assert bar.startswith("stage 2 ")
+    assert "2/4" in bar
+    assert "left" in bar
+    assert figures.split("  ") == ["distillation 2.00e-02", "pruned 70.3%", "4,000 tokens/s", "GPU 79.1 GB"]
+
+
+def test_progress_of_stage_one_tells_the_mean_factor(write, capsys):
+    write(record(1), progress=True)
+    assert "mean factor 0.500  2,000 tokens/s" in capsys.readouterr().err
+
+
+def test_without_progress_nothing_is_printed(write, capfd):
+    write(record(1), progress=False)
+    assert capfd.readouterr() == ("", "")
