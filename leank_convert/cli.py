@@ -96,7 +96,11 @@ def main(debug: bool) -> None:
 @_RECIPE
 @_SET
 @click.option(
-    "--pruning-ratio", type=click.FloatRange(0, 1, max_open=True), help="Share of channels to remove."
+    "--pruning-ratio",
+    "pruning_ratios",
+    type=click.FloatRange(0, 1, max_open=True),
+    multiple=True,
+    help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
 @_window_options
 @click.option("--seed", type=click.IntRange(0), help="Seed of the training samples.")
@@ -109,7 +113,7 @@ def train(
     out: Path,
     recipe_name: str | None,
     overrides: tuple[str, ...],
-    pruning_ratio: float | None,
+    pruning_ratios: tuple[float, ...],
     sink_size: int | None,
     recent_size: int | None,
     flush_size: int | None,
@@ -122,13 +126,14 @@ def train(
 ) -> None:
     """Learn MODEL's channel mask and write its pruned checkpoint.
 
-    MODEL is a hub id, a local folder, or `testbed`, the small model that ships with leank-convert.
+    MODEL is a hub id, a local folder, or `testbed`, the small model that ships with leank-convert. Started by
+    `torchrun -m leank_convert train …` or `accelerate launch`, several GPUs share the samples of a step.
     """
     if mask_only and repo_id:
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
     _check_hub_options(repo_id, private)
     flags = {
-        "pruning_ratio": pruning_ratio,
+        "pruning_ratio": pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None,
         "windows.sink_size": sink_size,
         "windows.recent_size": recent_size,
         "windows.flush_size": flush_size,
@@ -138,21 +143,30 @@ def train(
     from leank_convert.recipe import find_recipe, load_recipe
 
     recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given)
+    if repo_id and len(recipe.pruning_ratios) > 1:
+        raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     _quiet_transformers()
+    from leank_convert.device import is_first_process
     from leank_convert.export import check_exportable, export_checkpoint, recover
-    from leank_convert.train import TrainingDirectory, train_mask
+    from leank_convert.train import TrainingDirectory, train_masks
 
-    recover(out)
-    # Before hours of training, not after. Only a run that is resumed may replace the checkpoint beside it.
-    resumed = resume and TrainingDirectory(out).state.exists()
+    directory = TrainingDirectory(out)
     changed = recipe.model.config_overrides
-    check_exportable(model, out, config_overrides=changed, overwrite=resumed)
-    mask = train_mask(recipe, out, resume=resume, device=device, model_override=model)
-    if mask_only:
-        click.echo(TrainingDirectory(out).mask)
-        return
-    export_checkpoint(model, mask, out, config_overrides=changed, overwrite=resumed)
-    _finish_export(out, repo_id, private)
+    folders = [result.out for result in directory.results(recipe).values()]
+    if is_first_process():
+        # Before hours of training, not after. Only a run that is resumed may replace a checkpoint beside it.
+        for folder in folders:
+            recover(folder)
+        resumed = resume and directory.state.exists()
+        for folder in folders:
+            check_exportable(model, folder, config_overrides=changed, overwrite=resumed)
+    masks = train_masks(recipe, out, resume=resume, device=device, model_override=model)
+    for folder, mask in masks.items():
+        if mask_only:
+            click.echo(TrainingDirectory(folder).mask)
+            continue
+        export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
+        _finish_export(folder, repo_id, private)
 
 
 @main.command()

@@ -1,6 +1,8 @@
-"""Which device a run computes on."""
+"""Which device a run computes on, and whether this process is the one that writes."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -29,3 +31,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             hint="`cpu` always can, `cuda` and `cuda:0` where there is a GPU and torch is built for it",
         ) from error
     return chosen
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process of a run, or the first of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"

@@ -13,8 +13,9 @@ _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 class Interruption:
     """Notes the first of the signals that ask a process to end; a context manager.
 
-    A second signal does what it did before: someone who cannot wait for the end of a step need not. Outside
-    the main thread, where Python allows no signal handler, nothing is ever noted.
+    The same signal a second time does what it did before: someone who cannot wait for the end of a step need
+    not. (Not another one: a launcher of several processes answers Ctrl-C, which they all get, by SIGTERM.)
+    Outside the main thread, where Python allows no signal handler, nothing is ever noted.
     """
 
     def __init__(self) -> None:
@@ -41,12 +42,12 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that this signal ended: 130 or 143."""
-        return 128 + (self._received or 0)
+        """What a shell reports for a process that this signal ended: 130 or 143; 143 where none was noted."""
+        return 128 + (self._received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        self._restore()
+        self._received = self._received or number
+        signal.signal(number, self._previous.pop(signal.Signals(number)))
 
     def _restore(self) -> None:
         while self._previous:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
-def distillation_loss(teacher: Tensor, student: Tensor) -> Tensor:
-    """Mean over answer tokens of the mean over hidden dims of the squared difference, in float32.
+def distillation_loss(teacher: Tensor, student: Tensor, owners: Tensor) -> Tensor:
+    """Mean over questions of the mean over tokens and hidden dims of the squared difference, in float32.
 
     Args:
-        teacher: Final-norm hidden states of the dense model at the answer tokens [B, N, hidden_size].
+        teacher: Final-norm hidden states of the dense model at the answer tokens [R, hidden_size].
         student: Those of the pruned model, same shape.
+        owners: Which question each token answers [R], counted from 0, none left out.
 
     Returns:
         A scalar.
     """
-    return (teacher.float() - student.float()).square().mean()
+    by_token = (teacher.float() - student.float()).square().mean(-1)
+    owners = owners.to(by_token.device)
+    counts = torch.bincount(owners)
+    return (by_token / counts[owners]).sum() / len(counts)
 
 
 def l1_penalty(scaling_factors: Tensor) -> Tensor:

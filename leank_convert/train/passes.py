@@ -1,76 +1,150 @@
-"""The two forward passes of a training step: dense over everything, pruned over the answer alone."""
+"""The three forward passes of a step: context, questions with answers, and the answers again, pruned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_convert.train.attention import AnswerPass, StoredContext
+from leank_convert.data import Question
+from leank_convert.train.attention import AnswerPass, ContextPass, QuestionPass
+from leank_convert.train.context import StoredContext
+from leank_convert.train.split_attention import Windows, plan_regions
 
-# A context up to LONG runs in one piece, where PyTorch is fastest. A longer one runs in blocks of BLOCK_SIZE:
-# what a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small.
-LONG = 65536
+# What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
+# as fast in blocks of this size as in one piece.
 BLOCK_SIZE = 16384
 
 
 @dataclass(frozen=True)
-class DensePass:
-    """What one dense forward leaves for teacher and student.
+class PackedQuestions:
+    """The tokens that follow a context, all questions and then all answers, as one row.
 
     Attributes:
-        context: Keys and values of the context, per layer.
-        hidden_states: The teacher: final-norm hidden states of the answer tokens [B, A, hidden_size].
+        input_ids: [1, T].
+        position_ids: Counted within context, question and answer [1, T].
+        owners: Which question each token belongs to [T].
+        num_questions: Tokens of questions; R = T - num_questions are answers.
+        num_context: P.
     """
 
-    context: StoredContext
-    hidden_states: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    owners: Tensor
+    num_questions: int
+    num_context: int
+
+    @property
+    def answer_owners(self) -> Tensor:
+        """Which question each answer token belongs to [R]."""
+        return self.owners[self.num_questions :]
+
+
+def pack_questions(questions: Sequence[Question], num_context: int, device: torch.device) -> PackedQuestions:
+    """Lay the questions on one context, and their answers, side by side.
+
+    Args:
+        questions: One or more.
+        num_context: P, tokens of the context.
+        device: Where the model takes its tokens.
+    """
+    ids, positions, owners = [], [], []
+    for is_answer in (False, True):
+        for owner, question in enumerate(questions):
+            start, stop = (
+                (question.answer_start, len(question.input_ids)) if is_answer else (0, question.answer_start)
+            )
+            ids.append(question.input_ids[start:stop])
+            positions.append(torch.arange(num_context + start, num_context + stop))
+            owners.append(torch.full((stop - start,), owner))
+    return PackedQuestions(
+        input_ids=torch.cat(ids)[None].to(device),
+        position_ids=torch.cat(positions)[None].to(device),
+        owners=torch.cat(owners).to(device),
+        num_questions=sum(question.answer_start for question in questions),
+        num_context=num_context,
+    )
 
 
 @torch.no_grad()
-def run_dense_pass(model: PreTrainedModel, input_ids: Tensor, answer_start: int) -> DensePass:
-    """Run the dense model once over context and answer.
+def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool = False) -> StoredContext:
+    """Run the dense model over a context and keep every layer's keys and values.
 
-    Context queries are dense in training as in deployment, so the context's keys and values do not depend
-    on the scaling factors and serve the student as they are. The language-modelling head is not run.
-    A long context runs in blocks, which attend to the stored keys and values of those before them.
+    Context queries are dense in training as in deployment, so what is kept does not depend on the scaling
+    factors and serves every question. No hidden state is kept and the language-modelling head is not run.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        input_ids: Context and answer [B, N], all rows with the same split.
-        answer_start: P, the number of context tokens.
+        input_ids: The context [1, P].
+        offload: Keep keys and values in host memory.
     """
-    context = StoredContext(answer_start)
-    num_tokens = input_ids.shape[1]
-    starts = range(0, max(answer_start, 1), BLOCK_SIZE) if answer_start > LONG else range(1)
-    for start in starts:
-        # The last block has the whole answer, whose keys are not stored.
-        stop = num_tokens if start == starts[-1] else start + BLOCK_SIZE
-        position_ids = torch.arange(start, stop, device=input_ids.device)[None]
+    context = StoredContext(input_ids.shape[1], offload)
+    for start in range(0, context.num_tokens, BLOCK_SIZE):
+        block = input_ids[:, start : start + BLOCK_SIZE]
         context.num_seen = start
-        output = model.base_model(
-            input_ids=input_ids[:, start:stop], position_ids=position_ids, use_cache=False, leank_pass=context
+        position_ids = torch.arange(start, start + block.shape[1], device=block.device)[None]
+        model.base_model(
+            input_ids=block, position_ids=position_ids, use_cache=False, leank_pass=ContextPass(context)
         )
-    return DensePass(context, output.last_hidden_state[:, answer_start - num_tokens :].clone())
+    return context
 
 
-def run_answer_pass(model: PreTrainedModel, input_ids: Tensor, answer_pass: AnswerPass) -> Tensor:
-    """Run the answer tokens alone against the stored context, with gradient.
+@torch.no_grad()
+def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedQuestions) -> Tensor:
+    """Run the dense model over questions and answers; the context takes the questions' keys and values.
 
     Args:
         model: The same model.
-        input_ids: Context and answer [B, N].
-        answer_pass: The stored context and the scaling factors.
+        context: The stored context.
+        packed: What is asked on it.
 
     Returns:
-        The student: final-norm hidden states of the answer tokens [B, A, hidden_size].
+        The teacher: final-norm hidden states of the answer tokens [R, hidden_size].
     """
-    start = answer_pass.context.num_tokens
-    position_ids = torch.arange(start, input_ids.shape[1], device=input_ids.device)[None]
-    output = model.base_model(
-        input_ids=input_ids[:, start:], position_ids=position_ids, use_cache=False, leank_pass=answer_pass
+    regions = plan_regions(
+        packed.num_context, packed.position_ids[0], packed.owners, packed.input_ids.shape[1], None
     )
-    hidden_states: Tensor = output.last_hidden_state
+    output = model.base_model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        leank_pass=QuestionPass(context, regions, packed.num_questions),
+    )
+    hidden_states: Tensor = output.last_hidden_state[0, packed.num_questions :]
+    return hidden_states
+
+
+def run_answer_pass(
+    model: PreTrainedModel,
+    context: StoredContext,
+    packed: PackedQuestions,
+    windows: Windows,
+    scaling_factors: Tensor,
+    sees_middle: Tensor | None = None,
+) -> Tensor:
+    """Run the answers alone against what is stored, with gradient.
+
+    Args:
+        model: The same model.
+        context: The stored context and questions.
+        packed: What is asked on it.
+        windows: Sink and recent window.
+        scaling_factors: As in `attention.AnswerPass`.
+        sees_middle: The same.
+
+    Returns:
+        The student: final-norm hidden states of the answer tokens [R, hidden_size].
+    """
+    num_answers = len(packed.answer_owners)
+    regions = plan_regions(packed.num_context, packed.position_ids[0], packed.owners, num_answers, windows)
+    output = model.base_model(
+        input_ids=packed.input_ids[:, packed.num_questions :],
+        position_ids=packed.position_ids[:, packed.num_questions :],
+        use_cache=False,
+        leank_pass=AnswerPass(context, regions, scaling_factors, sees_middle),
+    )
+    hidden_states: Tensor = output.last_hidden_state[0]
     return hidden_states

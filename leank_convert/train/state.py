@@ -6,7 +6,6 @@ else in training is random.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +26,15 @@ from leank_convert.train.subject import Subject
 STATE_FILE_NAME = "training_state.safetensors"
 
 # Settings that change how a run is watched or what becomes of the mask, not the mask itself. `model.id` is
-# a name: the model itself is compared.
-_FREE_SETTINGS = ("save_every", "mask", "model.id")
+# a name: the model itself is compared. How many ranks share a step's samples is not a setting at all.
+_FREE_SETTINGS = (
+    "save_every",
+    "mask",
+    "model.id",
+    "model.device_map",
+    "offload_context",
+    "trackers",
+)
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,20 @@ class TrainingState:
     """Where a run stands between two steps.
 
     Attributes:
-        step: Steps done, over both stages.
+        step: Steps done, over all phases.
         scaling_factors: Float32 [L, H_kv, D].
         optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
         fingerprint: What the run depends on, as flat keys and values.
+        stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
+        finished: What stage 2 ended with, for each ratio that is done.
     """
 
     step: int
     scaling_factors: Tensor
     optimizer: Mapping[str, Tensor]
     fingerprint: Mapping[str, str]
+    stage1_factors: Tensor | None = None
+    finished: tuple[Tensor, ...] = ()
 
 
 def fingerprint_run(recipe: Recipe, subject: Subject, samples: SampleSource) -> dict[str, str]:
@@ -57,10 +67,7 @@ def fingerprint_run(recipe: Recipe, subject: Subject, samples: SampleSource) -> 
     found |= {f"model: config.json: {key}": value for key, value in _flatten(subject.config).items()}
     found["model: weights"] = subject.weights_digest[:16]
     if recipe.stage1.steps + recipe.stage2.steps:
-        # One sample stands for the tokenizer, the chat template and the generator.
-        sample = samples.draw(0)
-        content = f"{sample.answer_start}:{sample.input_ids.tolist()}"
-        found["data: first sample"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+        found["data: first sample and haystack"] = samples.fingerprint()
     return found
 
 
@@ -91,6 +98,9 @@ def save_state(state: TrainingState, path: Path) -> None:
     """
     tensors = {"scaling_factors": state.scaling_factors.detach().cpu()}
     tensors |= {f"optimizer.{name}": tensor.detach().cpu() for name, tensor in state.optimizer.items()}
+    if state.stage1_factors is not None:
+        tensors["stage1_factors"] = state.stage1_factors.cpu()
+    tensors |= {f"finished.{place}": tensor.cpu() for place, tensor in enumerate(state.finished)}
     metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
     try:
         write_atomically(path, save(tensors, metadata))
@@ -110,9 +120,18 @@ def load_state(path: Path) -> TrainingState:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         return TrainingState(
             step=int(metadata["step"]),
-            scaling_factors=tensors.pop("scaling_factors").to(torch.float32),
-            optimizer={name.removeprefix("optimizer."): tensor for name, tensor in tensors.items()},
+            scaling_factors=tensors["scaling_factors"].to(torch.float32),
+            optimizer={
+                name.removeprefix("optimizer."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("optimizer.")
+            },
             fingerprint=json.loads(metadata["fingerprint"]),
+            stage1_factors=tensors.get("stage1_factors"),
+            finished=tuple(
+                tensors[f"finished.{place}"]
+                for place in range(sum(name.startswith("finished.") for name in tensors))
+            ),
         )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise LeanKError(

@@ -55,7 +55,7 @@ def load_subject(recipe: Recipe, device: torch.device, model_override: str | Non
 
     Args:
         recipe: Names the model, its config's overrides and its dtype.
-        device: Where the weights go.
+        device: Where the weights go, unless the recipe spreads them.
         model_override: A model to take instead of the recipe's.
 
     Raises:
@@ -101,6 +101,7 @@ def _load_model(
             folder,
             config=built,
             dtype=recipe.model.dtype,
+            device_map=recipe.model.device_map,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -120,7 +121,10 @@ def _load_model(
             f"model `{name}`: tensor `{tensor}` is {list(stored)} and its config asks for {list(asked)}",
             hint="its `config.json` belongs to other weights: fetch or copy its files again",
         )
-    model: PreTrainedModel = loaded[0].to(device).eval().requires_grad_(False)
+    model: PreTrainedModel = loaded[0]
+    if recipe.model.device_map is None:
+        model.to(device)  # type: ignore[arg-type]
+    model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
     return model
 
 

@@ -58,7 +58,7 @@ def test_full_disk_is_told_in_one_line(run, tmp_path, monkeypatch):
     def fill(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.csv")
 
-    monkeypatch.setattr("leank_convert.train.train_mask", fill)
+    monkeypatch.setattr("leank_convert.train.train_masks", fill)
     result = run("train", "testbed", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr == "error: `out/leank/log.csv`: No space left on device\n"
@@ -171,7 +171,7 @@ def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
-    monkeypatch.setattr("leank_convert.train.train_mask", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr("leank_convert.train.train_masks", lambda *_, **__: pytest.fail("training began"))
     result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "quantized" in result.stderr

@@ -26,12 +26,14 @@ def test_learning_rate_of_the_papers_first_and_last_steps():
     assert learning_rate_factor(1999, 2000) == 0.1
 
 
-def test_distillation_is_the_mean_over_tokens_and_dims_in_float32():
-    teacher = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]], dtype=torch.bfloat16)
-    student = torch.tensor([[[0.0, 2.0], [3.0, 1.0], [2.0, 0.0]]], dtype=torch.bfloat16)
-    loss = distillation_loss(teacher, student)
+def test_distillation_is_the_mean_over_questions_of_the_mean_over_tokens_and_dims_in_float32():
+    teacher = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    student = torch.tensor([[0.0, 2.0], [3.0, 1.0], [2.0, 0.0]], dtype=torch.bfloat16)
+    loss = distillation_loss(teacher, student, torch.tensor([0, 0, 0]))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx((1 + 9 + 4) / 6)
+    two = distillation_loss(teacher, student, torch.tensor([0, 0, 1]))
+    assert two.item() == pytest.approx(((1 + 9) / 4 + 4 / 2) / 2)
 
 
 def test_penalty_is_the_mean_over_the_whole_model():

@@ -14,7 +14,7 @@ import torch
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe
-from leank_convert.train import TrainingDirectory, train_mask
+from leank_convert.train import TrainingDirectory, train_masks
 from leank_convert.train.state import load_state
 
 # Arguments: recipe as JSON, model, out, where to die, at which call.
@@ -24,6 +24,7 @@ import torch
 torch.set_num_threads(1)
 import leank_convert.train.loop as loop
 from leank_convert.recipe import Recipe
+from leank_convert.train.run import Run
 
 recipe, model, out, place, at = sys.argv[1:]
 calls = 0
@@ -38,7 +39,7 @@ def dying(function):
     return wrapper
 
 if place == "step":
-    loop._Run.advance = dying(loop._Run.advance)
+    Run.advance = dying(Run.advance)
 elif place == "optimizer":
     torch.optim.Adam.step = dying(torch.optim.Adam.step)
 elif place == "fsync":
@@ -47,7 +48,7 @@ elif place == "rename":
     pathlib.Path.replace = dying(pathlib.Path.replace)
 elif place == "mask":
     loop.save_mask = dying(loop.save_mask)
-loop.train_mask(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
+loop.train_masks(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
 """
 
 
@@ -82,7 +83,7 @@ def uninterrupted(recipe, retriever_folder, tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    train_mask(recipe, out, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, out, progress=False, model_override=str(retriever_folder))
     torch.set_num_threads(before)
     return out
 
@@ -109,7 +110,7 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(
     died = subprocess.run([sys.executable, "-c", DYING_RUN, *arguments], check=False, capture_output=True)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     assert not TrainingDirectory(out).mask.exists()
-    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
     assert without_times(read_log(out)) == without_times(read_log(uninterrupted))
     assert not list(out.rglob("*.partial"))
@@ -118,18 +119,19 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(
 def test_two_runs_of_one_seed_are_bit_identical_and_of_two_seeds_differ(
     recipe, retriever_folder, uninterrupted, tmp_path
 ):
-    train_mask(recipe, tmp_path / "same", progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, tmp_path / "same", progress=False, model_override=str(retriever_folder))
     same = TrainingDirectory(tmp_path / "same").mask
     assert same.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
     other = recipe.model_copy(update={"seed": 1})
-    mask = train_mask(other, tmp_path / "other", progress=False, model_override=str(retriever_folder))
+    out = tmp_path / "other"
+    mask = train_masks(other, out, progress=False, model_override=str(retriever_folder))[out]
     assert not torch.equal(mask.scaling_factors, load_mask(same).scaling_factors)
 
 
 def test_finished_run_resumed_gives_its_mask_again(recipe, retriever_folder, uninterrupted):
     path = TrainingDirectory(uninterrupted).mask
     before, log = path.read_bytes(), read_log(uninterrupted)
-    train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
     assert path.read_bytes() == before
     assert read_log(uninterrupted) == log
 
@@ -137,7 +139,7 @@ def test_finished_run_resumed_gives_its_mask_again(recipe, retriever_folder, uni
 def test_existing_run_is_not_overwritten_without_resume(recipe, retriever_folder, uninterrupted):
     before = TrainingDirectory(uninterrupted).mask.read_bytes()
     with pytest.raises(LeanKError, match="already holds a training run") as caught:
-        train_mask(recipe, uninterrupted, progress=False, model_override=str(retriever_folder))
+        train_masks(recipe, uninterrupted, progress=False, model_override=str(retriever_folder))
     assert "--resume" in caught.value.hint
     assert TrainingDirectory(uninterrupted).mask.read_bytes() == before
 
@@ -151,19 +153,20 @@ torch.set_num_threads(1)
 import leank_convert.train.loop as loop
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
+from leank_convert.train.run import Run
 
 recipe, model, out, number, at, times = sys.argv[1:]
-draw = loop.SampleSource.draw
+advance = Run.advance
 
-def signalled(self, step):
-    if step == int(at) and step > 0:
+def signalled(self, samples):
+    if self.step == int(at):
         for _ in range(int(times)):
             os.kill(os.getpid(), int(number))
-    return draw(self, step)
+    return advance(self, samples)
 
-loop.SampleSource.draw = signalled
+Run.advance = signalled
 try:
-    loop.train_mask(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
+    loop.train_masks(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
 except LeanKError as error:
     print(error, error.hint, sep=os.linesep)
     sys.exit(error.exit_code)
@@ -199,7 +202,7 @@ def test_signalled_run_saves_its_state_and_resumes_with_the_same_bits(
     assert "--resume" in hint
     assert load_state(TrainingDirectory(out).state).step == at + 1
     assert len(read_log(out)) == at + 1
-    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
     assert TrainingDirectory(out).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
     assert without_times(read_log(out)) == without_times(read_log(uninterrupted))
 
@@ -212,14 +215,14 @@ def test_a_second_signal_ends_the_run_at_once(recipe, retriever_folder, tmp_path
 
 def test_signal_handlers_are_put_back(recipe, retriever_folder, uninterrupted):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_training_works_outside_the_main_thread(recipe, retriever_folder, uninterrupted, tmp_path):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(
-            train_mask, recipe, tmp_path, progress=False, model_override=str(retriever_folder)
+            train_masks, recipe, tmp_path, progress=False, model_override=str(retriever_folder)
         ).result()
     assert TrainingDirectory(tmp_path).mask.exists()
 
@@ -230,18 +233,18 @@ def test_torn_rows_of_the_log_are_ignored(torn, recipe, retriever_folder, uninte
     shutil.copytree(uninterrupted, out)
     with (out / "leank" / "log.csv").open("ab") as file:
         file.write(torn)
-    train_mask(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
     assert read_log(out) == read_log(uninterrupted)
 
 
 def test_resume_without_a_run_begins_one_with_a_warning(
     recipe, retriever_folder, uninterrupted, tmp_path, caplog
 ):
-    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
     told = [record.getMessage() for record in caplog.records if record.name == "leank_convert"]
     assert told == [f"no run in `{tmp_path}`; starting one"]
     caplog.clear()
-    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    train_masks(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
     assert not [record for record in caplog.records if record.name == "leank_convert"]
     assert TrainingDirectory(tmp_path).mask.read_bytes() == TrainingDirectory(uninterrupted).mask.read_bytes()
 
@@ -259,7 +262,7 @@ def test_resume_refuses_another_recipe_and_names_the_difference(
 ):
     other = Recipe(**{**recipe.model_dump(), **change})
     with pytest.raises(LeanKError) as caught:
-        train_mask(other, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
+        train_masks(other, uninterrupted, resume=True, progress=False, model_override=str(retriever_folder))
     assert difference in str(caught.value)
 
 
@@ -276,7 +279,7 @@ def test_resume_refuses_other_weights(recipe, retriever_folder, uninterrupted, t
     content[-3] ^= 1
     (other / "model.safetensors").write_bytes(content)
     with pytest.raises(LeanKError, match="model: weights was"):
-        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+        train_masks(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
 
 
 def test_resume_refuses_another_config(recipe, retriever_folder, uninterrupted, tmp_path):
@@ -285,22 +288,24 @@ def test_resume_refuses_another_config(recipe, retriever_folder, uninterrupted, 
     config["rms_norm_eps"] = 1e-5
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(LeanKError, match=r"model: config.json: rms_norm_eps was `1e-06`, is `1e-05`"):
-        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+        train_masks(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
 
 
 def test_resume_refuses_other_data(recipe, retriever_folder, uninterrupted, tmp_path):
     other = copy_model(retriever_folder, tmp_path / "other")
     template = other / "chat_template.jinja"
     template.write_text(template.read_text().replace("{{ bos_token }}", "{{ bos_token }}{{ bos_token }}"))
-    with pytest.raises(LeanKError, match="data: first sample was"):
-        train_mask(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
+    with pytest.raises(LeanKError, match="data: first sample and haystack was"):
+        train_masks(recipe, uninterrupted, resume=True, progress=False, model_override=str(other))
 
 
 def test_moved_model_and_another_save_interval_may_resume(recipe, retriever_folder, uninterrupted, tmp_path):
     moved = copy_model(retriever_folder, tmp_path / "moved")
     other = recipe.model_copy(update={"save_every": 2})
-    mask = train_mask(other, uninterrupted, resume=True, progress=False, model_override=str(moved))
-    assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)
+    masks = train_masks(other, uninterrupted, resume=True, progress=False, model_override=str(moved))
+    assert torch.equal(
+        masks[uninterrupted].channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask
+    )
 
 
 def test_damaged_state_is_refused(recipe, retriever_folder, tmp_path):
@@ -308,7 +313,7 @@ def test_damaged_state_is_refused(recipe, retriever_folder, tmp_path):
     state.parent.mkdir(parents=True)
     state.write_bytes(b"nonsense")
     with pytest.raises(LeanKError, match=r"training_state.safetensors` is damaged"):
-        train_mask(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+        train_masks(recipe, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
 
 
 def test_state_holds_what_the_optimizer_needs(uninterrupted):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -12,20 +13,27 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe, load_recipe
 from leank_convert.testbed.tokenizer import build_tokenizer
-from leank_convert.train import TrainingDirectory, loop, train_mask
+from leank_convert.train import TrainingDirectory, run, step, train_masks
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import load_state
+
+SHORT_DATA = {"wording": "testbed", "min_length": 240, "max_length": 300}
+
+
+def train_one(recipe, out, **options):
+    """The only mask of a run."""
+    options = {"progress": False, **options}
+    return train_masks(recipe, out, **options)[out]
 
 
 def test_run_leaves_a_mask_a_log_events_plots_and_the_resolved_recipe(
     short_recipe, retriever_folder, tmp_path
 ):
     recipe = short_recipe()
-    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
     folder = tmp_path / "leank"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["channel_mask.safetensors", "leank"]
-    for name in ("scaling_factors.png", "kept_channels.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert "<html" in (folder / "report.html").read_text()
     assert Recipe(**yaml.safe_load((folder / "recipe.yaml").read_text())).model_dump() == recipe.model_dump()
     assert [path.name for path in (folder / "state").iterdir()] == ["training_state.safetensors"]
     saved = load_mask(tmp_path / "channel_mask.safetensors")
@@ -43,7 +51,7 @@ def test_mask_is_the_selection_from_the_final_factors_with_provenance(
     )
     (tmp_path / "r.yaml").write_text(text)
     monkeypatch.chdir(retriever_folder.parent)
-    mask = train_mask(load_recipe(tmp_path / "r.yaml"), tmp_path / "out", progress=False)
+    mask = train_one(load_recipe(tmp_path / "r.yaml"), tmp_path / "out")
     expected = select_channels(mask.scaling_factors, pruning_ratio=0.6, width_multiple=4)
     assert torch.equal(mask.channel_mask, expected)
     known = mask.provenance
@@ -60,7 +68,7 @@ def read_log(out):
 
 def test_log_has_a_row_per_step_of_both_stages(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe()
-    train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    train_one(recipe, tmp_path, model_override=str(retriever_folder))
     rows = read_log(tmp_path)
     assert [int(row["step"]) for row in rows] == list(range(1, 14))
     assert [row["stage"] for row in rows] == ["1"] * 7 + ["2"] * 6
@@ -68,7 +76,7 @@ def test_log_has_a_row_per_step_of_both_stages(short_recipe, retriever_folder, t
     assert all(150 <= int(row["num_tokens"]) <= 280 for row in rows)
     # A fresh sample at every step, in stage 2 too.
     samples = SampleSource(build_tokenizer(), recipe.data, recipe.seed)
-    assert [int(row["num_tokens"]) for row in rows] == [len(samples.draw(step)) for step in range(13)]
+    assert [int(row["num_tokens"]) for row in rows] == [samples.draw(step).num_tokens for step in range(13)]
     assert all(float(row["distillation"]) >= 0 for row in rows)
     assert {row["pruning_ratio"] for row in rows[:7]} == {""}
     assert all(0.6 < float(row["pruning_ratio"]) < 0.8 for row in rows[7:])
@@ -82,7 +90,7 @@ def test_log_has_a_row_per_step_of_both_stages(short_recipe, retriever_folder, t
 def test_tensorboard_reads_the_events(short_recipe, retriever_folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train_mask(short_recipe(), tmp_path, progress=False, model_override=str(retriever_folder))
+    train_one(short_recipe(), tmp_path, model_override=str(retriever_folder))
     events = EventAccumulator(str(tmp_path / "leank" / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("stage1/distillation")] == list(range(1, 8))
     assert [e.step for e in events.Scalars("stage2/pruning_ratio")] == list(range(8, 14))
@@ -101,10 +109,8 @@ def test_heads_that_leave_and_enter_are_logged(short_recipe, retriever_folder, t
             mask[0, 1] = False
         return mask
 
-    monkeypatch.setattr(loop, "select_channels", scripted)
-    train_mask(
-        short_recipe(stage1={"steps": 0}), tmp_path, progress=False, model_override=str(retriever_folder)
-    )
+    monkeypatch.setattr(run, "select_channels", scripted)
+    train_one(short_recipe(stage1={"steps": 0}), tmp_path, model_override=str(retriever_folder))
     rows = read_log(tmp_path)
     assert [row["heads_leaving"] for row in rows] == ["", "0.1", "", "", "", ""]
     assert [row["heads_entering"] for row in rows] == ["", "", "0.1", "", "", ""]
@@ -115,7 +121,7 @@ def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
     short_recipe, retriever_folder, tmp_path
 ):
     recipe = short_recipe(stage1={"steps": 20, "learning_rate": 0.3, "l1_weight": 5.0})
-    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
     factors = mask.scaling_factors
     assert factors.min() == 0
     assert factors.max() <= 1
@@ -126,7 +132,7 @@ def test_stage_two_is_clamped_too(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe(
         stage1={"steps": 3, "learning_rate": 0.1}, stage2={"steps": 6, "learning_rate": 0.9}
     )
-    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
     assert mask.scaling_factors.min() == 0
     assert mask.scaling_factors.max() == 1
 
@@ -137,14 +143,13 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
     """Straight through for heads that see the middle; neither gradient nor penalty for those that do not."""
     kept = torch.zeros(2, 2, 16, dtype=torch.bool)
     kept[0, 0, :4] = kept[1, 1, 8:] = True
-    monkeypatch.setattr(loop, "select_channels", lambda factors, **_: kept)
+    monkeypatch.setattr(run, "select_channels", lambda factors, **_: kept)
     before, after = (
-        train_mask(
+        train_one(
             short_recipe(
                 stage1={"steps": 7, "learning_rate": 0.03}, stage2={"steps": steps, "learning_rate": 0.01}
             ),
             tmp_path / str(steps),
-            progress=False,
             model_override=str(retriever_folder),
         ).scaling_factors
         for steps in (0, 4)
@@ -158,7 +163,7 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
 
 def test_budget_rounding_never_ends_below_the_asked_ratio(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe(rounding="budget", pruning_ratio=0.55)
-    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
     assert mask.pruning_ratio == 1 - 28 / 64  # 28.8 of 64 channels, in fours
 
 
@@ -166,25 +171,25 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
     short_recipe, retriever_folder, tmp_path, monkeypatch
 ):
     steps = 0
-    original = loop.distillation_loss
+    original = step.distillation_loss
 
-    def failing(teacher, student):
+    def failing(*given):
         nonlocal steps
         steps += 1
-        return original(teacher, student) * (float("nan") if steps == 5 else 1.0)
+        return original(*given) * (float("nan") if steps == 5 else 1.0)
 
     recipe = short_recipe()
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "distillation_loss", failing)
+        patched.setattr(step, "distillation_loss", failing)
         with pytest.raises(LeanKError, match=r"step 5: the loss is nan and not finite") as caught:
-            train_mask(recipe, tmp_path / "a", progress=False, model_override=str(retriever_folder))
+            train_one(recipe, tmp_path / "a", model_override=str(retriever_folder))
     assert caught.value.exit_code == 1
     state = load_state(TrainingDirectory(tmp_path / "a").state)
     assert state.step == 4
     assert torch.isfinite(state.scaling_factors).all()
     assert len(read_log(tmp_path / "a")) == 4
-    train_mask(recipe, tmp_path / "a", resume=True, progress=False, model_override=str(retriever_folder))
-    train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
+    train_one(recipe, tmp_path / "a", resume=True, model_override=str(retriever_folder))
+    train_one(recipe, tmp_path / "b", model_override=str(retriever_folder))
     assert (tmp_path / "a/channel_mask.safetensors").read_bytes() == (
         tmp_path / "b/channel_mask.safetensors"
     ).read_bytes()
@@ -193,7 +198,7 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
 def test_data_longer_than_the_models_positions_is_refused(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe(data={"wording": "testbed", "min_length": 200, "max_length": 513})
     with pytest.raises(LeanKError, match=r"`data.max_length` 513 exceeds the 512 positions") as caught:
-        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
     assert "config_overrides" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -203,7 +208,7 @@ def test_length_without_room_for_a_task_is_refused_before_anything_is_written(
 ):
     recipe = short_recipe(data={"wording": "testbed", "min_length": 64, "max_length": 500})
     with pytest.raises(LeanKError, match="no sample of 64 tokens"):
-        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
     assert not (tmp_path / "out").exists()
 
 
@@ -212,9 +217,9 @@ def test_config_overrides_apply_to_the_model_and_the_provenance(short_recipe, re
         "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
     }
-    plain = train_mask(short_recipe(), tmp_path / "a", progress=False, model_override=str(retriever_folder))
+    plain = train_one(short_recipe(), tmp_path / "a", model_override=str(retriever_folder))
     recipe = short_recipe(model={"config_overrides": overrides})
-    yarn = train_mask(recipe, tmp_path / "b", progress=False, model_override=str(retriever_folder))
+    yarn = train_one(recipe, tmp_path / "b", model_override=str(retriever_folder))
     assert yarn.provenance.rope_parameters["rope_type"] == "yarn"
     assert yarn.provenance.rope_parameters["factor"] == 2.0
     assert plain.provenance.rope_parameters["rope_type"] == "default"
@@ -223,7 +228,7 @@ def test_config_overrides_apply_to_the_model_and_the_provenance(short_recipe, re
 
 def test_recipe_without_a_model_is_refused(short_recipe, tmp_path):
     with pytest.raises(LeanKError, match="names no model"):
-        train_mask(short_recipe(), tmp_path / "out", progress=False)
+        train_one(short_recipe(), tmp_path / "out")
 
 
 def test_unsupported_family_is_refused(short_recipe, retriever_folder, tmp_path):
@@ -232,7 +237,7 @@ def test_unsupported_family_is_refused(short_recipe, retriever_folder, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     with pytest.raises(LeanKError, match="unknown architecture"):
-        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
 
 
 def test_model_with_a_tensor_missing_is_refused(short_recipe, retriever_folder, tmp_path):
@@ -244,24 +249,23 @@ def test_model_with_a_tensor_missing_is_refused(short_recipe, retriever_folder, 
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LeanKError, match=r"`model.layers.1.self_attn.k_proj.weight`"):
-        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
 
 
 def test_model_without_tokenizer_is_refused(short_recipe, retriever_folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((retriever_folder / name).read_bytes())
     with pytest.raises(LeanKError, match="tokenizer of model"):
-        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
 
 
 def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(
     short_recipe, retriever_folder, tmp_path
 ):
     with pytest.raises(LeanKError, match="`width_multiple` 32 exceeds"):
-        train_mask(
+        train_one(
             short_recipe(width_multiple=32),
             tmp_path / "out",
-            progress=False,
             model_override=str(retriever_folder),
         )
     assert not (tmp_path / "out").exists()
@@ -269,13 +273,13 @@ def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(
 
 def test_bfloat16_weights_train_with_float32_factors(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe(model={"dtype": "bfloat16"})
-    mask = train_mask(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
     assert mask.scaling_factors.dtype == torch.float32
     assert (mask.scaling_factors != mask.scaling_factors.bfloat16()).any()
 
 
 def test_progress_goes_to_stderr_alone(short_recipe, retriever_folder, tmp_path, capfd):
-    train_mask(short_recipe(), tmp_path, model_override=str(retriever_folder))
+    train_one(short_recipe(), tmp_path, progress=True, model_override=str(retriever_folder))
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "13/13" in captured.err
@@ -298,7 +302,7 @@ def test_config_that_transformers_refuses_is_told_with_the_overrides(
 ):
     recipe = short_recipe(model={"config_overrides": overrides})
     with pytest.raises(LeanKError, match=f"^the config of model `.*` is refused: {reason}") as caught:
-        train_mask(recipe, tmp_path / "out", progress=False, model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
     assert "\n" not in str(caught.value)
     assert caught.value.hint == f"see `model.config_overrides` (`{next(iter(overrides))}`)"
     assert not (tmp_path / "out").exists()
@@ -310,7 +314,7 @@ def test_config_of_other_weights_is_refused(short_recipe, retriever_folder, tmp_
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     with pytest.raises(LeanKError, match=r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"):
-        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
 
 
 def test_weights_that_cannot_be_read_are_refused(short_recipe, retriever_folder, tmp_path, monkeypatch):
@@ -331,16 +335,15 @@ def test_weights_that_cannot_be_read_are_refused(short_recipe, retriever_folder,
 
     monkeypatch.setattr(subject, "open_checkpoint", cut_after)
     with pytest.raises(LeanKError, match=r"the weights of model `.*cut` cannot be read: ."):
-        train_mask(short_recipe(), tmp_path / "out", progress=False, model_override=str(folder))
+        train_one(short_recipe(), tmp_path / "out", model_override=str(folder))
 
 
 def test_device_that_cannot_be_used_is_refused(short_recipe, retriever_folder, tmp_path):
     with pytest.raises(LeanKError, match="device `foo` cannot be used"):
-        train_mask(
+        train_one(
             short_recipe(),
             tmp_path / "out",
             device="foo",
-            progress=False,
             model_override=str(retriever_folder),
         )
     assert not (tmp_path / "out").exists()
@@ -348,10 +351,9 @@ def test_device_that_cannot_be_used_is_refused(short_recipe, retriever_folder, t
 
 def test_recipe_with_a_mask_is_refused(short_recipe, retriever_folder, tmp_path):
     with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained") as caught:
-        train_mask(
+        train_one(
             short_recipe(mask="a.pth"),
             tmp_path / "out",
-            progress=False,
             model_override=str(retriever_folder),
         )
     assert "leank-convert export" in caught.value.hint
@@ -363,9 +365,7 @@ def test_mask_of_another_origin_is_not_replaced(resume, short_recipe, retriever_
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
     with pytest.raises(LeanKError, match=r"channel_mask.safetensors` exists and is not of a run") as caught:
-        train_mask(
-            short_recipe(), tmp_path, resume=resume, progress=False, model_override=str(retriever_folder)
-        )
+        train_one(short_recipe(), tmp_path, resume=resume, model_override=str(retriever_folder))
     assert "another folder" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["channel_mask.safetensors"]
     assert path.read_bytes() == b"somebody's"
@@ -376,13 +376,13 @@ def test_mask_laid_beside_an_unfinished_run_is_not_replaced(
 ):
     model = str(retriever_folder)
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "distillation_loss", lambda *_: torch.tensor(float("nan")))
+        patched.setattr(step, "distillation_loss", lambda *_: torch.tensor(float("nan"), requires_grad=True))
         with pytest.raises(LeanKError, match="step 1: the loss is nan"):
-            train_mask(short_recipe(), tmp_path, progress=False, model_override=model)
+            train_one(short_recipe(), tmp_path, model_override=model)
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
     with pytest.raises(LeanKError, match="exists and is not of a run"):
-        train_mask(short_recipe(), tmp_path, resume=True, progress=False, model_override=model)
+        train_one(short_recipe(), tmp_path, resume=True, model_override=model)
     assert path.read_bytes() == b"somebody's"
 
 
@@ -390,13 +390,125 @@ def test_mask_of_a_checkpoint_is_left_to_the_export(short_recipe, retriever_fold
     """config.json holds the mask's digest; a resumed run returns what it would have written."""
     recipe = short_recipe()
     model = str(retriever_folder)
-    first = train_mask(recipe, tmp_path, progress=False, model_override=model)
+    first = train_one(recipe, tmp_path, model_override=model)
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"with other provenance")
-    again = train_mask(recipe, tmp_path, resume=True, progress=False, model_override=model)
+    again = train_one(recipe, tmp_path, resume=True, model_override=model)
     assert path.read_bytes() == b"with other provenance"
     assert torch.equal(again.channel_mask, first.channel_mask)
     (tmp_path / "config.json").unlink()
-    train_mask(recipe, tmp_path, resume=True, progress=False, model_override=model)
+    train_one(recipe, tmp_path, resume=True, model_override=model)
     assert torch.equal(load_mask(path).channel_mask, first.channel_mask)
+
+
+def test_memory_that_does_not_suffice_is_told_with_the_sample_and_what_to_change(
+    short_recipe, retriever_folder, tmp_path, monkeypatch
+):
+    original, calls = step.run_question_pass, 0
+
+    def failing(*given):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return original(*given)
+
+    recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 2})
+    model = str(retriever_folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "run_question_pass", failing)
+        with pytest.raises(
+            LeanKError, match=r"step 5: memory does not suffice for task `retrieval`"
+        ) as caught:
+            train_one(recipe, tmp_path / "a", model_override=model)
+    assert re.search(r"\d{3} tokens of context, 2 questions: CUDA out of memory", str(caught.value))
+    for key in ("data.max_length", "data.questions_per_context", "offload_context=true"):
+        assert key in caught.value.hint
+    train_one(recipe, tmp_path / "a", resume=True, model_override=model)
+    train_one(recipe, tmp_path / "b", model_override=model)
+    one, other = (load_state(TrainingDirectory(tmp_path / name).state) for name in "ab")
+    assert torch.equal(one.scaling_factors, other.scaling_factors)
+
+
+def test_a_step_of_several_contexts_averages_their_gradients(short_recipe, retriever_folder, tmp_path):
+    """After one step, Adam's `exp_avg` is a tenth of the gradient."""
+    model = str(retriever_folder)
+    one_step = {"steps": 1, "learning_rate": 0.1, "l1_weight": 0.0}
+
+    def gradient(seed_of_sample, batch_size):
+        out = tmp_path / f"{seed_of_sample}-{batch_size}"
+        recipe = short_recipe(stage1=one_step, stage2={"steps": 0}, batch_size=batch_size)
+        with pytest.MonkeyPatch.context() as patched:
+            draw = SampleSource.draw
+            patched.setattr(SampleSource, "draw", lambda self, index: draw(self, index + seed_of_sample))
+            # Factors below one, so that the student differs from the teacher.
+            patched.setattr(
+                run, "initial_scaling_factors", lambda *_: torch.full((2, 2, 16), 0.5, requires_grad=True)
+            )
+            train_one(recipe, out, model_override=model)
+        return load_state(TrainingDirectory(out).state).optimizer["exp_avg"]
+
+    together = gradient(0, 3)
+    torch.testing.assert_close(together, sum(gradient(index, 1) for index in range(3)) / 3)
+
+
+def test_context_in_host_memory_trains_the_same_mask(short_recipe, retriever_folder, tmp_path):
+    model = str(retriever_folder)
+    first = train_one(short_recipe(), tmp_path / "a", model_override=model)
+    second = train_one(short_recipe(offload_context=True), tmp_path / "b", model_override=model)
+    assert torch.equal(first.scaling_factors, second.scaling_factors)
+
+
+def test_model_spread_over_devices_trains_the_same_mask(short_recipe, retriever_folder, tmp_path):
+    model = str(retriever_folder)
+    first = train_one(short_recipe(), tmp_path / "a", model_override=model)
+    spread = short_recipe(model={"device_map": "auto"})
+    second = train_one(spread, tmp_path / "b", device="cpu", model_override=model)
+    assert torch.equal(first.scaling_factors, second.scaling_factors)
+
+
+def test_several_ratios_share_stage_one_and_are_what_each_would_be_alone(
+    short_recipe, retriever_folder, tmp_path
+):
+    model, ratios = str(retriever_folder), [0.5, 0.75]
+    masks = train_masks(
+        short_recipe(pruning_ratio=ratios), tmp_path / "all", progress=False, model_override=model
+    )
+    assert list(masks) == [tmp_path / "all" / "ratio-0.5", tmp_path / "all" / "ratio-0.75"]
+    rows = read_log(tmp_path / "all")
+    assert [row["pruning_ratio_asked"] for row in rows] == [""] * 7 + ["0.5"] * 6 + ["0.75"] * 6
+    for ratio, (folder, mask) in zip(ratios, masks.items(), strict=True):
+        alone = train_one(short_recipe(pruning_ratio=ratio), tmp_path / f"{ratio}", model_override=model)
+        assert torch.equal(mask.scaling_factors, alone.scaling_factors)
+        assert torch.equal(mask.channel_mask, alone.channel_mask)
+        assert mask.provenance.pruning_ratio_asked == ratio
+        assert torch.equal(load_mask(folder / "channel_mask.safetensors").channel_mask, mask.channel_mask)
+        assert Recipe(**yaml.safe_load((folder / "leank" / "recipe.yaml").read_text())).pruning_ratios == (
+            0.5,
+            0.75,
+        )
+    assert not (tmp_path / "all" / "channel_mask.safetensors").exists()
+
+
+def test_a_step_of_stage_one_is_not_needed_for_several_ratios(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(pruning_ratio=[0.5, 0.75], stage1={"steps": 0}, stage2={"steps": 0})
+    masks = train_masks(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    assert [mask.pruning_ratio for mask in masks.values()] == [0.5, 0.75]
+
+
+def test_cap_on_widths_reaches_the_mask(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(max_width=8, pruning_ratio=0.2)
+    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    assert mask.channel_mask.sum(-1).max() == 8
+
+
+def test_questions_per_context_are_counted_in_the_log(short_recipe, retriever_folder, tmp_path):
+    recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 3}, batch_size=2)
+    train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    samples = SampleSource(build_tokenizer(), recipe.data, recipe.seed)
+    for number, row in enumerate(read_log(tmp_path)):
+        drawn = [samples.draw(2 * number + place) for place in range(2)]
+        assert row["task"] == "retrieval+multi_value"
+        assert int(row["num_tokens"]) == sum(sample.num_tokens for sample in drawn)
+        assert int(row["num_answer_tokens"]) == sum(sample.num_answer_tokens for sample in drawn)

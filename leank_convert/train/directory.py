@@ -1,0 +1,48 @@
+"""Where a run keeps its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from leank_convert.mask import MASK_FILE_NAME
+from leank_convert.recipe import Recipe
+from leank_convert.train.state import STATE_FILE_NAME
+
+
+@dataclass(frozen=True)
+class TrainingDirectory:
+    """The files of a run under `out/`.
+
+    Args:
+        out: The output folder; with one asked ratio it later becomes the checkpoint.
+    """
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        """Log, events, report, recipe, state."""
+        return self.out / "leank"
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.folder / "recipe.yaml"
+
+    @property
+    def state(self) -> Path:
+        """The resumable state."""
+        return self.folder / "state" / STATE_FILE_NAME
+
+    @property
+    def mask(self) -> Path:
+        """The result."""
+        return self.out / MASK_FILE_NAME
+
+    def results(self, recipe: Recipe) -> dict[float, TrainingDirectory]:
+        """Where the mask of each asked ratio goes: `out/`, or `out/ratio-0.5/` and its like of several."""
+        ratios = recipe.pruning_ratios
+        if len(ratios) == 1:
+            return {ratios[0]: self}
+        return {ratio: TrainingDirectory(self.out / f"ratio-{ratio:g}") for ratio in ratios}

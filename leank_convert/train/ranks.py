@@ -1,0 +1,137 @@
+"""The processes of a data-parallel run, as `torchrun` or `accelerate launch` start them.
+
+Each has the whole model and samples of its own. What they exchange is the gradient of the scaling factors,
+some hundred KB a step. The first of them owns the output folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from leank_convert.device import choose_device
+from leank_convert.errors import LeanKError
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process's view of all of them.
+
+    Attributes:
+        device: Where this one computes.
+        rank: Which it is, from 0.
+        num_ranks: How many there are.
+    """
+
+    device: torch.device
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.rank == 0
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        if self.num_ranks > 1:
+            torch.distributed.all_reduce(tensor)
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks of a few numbers."""
+        if self.num_ranks == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(tensor)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return self.totals([float(flag)])[0] > 0
+
+    def on_first(self, function: Callable[[], _T]) -> _T:
+        """What a function returns on the first rank, on all of them.
+
+        Raises:
+            LeanKError: On the first rank, what the function raised there. The others just exit: one message
+                is enough.
+        """
+        if self.num_ranks == 1:
+            return function()
+        shared: list[Any] = [None, None]
+        error = None
+        if self.is_first:
+            try:
+                shared[0] = function()
+            except LeanKError as found:
+                error, shared[1] = found, found.exit_code
+        torch.distributed.broadcast_object_list(shared, src=0, device=self.device)
+        if error is not None:
+            raise error
+        if shared[1] is not None:
+            raise SystemExit(shared[1])
+        result: _T = shared[0]
+        return result
+
+    def check(self, error: LeanKError | None) -> None:
+        """Go on only if no rank has met an error.
+
+        Raises:
+            LeanKError: On the first rank, the error of the lowest rank that has one. The others exit.
+        """
+        if not self.any(error is not None):
+            return
+        if self.num_ranks == 1:
+            assert error is not None
+            raise error
+        facts = None if error is None else (str(error), error.hint, error.exit_code)
+        gathered: list[Any] = [None] * self.num_ranks
+        torch.distributed.all_gather_object(gathered, facts)
+        rank, (message, hint, exit_code) = next(
+            (rank, facts) for rank, facts in enumerate(gathered) if facts is not None
+        )
+        if self.is_first:
+            raise LeanKError(f"rank {rank}: {message}", hint, exit_code)
+        raise SystemExit(exit_code)
+
+
+@contextmanager
+def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
+    """Find the other processes of this run, if a launcher started several; leave them when done.
+
+    Args:
+        device: Where to compute. With several processes its index is the launcher's to choose.
+
+    Raises:
+        LeanKError: If the device cannot be used, or one of several processes is given one by its index.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1:
+        yield Ranks(choose_device(device))
+        return
+    if device is not None and torch.device(device).index is not None:
+        raise LeanKError(
+            f"device `{device}` is one device, and {num_ranks} processes were started",
+            hint="leave `--device` out, or name a type such as `cuda`: each process takes its own",
+        )
+    # accelerate knows what each launcher sets, and which backend goes with which device.
+    from accelerate import PartialState
+
+    was_there = torch.distributed.is_initialized()
+    state = PartialState(cpu=choose_device(device).type == "cpu")
+    try:
+        yield Ranks(state.device, state.process_index, state.num_processes)
+    finally:
+        if not was_there:
+            state.destroy_process_group()
+            PartialState._reset_state()

@@ -1,0 +1,284 @@
+"""The moving part of a run: scaling factors, optimizer, step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leank_convert.checkpoint_io import first_line, model_name
+from leank_convert.data import TrainingSample
+from leank_convert.errors import LeanKError
+from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.recipe import Recipe
+from leank_convert.train.journal import StepRecord
+from leank_convert.train.objective import l1_penalty
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.scaling import initial_scaling_factors, straight_through
+from leank_convert.train.schedule import Phase, Schedule
+from leank_convert.train.selection import select_channels
+from leank_convert.train.split_attention import Windows
+from leank_convert.train.state import TrainingState, check_same_run
+from leank_convert.train.step import Student, distil
+from leank_convert.train.subject import Subject
+
+METHOD = "leank"
+
+
+class Run:
+    """A run between two steps.
+
+    Args:
+        recipe: What to train.
+        subject: The model.
+        ranks: The processes that share a step's samples.
+        fingerprint: What the run depends on.
+    """
+
+    def __init__(
+        self, recipe: Recipe, subject: Subject, ranks: Ranks, fingerprint: Mapping[str, str]
+    ) -> None:
+        self.recipe = recipe
+        self.subject = subject
+        self.ranks = ranks
+        self.fingerprint = fingerprint
+        self.schedule = Schedule(recipe)
+        self.step = 0
+        self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
+        self._factors = initial_scaling_factors(subject.facts, ranks.device)
+        self._stage1_factors: Tensor | None = None
+        self._finished: list[Tensor] = []
+        self._optimizer = self._new_optimizer()
+        # Refuses a recipe that no channels can be selected by, before a step is run.
+        for ratio in recipe.pruning_ratios:
+            self._channel_mask = self._select(self._factors, ratio)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.schedule.num_steps
+
+    def state(self) -> TrainingState:
+        """What has to be kept to go on from here."""
+        moments: Mapping[str, Tensor] = self._optimizer.state.get(self._factors, {})
+        return TrainingState(
+            self.step,
+            self._factors,
+            moments,
+            self.fingerprint,
+            self._stage1_factors,
+            tuple(self._finished),
+        )
+
+    def restore(self, state: TrainingState, path: Path) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            LeanKError: If it belongs to another run.
+        """
+        check_same_run(state.fingerprint, self.fingerprint, path)
+        self.step = state.step
+        with torch.no_grad():
+            self._factors.copy_(state.scaling_factors)
+        self._stage1_factors = state.stage1_factors
+        self._finished = list(state.finished)
+        if state.optimizer:
+            # Adam wants its step count on the CPU and its moments beside the parameter.
+            self._optimizer.state[self._factors] = {
+                name: value if name == "step" else value.to(self.ranks.device)
+                for name, value in state.optimizer.items()
+            }
+        if not self.is_done:
+            ratio = self.schedule.phase(self.step).pruning_ratio
+            if ratio is not None:
+                self._channel_mask = self._select(self._factors, ratio)
+
+    def sample_indices(self) -> Iterator[int]:
+        """Which samples this rank takes from here on, in order."""
+        return self.schedule.sample_indices(self.step, self.ranks.rank, self.ranks.num_ranks)
+
+    def advance(self, samples: Iterator[TrainingSample]) -> StepRecord:
+        """Do one step.
+
+        Args:
+            samples: This rank's, as `sample_indices` names them.
+
+        Raises:
+            LeanKError: If a loss or its gradient is not finite, or memory does not suffice, on any rank; the
+                factors are then those before the step.
+        """
+        began = time.perf_counter()
+        device = self.ranks.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        phase = self.schedule.phase(self.step)
+        if self.step == phase.start:
+            self._begin(phase)
+        learning_rate = phase.learning_rate(self.step)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.zero_grad(set_to_none=False)
+        tasks, sums = self._accumulate(samples, phase)
+        distillation, num_tokens, num_answers = self.ranks.totals(sums)
+        gradient = self._factors.grad
+        assert gradient is not None
+        self.ranks.add_up(gradient)
+        penalty = l1_penalty(self._factors)
+        (phase.l1_weight * penalty).backward()  # type: ignore[no-untyped-call]
+        mean_factor = penalty.item()
+        self._optimizer.step()
+        with torch.no_grad():
+            self._factors.clamp_(0.0, 1.0)
+        self.step += 1
+
+        before, after = self._channel_mask, None
+        if phase.pruning_ratio is not None:
+            after = self._channel_mask = self._select(self._factors, phase.pruning_ratio)
+        if self.step == phase.stop:
+            self._end(phase)
+        sees, saw = self._channel_mask.any(-1), before.any(-1)
+        return StepRecord(
+            step=self.step,
+            stage=phase.stage,
+            pruning_ratio_asked=phase.pruning_ratio,
+            task="+".join(dict.fromkeys(tasks)),
+            num_tokens=int(num_tokens),
+            num_answer_tokens=int(num_answers),
+            learning_rate=learning_rate,
+            distillation=distillation,
+            mean_factor=mean_factor,
+            pruning_ratio=None if after is None else 1 - after.float().mean().item(),
+            empty_heads=None if after is None else int((~sees).sum()),
+            heads_leaving=_name_heads(saw & ~sees),
+            heads_entering=_name_heads(sees & ~saw),
+            seconds=time.perf_counter() - began,
+            gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        )
+
+    def masks(self) -> dict[float, ChannelMask]:
+        """The mask of every asked ratio, of a run that is done."""
+        windows = self.recipe.windows
+        unfinished = self._factors.detach() if self._stage1_factors is None else self._stage1_factors
+        factors = self._finished or [unfinished] * len(self.recipe.pruning_ratios)
+        return {
+            ratio: ChannelMask(
+                channel_mask=self._select(learned, ratio).cpu(),
+                scaling_factors=learned.cpu(),
+                provenance=MaskProvenance.for_model(
+                    model_name(self.subject.name),
+                    self.subject.facts,
+                    method=METHOD,
+                    sink_size=windows.sink_size,
+                    recent_size=windows.recent_size,
+                    flush_size=windows.flush_size,
+                    pruning_ratio_asked=ratio,
+                    width_multiple=self.recipe.width_multiple,
+                    recipe=self.recipe.text,
+                    seed=self.recipe.seed,
+                ),
+            )
+            for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
+        }
+
+    def _new_optimizer(self) -> torch.optim.Adam:
+        return torch.optim.Adam([self._factors], weight_decay=0.0)
+
+    def _select(self, factors: Tensor, pruning_ratio: float) -> Tensor:
+        return select_channels(
+            factors,
+            pruning_ratio=pruning_ratio,
+            width_multiple=self.recipe.width_multiple,
+            max_width=self.recipe.max_width,
+            rounding=self.recipe.rounding,
+        )
+
+    def _begin(self, phase: Phase) -> None:
+        self._optimizer = self._new_optimizer()
+        if phase.pruning_ratio is None:
+            return
+        if self._stage1_factors is None:  # without a step of stage 1
+            self._stage1_factors = self._factors.detach().clone()
+        with torch.no_grad():
+            self._factors.copy_(self._stage1_factors)
+        self._channel_mask = self._select(self._factors, phase.pruning_ratio)
+
+    def _end(self, phase: Phase) -> None:
+        learned = self._factors.detach().clone()
+        if phase.pruning_ratio is None:
+            self._stage1_factors = learned
+        else:
+            self._finished.append(learned)
+
+    def _accumulate(
+        self, samples: Iterator[TrainingSample], phase: Phase
+    ) -> tuple[list[str], tuple[float, float, float]]:
+        """Leave this rank's share of the gradient in the factors; their tasks, and its share of the sums.
+
+        The sums are the loss, the tokens and the answer tokens of the step.
+        """
+        batch_size = self.recipe.batch_size
+        tasks, loss, num_tokens, num_answers = [], 0.0, 0, 0
+        failure = None
+        for _ in range(self.ranks.rank, batch_size, self.ranks.num_ranks):
+            sample = next(samples)
+            tasks.append(sample.task)
+            num_tokens += sample.num_tokens
+            num_answers += sample.num_answer_tokens
+            try:
+                share = distil(
+                    self.subject.model, sample, self._student(phase), offload=self.recipe.offload_context
+                )
+                (share / batch_size).backward()  # type: ignore[no-untyped-call]
+            except torch.OutOfMemoryError as error:
+                failure = self._out_of_memory(sample, error)
+                break
+            loss += share.item() / batch_size
+            failure = self._check_finite(share, sample)
+            if failure is not None:
+                break
+        self.ranks.check(failure)
+        return tasks, (loss, num_tokens, num_answers)
+
+    def _student(self, phase: Phase) -> Student:
+        if phase.pruning_ratio is None:
+            return Student(self._windows, self._factors)
+        kept = straight_through(self._factors, self._channel_mask)
+        return Student(self._windows, kept, self._channel_mask.any(-1))
+
+    def _check_finite(self, loss: Tensor, sample: TrainingSample) -> LeanKError | None:
+        gradient = self._factors.grad
+        if gradient is not None and bool(torch.isfinite(loss) & torch.isfinite(gradient).all()):
+            return None
+        return LeanKError(
+            f"step {self.step + 1}: the loss is {loss.item()} and not finite, or its gradient is not "
+            f"({_describe(sample)}); the state before this step is saved",
+            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`; else lower "
+            "`learning_rate`",
+            exit_code=1,
+        )
+
+    def _out_of_memory(self, sample: TrainingSample, error: Exception) -> LeanKError:
+        remedies = ["lower `data.max_length`"]
+        if len(sample.questions) > 1:
+            remedies.append("lower `data.questions_per_context`")
+        if not self.recipe.offload_context:
+            remedies.append("keep the context in host memory by `--set offload_context=true`")
+        if self.recipe.model.device_map is None and torch.cuda.device_count() > 1:
+            remedies.append("spread the model over all GPUs by `--set model.device_map=auto`")
+        return LeanKError(
+            f"step {self.step + 1}: memory does not suffice for {_describe(sample)}: {first_line(error)}; "
+            "the state before this step is saved",
+            hint="; or ".join(remedies),
+            exit_code=1,
+        )
+
+
+def _describe(sample: TrainingSample) -> str:
+    asked = "1 question" if len(sample.questions) == 1 else f"{len(sample.questions)} questions"
+    return f"task `{sample.task}`, {len(sample.prefix_ids)} tokens of context, {asked}"
+
+
+def _name_heads(chosen: Tensor) -> str:
+    return " ".join(f"{layer}.{head}" for layer, head in chosen.nonzero().tolist())

@@ -1,0 +1,80 @@
+"""The order of a run: stage 1 once, then stage 2 for every asked pruning ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from leank_convert.recipe import Recipe
+from leank_convert.train.objective import learning_rate_factor
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stage of a run, for stage 2 with the ratio it is for.
+
+    Attributes:
+        stage: 1 or 2.
+        pruning_ratio: What stage 2 prunes to; None in stage 1.
+        start: Steps of the run before it.
+        steps: Steps of its own, one or more.
+        first_draw: Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so
+            that a mask does not depend on what other ratios were asked for with it.
+        peak_learning_rate: The rate of its middle steps.
+        l1_weight: What the penalty is multiplied by.
+    """
+
+    stage: int
+    pruning_ratio: float | None
+    start: int
+    steps: int
+    first_draw: int
+    peak_learning_rate: float
+    l1_weight: float
+
+    @property
+    def stop(self) -> int:
+        """Steps of the run when it is done."""
+        return self.start + self.steps
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of one step of the run."""
+        return self.peak_learning_rate * learning_rate_factor(step - self.start, self.steps)
+
+    def draw(self, step: int) -> int:
+        """Which of the data's steps a step of the run takes."""
+        return self.first_draw + step - self.start
+
+
+class Schedule:
+    """All phases of a recipe that have steps.
+
+    Attributes:
+        phases: In the order they run.
+        num_steps: Steps of all of them.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        stage1, stage2 = recipe.stage1, recipe.stage2
+        phases = [Phase(1, None, 0, stage1.steps, 0, stage1.learning_rate, stage1.l1_weight)]
+        for ratio in recipe.pruning_ratios:
+            phases.append(
+                Phase(2, ratio, phases[-1].stop, stage2.steps, stage1.steps, stage2.learning_rate, 0.0)
+            )
+        self.phases = tuple(phase for phase in phases if phase.steps)
+        self.num_steps = phases[-1].stop
+        self._batch_size = recipe.batch_size
+
+    def phase(self, step: int) -> Phase:
+        """The phase that a step of the run lies in."""
+        return next(phase for phase in self.phases if step < phase.stop)
+
+    def ends_phase(self, step: int) -> bool:
+        """Whether a phase is over when so many steps are done."""
+        return any(phase.stop == step for phase in self.phases)
+
+    def sample_indices(self, start: int, rank: int = 0, num_ranks: int = 1) -> Iterator[int]:
+        """Which samples one of several ranks takes from a step of the run on, in order."""
+        for step in range(start, self.num_steps):
+            draw = self.phase(step).draw(step)
+            yield from range(draw * self._batch_size + rank, (draw + 1) * self._batch_size, num_ranks)

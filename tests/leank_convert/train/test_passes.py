@@ -1,0 +1,211 @@
+"""The three passes on whole models against one pass over whole sequences."""
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from leank_convert.data import Question, TrainingSample
+from leank_convert.train import passes
+from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.split_attention import Windows
+from leank_convert.train.step import Student, distil
+
+FAMILIES = {
+    "llama": (LlamaConfig, {"attention_bias": True}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+}
+LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
+# Question and answer tokens.
+ONE, SEVERAL = [(0, 12)], [(5, 4), (0, 7), (9, 1)]
+
+
+def build(family, dtype=torch.float32):
+    """A random model with `head_dim` unlike hidden_size / heads, and attention that is far from uniform."""
+    config_class, options = FAMILIES[family]
+    config = config_class(
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=90,
+        max_position_embeddings=512,
+        **options,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model.eval().requires_grad_(False)
+
+
+def draw_sample(num_context, questions):
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(count):
+        return torch.randint(0, 90, (count,), generator=generator)
+
+    asked = tuple(Question(ids(before + after), before) for before, after in questions)
+    return TrainingSample("retrieval", ids(num_context), asked)
+
+
+def run_passes(model, sample, windows, factors, sees=None, *, offload=False):
+    packed = pack_questions(sample.questions, len(sample.prefix_ids), model.device)
+    context = run_context_pass(model, sample.prefix_ids[None].to(model.device), offload=offload)
+    teacher = run_question_pass(model, context, packed)
+    return teacher, run_answer_pass(model, context, packed, windows, factors, sees)
+
+
+def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):
+    """Dense rows for the prompt, pruned rows for the answer, in one pass over one question's sequence."""
+    factors, sees_middle, split, windows = plan
+    groups, length, layer = query.shape[1] // key.shape[1], query.shape[2], module.layer_idx
+    keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scaled = key * factors[layer][:, None].to(key.dtype)
+    dense = scaling * query @ keys.mT
+    pruned = scaling * query @ scaled.repeat_interleave(groups, dim=1).mT
+    if sees_middle is not None:
+        hidden = ~sees_middle[layer].repeat_interleave(groups)
+        pruned = pruned.masked_fill(hidden[:, None, None], float("-inf"))
+    p, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    full = (p < split) | (j < windows.sink_size) | (j >= p - windows.recent_size)
+    logits = torch.where(full, dense, pruned).masked_fill(j > p, float("-inf"))
+    return (logits.softmax(-1) @ values).transpose(1, 2), None
+
+
+AttentionInterface.register("whole_sequence", whole_sequence_attention)
+
+
+def run_whole(model, sample, windows, factors, sees=None):
+    """Every question as a sequence of its own: hidden states of the answers, as the passes pack them."""
+    model.config._attn_implementation = "whole_sequence"
+    found = []
+    for question in sample.questions:
+        ids = torch.cat([sample.prefix_ids, question.input_ids])[None]
+        split = len(sample.prefix_ids) + question.answer_start
+        output = model.base_model(ids, use_cache=False, plan=(factors, sees, split, windows))
+        found.append(output.last_hidden_state[0, split:])
+    model.config._attn_implementation = ATTENTION_NAME
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("questions", [ONE, SEVERAL])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions):
+    model = build(family, torch.float64)
+    sample, windows = draw_sample(48, questions), Windows(5, 8)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    kept = (factors > 0.6).double()
+    kept[1, 0] = 0
+    for values, sees in ((factors, None), (kept, kept.bool().any(-1))):
+        teacher, student = run_passes(model, sample, windows, values, sees)
+        expected = run_whole(model, sample, windows, values, sees)
+        torch.testing.assert_close(student, expected, rtol=1e-9, atol=1e-9)
+        dense = run_whole(model, sample, Windows(0, 1000), values)
+        torch.testing.assert_close(teacher, dense, rtol=1e-9, atol=1e-9)
+        assert (student - teacher).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_equals_that_of_the_whole_sequences(family):
+    model = build(family, torch.float64)
+    sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
+    distil(model, sample, Student(windows, factors)).backward()
+    found, factors.grad = factors.grad, None
+    # Each question weighs the same, however long its answer.
+    whole = run_whole(model, sample, windows, factors)
+    dense = run_whole(model, sample, Windows(0, 1000), factors.detach())
+    lengths = [after for _, after in SEVERAL]
+    parts = (whole - dense).float().square().mean(-1).split(lengths)
+    (sum(part.mean() for part in parts) / len(parts)).backward()
+    torch.testing.assert_close(found, factors.grad, rtol=1e-5, atol=1e-9)
+    assert (found != 0).all()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stock_model(family):
+    model = build(family)
+    sample = draw_sample(60, ONE)
+    ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
+    assert distil(model, sample, Student(Windows(4, 6), ones)) < 1e-10
+    teacher, _ = run_passes(model, sample, Windows(4, 6), ones)
+    model.config._attn_implementation = "sdpa"
+    ids = torch.cat([sample.prefix_ids, sample.questions[0].input_ids])[None]
+    stock = model.base_model(ids, use_cache=False).last_hidden_state[0, 60:]
+    torch.testing.assert_close(teacher, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_questions_on_one_context_cost_and_count_as_samples_of_their_own():
+    model = build("qwen3", torch.float64)
+    sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    alone = [
+        distil(model, TrainingSample("retrieval", sample.prefix_ids, (question,)), Student(windows, factors))
+        for question in sample.questions
+    ]
+    together = distil(model, sample, Student(windows, factors))
+    torch.testing.assert_close(together, sum(alone) / 3, rtol=1e-6, atol=0)
+
+
+def test_what_is_stored_is_the_context_without_a_graph():
+    model = build("llama")
+    sample = draw_sample(24, SEVERAL)
+    context = run_context_pass(model, sample.prefix_ids[None])
+    packed = pack_questions(sample.questions, 24, model.device)
+    teacher = run_question_pass(model, context, packed)
+    assert teacher.shape == (12, 48)
+    assert not teacher.requires_grad
+    for layer in range(LAYERS):
+        for stored in context.load(layer, 0, 24):
+            assert stored.shape == (1, KV_HEADS, 24, HEAD_DIM)
+            assert not stored.requires_grad
+        assert context.questions[layer][0].shape == (1, KV_HEADS, 14, HEAD_DIM)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_context", [41, 48, 49])
+def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, offload, monkeypatch):
+    model = build(family, torch.float64)
+    sample, windows = draw_sample(num_context, SEVERAL), Windows(5, 8)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    whole = run_passes(model, sample, windows, factors)
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
+    blocks = run_passes(model, sample, windows, factors, offload=offload)
+    torch.testing.assert_close(blocks, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_without_a_pass_says_what_is_missing():
+    with pytest.raises(TypeError, match="needs `leank_pass`"):
+        build("llama").base_model(torch.zeros(1, 5, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_blocks_on_a_device_are_as_exact_as_one_piece(offload):
+    model = build("llama")
+    sample, windows = draw_sample(280, SEVERAL), Windows(5, 40)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM)
+    exact = run_passes(model, sample, windows, factors)
+    model.cuda().bfloat16()
+    whole = run_passes(model, sample, windows, factors.cuda())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "BLOCK_SIZE", 64)
+        blocks = run_passes(model, sample, windows, factors.cuda(), offload=offload)
+    for ours, own, right in zip(blocks, whole, exact, strict=True):
+        error, own_error = ((hidden.cpu().float() - right).abs().max() for hidden in (ours, own))
+        assert error <= 2 * own_error

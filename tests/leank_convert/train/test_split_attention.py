@@ -1,0 +1,276 @@
+"""The split attention against a re-statement that splits, folds and packs nothing."""
+
+import itertools
+
+import pytest
+import torch
+
+from leank_convert.train import fused
+from leank_convert.train.context import StoredContext
+from leank_convert.train.split_attention import Windows, plan_regions, split_attention
+
+
+def naive_attention(query, key, value, factors, sees_middle, windows, scaling):
+    """One question: keys are scaled, not queries, and repeated to all heads; tensors are [.., N, S] whole."""
+    groups = query.shape[1] // key.shape[1]
+    num_queries, num_tokens = query.shape[2], key.shape[2]
+    p = torch.arange(num_tokens - num_queries, num_tokens)[:, None]
+    j = torch.arange(num_tokens)[None]
+    key, value, factors = (t.repeat_interleave(groups, dim=-3) for t in (key, value, factors[:, None]))
+    logits = scaling * query @ key.mT
+    if windows is not None:
+        middle = scaling * query @ (key * factors).mT
+        if sees_middle is not None:
+            hidden = ~sees_middle.repeat_interleave(groups)
+            middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
+        full = (j < windows.sink_size) | (j >= p - windows.recent_size)
+        logits = torch.where(full, logits, middle)
+    return (logits.masked_fill(j > p, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+class Case:
+    """A context of P tokens and questions on it, each (question tokens, answer tokens), of random numbers."""
+
+    def __init__(self, num_context, questions, *, kv_heads=2, groups=3, head_dim=8, dtype=torch.float64):
+        self.generator = torch.Generator().manual_seed(0)
+        self.num_context, self.questions, self.dtype = num_context, questions, dtype
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        total = num_context + sum(asked + answered for asked, answered in questions)
+        self.key = self.normal(kv_heads, total)
+        self.value = self.normal(kv_heads, total)
+        num_answers = sum(answered for _, answered in questions)
+        self.query = self.normal(kv_heads * groups, num_answers)
+        self.factors = torch.rand(kv_heads, head_dim, dtype=dtype, generator=self.generator)
+        places = [
+            (kind, place, owner)
+            for kind in (0, 1)
+            for owner, lengths in enumerate(questions)
+            for place in range(kind * lengths[0], lengths[0] + kind * lengths[1])
+        ]
+        self.positions = torch.tensor([num_context + place for _, place, _ in places])
+        self.owners = torch.tensor([owner for _, _, owner in places])
+
+    def normal(self, heads, length):
+        shape = (1, heads, length, self.head_dim)
+        return torch.randn(shape, dtype=self.dtype, generator=self.generator)
+
+    def tensors(self):
+        return self.query, self.key, self.value, self.factors
+
+    def split(self, windows, sees=None, scaling=0.3, tensors=None, offload=False):
+        query, key, value, factors = tensors or self.tensors()
+        p = self.num_context
+        context = StoredContext(p, offload)
+        context.store(0, key[:, :, :p], value[:, :, :p])
+        regions = plan_regions(p, self.positions, self.owners, query.shape[2], windows)
+        return split_attention(
+            query, key[:, :, p:], value[:, :, p:], context, 0, regions, scaling,
+            None if windows is None else factors, sees,
+        )  # fmt: skip
+
+    def naive(self, windows, sees=None, scaling=0.3, tensors=None):
+        """Each question by itself behind the context."""
+        query, key, value, factors = tensors or self.tensors()
+        outputs, row = [], 0
+        for owner, (_, answered) in enumerate(self.questions):
+            own = self.num_context + (self.owners == owner).nonzero()[:, 0]
+            places = torch.cat([torch.arange(self.num_context), own])
+            rows = query[:, :, row : row + answered]
+            outputs.append(
+                naive_attention(rows, key[:, :, places], value[:, :, places], factors, sees, windows, scaling)
+            )
+            row += answered
+        return torch.cat(outputs, dim=1)
+
+
+@pytest.fixture(autouse=True)
+def _few_scores(monkeypatch):
+    """Even a small middle takes several blocks of keys."""
+    monkeypatch.setattr(fused, "_MAX_SCORES", 200)
+
+
+PACKS = [
+    (30, [(0, 1)]),  # a one-token answer
+    (1, [(0, 1)]),
+    (23, [(0, 11)]),
+    (12, [(0, 12)]),
+    (3, [(0, 20)]),
+    (25, [(4, 6), (9, 2), (1, 5)]),
+    (40, [(3, 7), (30, 1)]),  # a question longer than the recent window
+]
+SIZES = list(itertools.product((0, 1, 5, 40), (0, 1, 7, 40)))
+
+
+@pytest.mark.parametrize(("sink_size", "recent_size"), SIZES)
+@pytest.mark.parametrize(("num_context", "questions"), PACKS)
+def test_equals_naive_attention_whatever_the_regions(num_context, questions, sink_size, recent_size):
+    case, windows = Case(num_context, questions), Windows(sink_size, recent_size)
+    for sees in (None, torch.tensor([False, True])):
+        torch.testing.assert_close(
+            case.split(windows, sees), case.naive(windows, sees), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize(("num_context", "questions"), PACKS)
+def test_without_windows_it_is_dense_attention(num_context, questions):
+    case = Case(num_context, questions)
+    torch.testing.assert_close(case.split(None), case.naive(None), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_equals_naive_attention_for_any_head_counts(groups, kv_heads):
+    case, windows = Case(33, [(2, 6)], groups=groups, kv_heads=kv_heads), Windows(4, 9)
+    torch.testing.assert_close(case.split(windows), case.naive(windows), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("num_context", "questions"), PACKS)
+def test_gradients_equal_those_of_naive_attention(num_context, questions, offload):
+    case, windows = Case(num_context, questions), Windows(3, 5)
+    sees = torch.tensor([True, False])
+    p = case.num_context
+    for seeing in (None, sees):
+        gradients = []
+        for function in (lambda **given: case.split(offload=offload, **given), case.naive):
+            leaves = [t.clone() for t in case.tensors()]
+            following = [leaf[:, :, p:].clone().requires_grad_() for leaf in leaves[1:3]]
+            leaves[1:3] = (
+                torch.cat([whole[:, :, :p], own], 2)
+                for whole, own in zip(leaves[1:3], following, strict=True)
+            )
+            query, factors = leaves[0].requires_grad_(), leaves[3].requires_grad_()
+            function(windows=windows, sees=seeing, tensors=leaves).square().sum().backward()
+            found = [leaf.grad for leaf in (query, *following, factors)]
+            gradients.append([torch.zeros(()) if grad is None else grad for grad in found])
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
+        if seeing is not None and p > 10:
+            # The head that does not see the middle gives its factors no gradient.
+            assert torch.equal(gradients[0][3][1], torch.zeros(8, dtype=torch.float64))
+            assert (gradients[0][3][0] != 0).all()
+
+
+def test_gradient_of_factors_and_queries_equals_finite_differences():
+    case = Case(24, [(1, 2), (2, 1)], head_dim=4)
+    query, key, value, factors = case.tensors()
+    windows = Windows(2, 4)
+    assert torch.autograd.gradcheck(
+        lambda q, a: case.split(windows, tensors=(q, key, value, a)),
+        (query.requires_grad_(), factors.requires_grad_()),
+    )
+
+
+def test_zero_factors_leave_logits_of_zero_but_a_head_without_channels_sees_no_middle():
+    case, windows = Case(30, [(0, 2)]), Windows(2, 3)
+    query, key, value, factors = case.tensors()
+    zeros = torch.zeros_like(factors)
+    changed = value.clone()
+    changed[:, :, 10] += 1  # a token of the middle
+    nobody = torch.tensor([False, False])
+    before, after = ((query, key, values, zeros) for values in (value, changed))
+    assert not torch.equal(case.split(windows, tensors=before), case.split(windows, tensors=after))
+    blind = case.split(windows, nobody, tensors=before)
+    assert torch.equal(blind, case.split(windows, nobody, tensors=after))
+    assert torch.isfinite(blind).all()
+
+
+def test_no_question_sees_another():
+    case, windows = Case(20, [(3, 4), (2, 5)]), Windows(2, 3)
+    query, key, value, factors = case.tensors()
+    other = case.num_context + (case.owners == 1).nonzero()[:, 0]
+    changed = value.clone()
+    changed[:, :, other] += 1
+    before, after = (case.split(windows, tensors=(query, key, v, factors)) for v in (value, changed))
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.equal(before[:, 4:], after[:, 4:])
+
+
+def test_a_key_at_the_recent_windows_edge_keeps_every_channel():
+    """p and the `recent_size` tokens before it: the runtime's ring at flush_size 1."""
+    case, windows = Case(20, [(0, 1)]), Windows(2, 5)
+    query, key, value, factors = case.tensors()
+    nothing, nobody = torch.zeros_like(factors), torch.tensor([False, False])
+    base = case.split(windows, nobody, tensors=(query, key, value, nothing))
+    for j in range(21):
+        changed = value.clone()
+        changed[:, :, j] += 1
+        differs = not torch.equal(case.split(windows, nobody, tensors=(query, key, changed, nothing)), base)
+        assert differs == (j < 2 or j >= 20 - 5), j
+
+
+def test_low_precision_inputs_are_attended_in_float32():
+    case = Case(200, [(0, 4)], head_dim=64, dtype=torch.float32)
+    query, key, value, factors = case.tensors()
+    low = [t.bfloat16() for t in (query, key, value)]
+    windows = Windows(4, 16)
+    result = case.split(windows, scaling=0.125, tensors=(*low, torch.ones_like(factors)))
+    exact = case.naive(windows, scaling=0.125, tensors=(*(t.float() for t in low), torch.ones_like(factors)))
+    assert result.dtype == torch.bfloat16
+    # Nothing is rounded but the result.
+    torch.testing.assert_close(result, exact.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_no_tensor_has_a_score_for_every_key(monkeypatch):
+    """What autograd keeps is of the size of queries and outputs, whatever the context's length."""
+    kept = []
+
+    def note(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    sizes = []
+    for num_context in (400, 4000):
+        case = Case(num_context, [(2, 3)])
+        tensors = [t.requires_grad_(i != 1 and i != 2) for i, t in enumerate(case.tensors())]
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            case.split(Windows(4, 16), tensors=tensors)
+        sizes.append(sum(kept))
+    assert sizes[0] == sizes[1]
+
+
+HEADS = [(2, 1), (2, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", None])
+@pytest.mark.parametrize(("kv_heads", "groups"), HEADS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
+    kernel, kv_heads, groups, head_dim, monkeypatch
+):
+    """Output and gradients in bfloat16 against float64, held to a naive attention's own bfloat16 error."""
+    case = Case(3000, [(7, 20), (11, 40)], kv_heads=kv_heads, groups=groups, head_dim=head_dim)
+    case.positions, case.owners = case.positions.cuda(), case.owners.cuda()
+    found = fused.fused_kernel
+    if kernel == "cudnn":
+        low = torch.zeros(1, 2, 64, head_dim, device="cuda", dtype=torch.bfloat16)
+        assert found(low, low, low) == "cudnn"
+    else:
+        monkeypatch.setattr(fused, "fused_kernel", lambda *given, **options: kernel)
+    windows, sees = Windows(16, 64), torch.tensor([True] + [False] * (kv_heads - 1)).cuda()
+    scaling = head_dim**-0.5
+    weights = torch.randn(1, 60, kv_heads * groups, head_dim, dtype=torch.float64).cuda()
+
+    def run(function, dtype):
+        query, key, value, factors = (t.cuda() for t in case.tensors())
+        query = query.to(dtype).requires_grad_()
+        factors = factors.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        output = function(windows, sees, scaling, (query, key.to(dtype), value.to(dtype), factors))
+        (output.double() * weights).sum().backward()
+        return output.double(), query.grad.double(), factors.grad.double()
+
+    def naive(windows, sees, scaling, tensors):
+        device = torch.get_default_device()
+        torch.set_default_device("cuda")
+        try:
+            return case.naive(windows, sees, scaling, tensors)
+        finally:
+            torch.set_default_device(device)
+
+    exact = run(naive, torch.float64)
+    own = run(naive, torch.bfloat16)
+    ours = run(case.split, torch.bfloat16)
+    for result, torchs, right in zip(ours, own, exact, strict=True):
+        error, own_error = ((t - right).norm() / right.norm() for t in (result, torchs))
+        assert error <= 2 * own_error
