@@ -289,22 +289,13 @@ def evaluate(
 
 @main.command()
 @click.argument("name", required=False)
+@click.option("--keys", is_flag=True, help="Print every key a recipe may have, with default and meaning.")
 @_JSON
-def recipes(name: str | None, as_json: bool) -> None:
-    """List the packaged recipes, or print one."""
-    from leank_convert.recipe import list_recipes, load_recipe
+def recipes(name: str | None, keys: bool, as_json: bool) -> None:
+    """List the packaged recipes, or print the one called NAME."""
+    from leank_convert.recipe_listing import render
 
-    if name is not None:
-        recipe = load_recipe(name)
-        click.echo(json.dumps(recipe.model_dump(mode="json")) if as_json else recipe.text, nl=as_json)
-        return
-    packaged = list_recipes()
-    if as_json:
-        click.echo(json.dumps([{"name": r.name, "model": r.model, "summary": r.summary} for r in packaged]))
-        return
-    size = max(len(entry.name) for entry in packaged)
-    for entry in packaged:
-        click.echo(f"{entry.name:<{size}}  {entry.summary}")
+    click.echo(render(name, keys=keys, as_json=as_json), nl=as_json)
 
 
 main.add_command(benchmark)

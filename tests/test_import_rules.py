@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = [
     {"errors"},
     {"architectures", "recipe", "head_layout", "safetensors_file", "cache_bytes", "device"},
-    {"checkpoint_io", "mask", "testbed"},
+    {"checkpoint_io", "mask", "testbed", "recipe_listing"},
     {"data"},
     {"train", "export"},
     {"verify", "inspection", "hub", "evaluate", "benchmark"},
@@ -28,6 +28,7 @@ WITHOUT_TORCH = [
     "errors",
     "architectures",
     "recipe",
+    "recipe_listing",
     "head_layout",
     "safetensors_file",
     "cli",

@@ -1,0 +1,159 @@
+"""What `leank-convert recipes` prints: the packaged recipes side by side, one of them, or every key there is.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import PackagedRecipe, Recipe, list_recipes, load_recipe
+
+# In a recipe's opening comment. A recipe without it is listed as one that was never run.
+_RUN = "has been run on the real weights"
+_COMMENT_COLUMN = 36
+_LINE_LENGTH = 110
+
+_EXPLANATION = """
+context: tokens of the shortest and the longest sample, template and answer included.
+pruned: the fraction of the model's K channels that is removed.
+real weights: whether the recipe has been run on the model's own weights here.
+
+`leank-convert recipes NAME` prints a recipe, with what to expect of it; `leank-convert recipes --keys` prints
+every key that a recipe may have, with its default.
+"""
+
+
+@dataclass(frozen=True)
+class ListedRecipe:
+    """A packaged recipe in brief.
+
+    Attributes:
+        name: What `--recipe` takes.
+        model: Hub id, or `testbed`.
+        summary: The first line of its opening comment.
+        min_length: Tokens of the shortest sample.
+        max_length: Tokens of the longest sample.
+        pruning_ratios: Every ratio it asks for.
+        run_on_real_weights: Whether its opening comment says that it was.
+    """
+
+    name: str
+    model: str | None
+    summary: str
+    min_length: int
+    max_length: int
+    pruning_ratios: tuple[float, ...]
+    run_on_real_weights: bool
+
+
+def render(name: str | None = None, *, keys: bool = False, as_json: bool = False) -> str:
+    """What is asked for: a recipe, every key, or else the listing.
+
+    Raises:
+        LeanKError: If both a recipe and the keys are asked for, or there is no such recipe.
+    """
+    if name is not None and keys:
+        raise LeanKError("`--keys` goes without a recipe's name: it prints what any recipe may hold")
+    if name is not None:
+        return render_recipe(name, as_json=as_json)
+    return render_keys(as_json=as_json) if keys else render_recipes(as_json=as_json)
+
+
+def describe_recipe(packaged: PackagedRecipe) -> ListedRecipe:
+    """Read what the listing tells of a packaged recipe."""
+    recipe = load_recipe(packaged.name)
+    opening = packaged.text.partition("\n\n")[0]
+    return ListedRecipe(
+        name=packaged.name,
+        model=packaged.model,
+        summary=packaged.summary,
+        min_length=recipe.data.min_length,
+        max_length=recipe.data.max_length,
+        pruning_ratios=recipe.pruning_ratios,
+        run_on_real_weights=_RUN in " ".join(opening.replace("#", " ").split()),
+    )
+
+
+def render_recipes(*, as_json: bool = False) -> str:
+    """The packaged recipes: a table for people, or a JSON list."""
+    listed = [describe_recipe(packaged) for packaged in list_recipes()]
+    if as_json:
+        return json.dumps([asdict(recipe) for recipe in listed])
+    rows = [("recipe", "model", "context", "pruned", "real weights")]
+    rows += [
+        (
+            recipe.name,
+            recipe.model or "any",
+            f"{_render_length(recipe.min_length)} to {_render_length(recipe.max_length)}",
+            ", ".join(f"{100 * ratio:g}%" for ratio in recipe.pruning_ratios),
+            "run" if recipe.run_on_real_weights else "not yet run",
+        )
+        for recipe in listed
+    ]
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines) + "\n" + _EXPLANATION
+
+
+def render_recipe(name: str, *, as_json: bool = False) -> str:
+    """A recipe as its author wrote it, or every key of it in JSON."""
+    recipe = load_recipe(name)
+    return json.dumps(recipe.model_dump(mode="json")) if as_json else recipe.text
+
+
+def render_keys(*, as_json: bool = False) -> str:
+    """A recipe of all defaults whose comments explain every key, or the JSON schema of recipes."""
+    if as_json:
+        return json.dumps(Recipe.model_json_schema())
+    return "\n".join(_render_section(Recipe, 0)) + "\n"
+
+
+def _render_length(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def _render_section(section: type[BaseModel], depth: int) -> Iterator[str]:
+    yield from _comment("", section.__doc__ or "", depth)
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield f"{'  ' * depth}{name}:"
+            yield from _render_section(field.annotation, depth + 1)
+        else:
+            default = field.get_default(call_default_factory=True)
+            value = json.dumps(list(default) if isinstance(default, tuple) else default)
+            shown = yaml.safe_dump(yaml.safe_load(value), default_flow_style=True).removesuffix("...\n")
+            yield from _comment(f"{'  ' * depth}{name}: {shown.strip()}", _describe_field(field), depth)
+
+
+def _describe_field(field: FieldInfo) -> str:
+    choices = _find_choices(field.annotation)
+    taken = f"choices: {', '.join(choices)}" if len(choices) > 1 else ""
+    return "; ".join(filter(None, (field.description, taken)))
+
+
+def _find_choices(annotation: object) -> list[str]:
+    """The words that a key takes, alone or in a list."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _find_choices(part)]
+
+
+def _comment(text: str, comment: str, depth: int) -> Iterator[str]:
+    """A line of YAML with its comment, which goes on below itself where the line ends."""
+    indent = "  " * depth if not text else " " * _COMMENT_COLUMN
+    wrapped = textwrap.wrap(comment, _LINE_LENGTH - len(indent) - 2, break_on_hyphens=False)
+    if text and wrapped:
+        yield f"{text:<{_COMMENT_COLUMN - 1}} # {wrapped.pop(0)}"
+    elif text:
+        yield text
+    yield from (f"{indent}# {line}" for line in wrapped)

@@ -1,0 +1,90 @@
+"""What `leank-convert recipes` tells: the recipes side by side, and every key."""
+
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+from leank_convert.recipe import PackagedRecipe, Recipe, _known_keys, list_recipes, load_recipe
+from leank_convert.recipe_listing import describe_recipe, render_keys, render_recipes
+
+NAMES = [recipe.name for recipe in list_recipes()]
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(main, ["recipes", *arguments])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_listing_has_a_row_per_recipe_with_model_context_ratio_and_whether_it_was_run(name):
+    (row,) = [line for line in render_recipes().splitlines() if line.split(" ")[0] == name]
+    recipe = load_recipe(name)
+    shortest, longest = recipe.data.min_length, recipe.data.max_length
+    context = f"{shortest if shortest < 1024 else f'{shortest // 1024}K'} to {longest // 1024}K"
+    status = "run" if name == "quickstart" else "not yet run"
+    cells = [cell.strip() for cell in row.split("  ") if cell]
+    assert cells == [name, recipe.model.id, context, "70%", status]
+
+
+def test_listing_fits_110_columns_and_ends_its_lines_where_the_text_ends():
+    lines = render_recipes().splitlines()
+    assert max(map(len, lines)) <= 110
+    assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize(
+    "comment", ["# It works.", "# this recipe has not been run on the\n# real weights here"]
+)
+def test_a_recipe_counts_as_run_only_if_it_says_so(comment):
+    text = load_recipe("quickstart").text.partition("\n\n")[2]
+    quickstart = PackagedRecipe("quickstart", "", "testbed", f"{comment}\n\n{text}")
+    assert not describe_recipe(quickstart).run_on_real_weights
+
+
+def test_json_listing_has_the_same_facts(run):
+    listed = {recipe["name"]: recipe for recipe in json.loads(run("--json").stdout)}
+    assert list(listed) == NAMES
+    assert listed["qwen2.5-7b-instruct-yarn"] == {
+        "name": "qwen2.5-7b-instruct-yarn",
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "summary": list_recipes()[NAMES.index("qwen2.5-7b-instruct-yarn")].summary,
+        "min_length": 65536,
+        "max_length": 98304,
+        "pruning_ratios": [0.7],
+        "run_on_real_weights": False,
+    }
+
+
+def test_keys_are_a_recipe_of_all_defaults(run, tmp_path):
+    """So the page can be saved, changed and trained by."""
+    printed = run("--keys").stdout
+    path = tmp_path / "mine.yaml"
+    path.write_text(printed)
+    assert load_recipe(path).model_dump() == Recipe().model_dump()
+    assert list(yaml.safe_load(printed)) == list(Recipe.model_fields)
+
+
+def test_every_key_stands_with_its_description_and_its_choices():
+    words = " ".join(render_keys().replace("#", " ").split())
+    for key in _known_keys(Recipe):
+        assert f"{key.rpartition('.')[2]}:" in words
+    for field in (*Recipe.model_fields.values(), *type(Recipe().data).model_fields.values()):
+        assert (field.description or "") in words
+    assert "choices: nearest, budget" in words
+    assert "choices: retrieval, multi_value, passkey, variable_tracking" in words
+    assert max(map(len, render_keys().splitlines())) <= 110
+
+
+def test_keys_in_json_are_the_schema(run):
+    schema = json.loads(run("--keys", "--json").stdout)
+    assert list(schema["properties"]) == list(Recipe.model_fields)
+    assert schema["properties"]["width_multiple"]["default"] == 32
+
+
+def test_keys_and_a_name_exclude_each_other(run):
+    result = run("quickstart", "--keys")
+    assert result.exit_code == 2
+    assert "`--keys` goes without a recipe's name" in result.stderr
