@@ -92,7 +92,7 @@ def _round_to_nearest(factors: Tensor, kept_fraction: Fraction, multiple: int, m
 def _fill_budget(factors: Tensor, kept_fraction: Fraction, multiple: int, most: int) -> Tensor:
     """Widths [L, H_kv]: as many whole multiples as fit, those of the largest sum of factors first."""
     best_first = torch.sort(factors.double(), dim=-1, descending=True).values
-    chunks = best_first[..., : most * multiple].unflatten(-1, (most, multiple)).sum(-1)
+    chunks = best_first[..., : most * multiple].view(*factors.shape[:-1], most, multiple).sum(-1)
     num_chunks = math.floor(kept_fraction * factors.numel()) // multiple
     # Sums fall within a head, so counting a head's chosen chunks chooses its best ones.
     return (_ranks(chunks.flatten()) < num_chunks).view_as(chunks).sum(-1) * multiple
