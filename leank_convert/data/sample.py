@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 import torch
@@ -13,8 +12,26 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.errors import LeanKError
 
-# Some templates write the date. Today's would make a resumed run see other samples than yesterday's.
-_DATE = date(2024, 7, 26)
+# Some templates write the date. Today's would make a resumed run see other samples than yesterday's, so what
+# transformers offers them as the clock is replaced by one that stands still.
+_STOPPED = {
+    "%d": "26",
+    "%m": "07",
+    "%b": "Jul",
+    "%B": "July",
+    "%Y": "2024",
+    "%y": "24",
+    "%A": "Friday",
+    "%a": "Fri",
+    "%H": "12",
+    "%M": "00",
+    "%S": "00",
+}
+_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f"|replace('{directive}', '{value}')" for directive, value in _STOPPED.items())
+    + " }}{% endmacro %}{{ '' }}"  # a block would take a line break that the template begins with
+)
 
 
 @dataclass(frozen=True)
@@ -87,14 +104,15 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
         )
     if not prompts:
         return []  # which a template refuses
+    template = tokenizer.get_chat_template()
     # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
     # are tokenised in parallel by a fast tokenizer.
     encoded: Any = tokenizer.apply_chat_template(
         [[{"role": "user", "content": prompt}] for prompt in prompts],
+        chat_template=_CLOCK + template if "strftime_now" in template else template,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=False,
-        strftime_now=_DATE.strftime,
         enable_thinking=False,  # the answer follows at once, which a template may have to be told
     )
     rows: list[list[int]] = encoded

@@ -26,6 +26,8 @@ from leank_convert.recipe import DataSection
 # The shortest form of a task's sample differs a little from draw to draw. `check` asks all of this many to
 # fit, and `draw` tries as often, so that what passes the check does not fail in the middle of a run.
 _NUM_DRAWS = 64
+# In the same way, `check` wants a document with enough questions among fewer than `draw` goes through.
+_NUM_CHECKED_DOCUMENTS, _NUM_DOCUMENTS = 32, 1000
 
 
 class _NoRoomError(LeanKError):
@@ -112,7 +114,8 @@ class SampleSource:
         Raises:
             LeanKError: If it cannot be read.
         """
-        return open_haystack(self.data.haystack)
+        added = self.tokenizer.added_tokens_decoder.values()
+        return open_haystack(self.data.haystack, [token.content for token in added if token.special])
 
     @property
     def _uses_haystack(self) -> bool:
@@ -125,7 +128,7 @@ class SampleSource:
 
     def _check_shortest(self, task: str, rng: random.Random, budget: int) -> None:
         if self.data.wording == "testbed":
-            self._draw_testbed(task, rng, budget)
+            self._draw_testbed(task, rng, budget, _NUM_CHECKED_DOCUMENTS)
         else:
             self._fill(task, self._draft(task, rng), budget, longer=False)
 
@@ -162,14 +165,19 @@ class SampleSource:
             # At the border to the document another question may merge into more tokens than it did before.
             room -= sample.num_positions - budget
 
-    def _draw_testbed(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
+    def _draw_testbed(
+        self, task: str, rng: random.Random, budget: int, max_documents: int = _NUM_DOCUMENTS
+    ) -> TrainingSample:
         from leank_convert.testbed.tasks import build_samples
 
         try:
-            drawn = build_samples(task, rng, budget, self.data.questions_per_context)
+            drawn = build_samples(
+                task, rng, budget, self.data.questions_per_context, max_documents=max_documents
+            )
         except ValueError as error:
             raise LeanKError(
-                f"no sample of {budget} tokens: {error}", hint="raise `data.min_length`"
+                f"no sample of {budget} tokens: {error}",
+                hint="raise `data.min_length`, or lower `data.questions_per_context` where it is above 1",
             ) from None
         prompts = encode_prompts(self.tokenizer, [sample.prompt for sample in drawn])
         answers = [encode_answer(self.tokenizer, sample.answer) for sample in drawn]
@@ -223,9 +231,10 @@ def _fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -
 
 def _check_room(shortest: TrainingSample, budget: int) -> None:
     if shortest.num_positions > budget:
+        asked = len(shortest.questions)
         raise _NoRoomError(
             f"a sample of {budget} tokens leaves no room for `{shortest.task}`: its shortest has "
-            f"{shortest.num_positions}",
+            f"{shortest.num_positions}" + (f" with facts for {asked} questions" if asked > 1 else ""),
             hint=f"raise `data.min_length` to {shortest.num_positions} or more; most samples should be far "
             "longer",
             excess=shortest.num_positions - budget,

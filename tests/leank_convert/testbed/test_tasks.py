@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from leank_convert.testbed.tasks import (
     Sample,
     build_document,
     build_sample,
+    build_samples,
 )
 
 SINK_SIZE, RECENT_SIZE = 16, 64
@@ -192,3 +194,42 @@ def test_unknown_task_is_named_with_the_known_ones():
 def test_length_without_room_is_refused(task, tokens):
     with pytest.raises(ValueError, match=f"{tokens} tokens are too few for a prompt; at least {MIN_TOKENS}"):
         build_sample(task, random.Random(0), tokens)
+
+
+def test_samples_are_still_those_that_the_shipped_figures_were_measured_on():
+    """The figures of the shipped model rest on what these states draw."""
+    digests = {}
+    for task in TASKS:
+        rng = random.Random(f"{task}/300")
+        drawn = [build_sample(task, rng, 300) for _ in range(40)]
+        text = repr([(sample.prompt, sample.answer) for sample in drawn])
+        digests[task] = hashlib.sha256(text.encode()).hexdigest()[:8]
+    assert digests == {"retrieval": "8fa8e889", "multi_value": "792a179a", "variable_tracking": "0568d37e"}
+
+
+@every_task
+@every_name
+@pytest.mark.parametrize("tokens", [400, 1000])
+def test_several_questions_are_different_ones_of_one_document(task, two_word_names, tokens):
+    rng = random.Random(f"{task} {tokens}")
+    for _ in range(8):
+        samples = build_samples(task, rng, tokens, 3, two_word_names=two_word_names)
+        parsed = [Parsed(sample.prompt, 1 + two_word_names) for sample in samples]
+        assert len({tuple(each.facts) for each in parsed}) == 1
+        assert len({each.asked for each in parsed}) == 3
+        for sample, each in zip(samples, parsed, strict=True):
+            answer, needed = each.answer()
+            assert sample.answer == answer
+            assert each.prompt_tokens + len(answer.split()) + 1 <= tokens
+            for fact in needed:
+                start, end = each.spans[fact]
+                assert start >= SINK_SIZE
+                assert end <= each.prompt_tokens - RECENT_SIZE
+
+
+@every_task
+def test_more_questions_than_any_document_has_are_refused(task):
+    with pytest.raises(
+        ValueError, match=r"`\w+` in 170 tokens can be asked 30 questions: of 20, the best had"
+    ):
+        build_samples(task, random.Random(0), 170, 30, max_documents=20)

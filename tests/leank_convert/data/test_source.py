@@ -1,92 +1,12 @@
-import json
-import random
 import re
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, normalizers
 
 from leank_convert.data import SampleSource
-from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
 from leank_convert.testbed.tokenizer import build_tokenizer
-
-SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-
-
-def corpus():
-    rng = random.Random(0)
-    return [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
-
-
-def wrap(tokenizer, template):
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=10**6,
-    )
-    fast.chat_template = template
-    return fast
-
-
-def byte_level():
-    """GPT-2's kind: leading spaces belong to words, digits merge freely."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(corpus(), trainer)
-    return wrap(tokenizer, PLAIN_TEMPLATE)
-
-
-def metaspace():
-    """SentencePiece's kind: a space is put before every text, and merges run across words."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    alphabet = [chr(code) for code in range(32, 127)]
-    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(corpus(), trainer)
-    # What no piece covers, such as a newline, is spelt out in bytes.
-    described = json.loads(tokenizer.to_str())
-    pieces = described["model"]["vocab"]
-    for byte in range(256):
-        pieces[f"<0x{byte:02X}>"] = len(pieces)
-    tokenizer = Tokenizer.from_str(json.dumps(described))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return wrap(tokenizer, PLAIN_TEMPLATE)
-
-
-def with_bos():
-    """Llama 3's kind: the template writes the BOS, and the tokenizer adds one too where it is asked to."""
-    fast = byte_level()
-    bos = fast.convert_tokens_to_ids("<s>")
-    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bos)]
-    )
-    fast.chat_template = "{{ bos_token }}" + PLAIN_TEMPLATE
-    return fast
-
-
-TOKENIZERS = {"byte_level": byte_level, "metaspace": metaspace, "with_bos": with_bos}
-
-
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def tokenizer(request):
-    return TOKENIZERS[request.param]()
-
-
-def section(**values):
-    return DataSection(**{"min_length": 2000, "max_length": 4000, **values})
 
 
 def split_text(tokenizer, sample):
@@ -99,7 +19,7 @@ def same(sample, other):
     )
 
 
-def test_answer_span_holds_the_answer_and_nothing_else(tokenizer):
+def test_answer_span_holds_the_answer_and_nothing_else(tokenizer, section):
     source = SampleSource(tokenizer, section(), seed=1)
     for step in range(6):
         sample = source.draw(step)
@@ -111,10 +31,10 @@ def test_answer_span_holds_the_answer_and_nothing_else(tokenizer):
         assert not set(answer_ids) & set(tokenizer.all_special_ids)
 
 
-def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(tokenizer):
+def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(tokenizer, section):
     sample = SampleSource(tokenizer, section(), seed=1).draw(0)
     prompt, _ = split_text(tokenizer, sample)
-    assert prompt.rstrip(" ").endswith("assistant\n")
+    assert prompt.rstrip().endswith("assistant")
     bos = tokenizer.bos_token_id
     expected = 1 if tokenizer.chat_template.startswith("{{ bos_token }}") else 0
     assert sample.prompt_ids().tolist().count(bos) == expected
@@ -123,7 +43,7 @@ def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(token
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value"])
-def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task):
+def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task, section):
     line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
     longest_line = len(tokenizer(line)["input_ids"])
     for length in (1500, 3001, 9999):
@@ -133,55 +53,61 @@ def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task):
             assert length - longest_line < sample.num_tokens <= length
 
 
-def test_lengths_spread_over_the_whole_range():
-    source = SampleSource(byte_level(), section(min_length=1000, max_length=3000), seed=0)
+def test_lengths_spread_over_the_whole_range(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(min_length=1000, max_length=3000), seed=0)
     lengths = [source.draw(step).num_tokens for step in range(40)]
     assert min(lengths) < 1300
     assert max(lengths) > 2700
 
 
-def test_few_tokenisations_find_the_length(monkeypatch):
-    calls = []
-    tokenizer = byte_level()
-    original = tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        tokenizer, "apply_chat_template", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
-    )
-    source = SampleSource(tokenizer, section(min_length=20000, max_length=20000), seed=0)
-    for step in range(10):
+@pytest.mark.parametrize(("num_questions", "most_times"), [(1, 4), (6, 4 + 5)])
+def test_a_context_is_tokenised_few_times_and_once_more_for_each_further_question(
+    num_questions, most_times, plain_tokenizer, section, monkeypatch
+):
+    """What finds the length runs on one question alone."""
+    lengths = []
+    original = plain_tokenizer.apply_chat_template
+
+    def counting(*args, **kwargs):
+        encoded = original(*args, **kwargs)
+        lengths.extend(map(len, encoded))
+        return encoded
+
+    monkeypatch.setattr(plain_tokenizer, "apply_chat_template", counting)
+    data = section(min_length=20000, max_length=20000, questions_per_context=num_questions)
+    source = SampleSource(plain_tokenizer, data, seed=0)
+    for step in range(6):
+        lengths.clear()
         source.draw(step)
-    assert len(calls) <= 10 * 6
+        assert sum(length > 15000 for length in lengths) <= most_times
 
 
-def test_sample_is_a_function_of_seed_and_step():
-    tokenizer = byte_level()
-    first, second = (SampleSource(tokenizer, section(), seed=7) for _ in range(2))
+def test_sample_is_a_function_of_seed_and_step(plain_tokenizer, section):
+    first, second = (SampleSource(plain_tokenizer, section(), seed=7) for _ in range(2))
     ahead = second.draw(5)  # drawing out of order changes nothing
     for step in range(6):
         sample = first.draw(step)
         assert same(sample, second.draw(step))
     assert same(sample, ahead)
-    assert not same(sample, SampleSource(tokenizer, section(), seed=8).draw(5))
+    assert not same(sample, SampleSource(plain_tokenizer, section(), seed=8).draw(5))
 
 
-def test_every_step_asks_something_fresh():
-    tokenizer = byte_level()
-    source = SampleSource(tokenizer, section(), seed=0)
-    answers = [split_text(tokenizer, source.draw(step))[1] for step in range(12)]
+def test_every_step_asks_something_fresh(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(), seed=0)
+    answers = [split_text(plain_tokenizer, source.draw(step))[1] for step in range(12)]
     assert len(set(answers)) == 12
 
 
-def test_tasks_are_taken_in_turn():
-    source = SampleSource(byte_level(), section(tasks=["multi_value", "retrieval"]), seed=0)
+def test_tasks_are_taken_in_turn(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(tasks=["multi_value", "retrieval"]), seed=0)
     assert [source.draw(step).task for step in range(4)] == ["multi_value", "retrieval"] * 2
 
 
-def test_retrieval_asks_one_of_many_lines_anywhere():
-    tokenizer = byte_level()
-    source = SampleSource(tokenizer, section(tasks=["retrieval"]), seed=0)
+def test_retrieval_asks_one_of_many_lines_anywhere(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(tasks=["retrieval"]), seed=0)
     places = []
     for step in range(30):
-        prompt, answer = split_text(tokenizer, source.draw(step))
+        prompt, answer = split_text(plain_tokenizer, source.draw(step))
         lines = [line for line in prompt.splitlines() if line.startswith("Locker ")]
         key = re.search(r"Which code opens locker (\S+)\?", prompt).group(1)
         asked = [i for i, line in enumerate(lines) if key in line]
@@ -192,11 +118,10 @@ def test_retrieval_asks_one_of_many_lines_anywhere():
     assert max(places) > 0.8
 
 
-def test_multi_value_supervises_all_values_of_one_name_in_order():
-    tokenizer = byte_level()
-    source = SampleSource(tokenizer, section(tasks=["multi_value"]), seed=0)
+def test_multi_value_supervises_all_values_of_one_name_in_order(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(tasks=["multi_value"]), seed=0)
     for step in range(10):
-        prompt, answer = split_text(tokenizer, source.draw(step))
+        prompt, answer = split_text(plain_tokenizer, source.draw(step))
         asked = re.search(r"parcels did the courier leave for ([A-Z]\w+ [A-Z]\w+)\?", prompt).group(1)
         mentions = re.findall(r"courier left parcel (\d+) for ([A-Z]\w+ [A-Z]\w+)\.", prompt)
         assert answer.split(", ") == [parcel for parcel, name in mentions if name == asked]
@@ -204,15 +129,15 @@ def test_multi_value_supervises_all_values_of_one_name_in_order():
         assert len({name for _, name in mentions}) == 4
 
 
-def test_a_length_too_short_for_the_task_is_refused():
-    source = SampleSource(byte_level(), section(min_length=50, max_length=60), seed=0)
+def test_a_length_too_short_for_the_task_is_refused(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(min_length=50, max_length=60), seed=0)
     with pytest.raises(LeanKError, match=r"a sample of \d\d tokens leaves no room for `retrieval`") as caught:
         source.draw(0)
     assert "data.min_length" in caught.value.hint
 
 
 @pytest.mark.parametrize("wording", ["general", "testbed"])
-def test_what_passes_the_check_can_be_drawn_at_every_step(wording):
+def test_what_passes_the_check_can_be_drawn_at_every_step(wording, section):
     """The shortest form of a sample differs from draw to draw; a run must not meet one that does not fit."""
     tokenizer = build_tokenizer()
     passing = []
@@ -228,7 +153,7 @@ def test_what_passes_the_check_can_be_drawn_at_every_step(wording):
     assert 0 < len(passing) < 16
 
 
-def test_a_draw_that_does_not_fit_is_drawn_again():
+def test_a_draw_that_does_not_fit_is_drawn_again(section):
     """At a length that some drafts exceed, which `check` refuses, every step still has its sample."""
     data = section(tasks=["multi_value"], min_length=160, max_length=160)
     source = SampleSource(build_tokenizer(), data, seed=0)
@@ -244,18 +169,16 @@ def test_a_draw_that_does_not_fit_is_drawn_again():
     ).check()
 
 
-def test_an_answer_without_tokens_is_refused():
-    tokenizer = byte_level()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"^[0-9a-f-]+$"), "")
+def test_an_answer_without_tokens_is_refused(plain_tokenizer, section):
+    plain_tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"^[0-9a-f-]+$"), "")
     with pytest.raises(LeanKError, match=r"makes no token of the answer `[0-9a-f]{6}-"):
-        SampleSource(tokenizer, section(tasks=["retrieval"]), seed=0).check()
+        SampleSource(plain_tokenizer, section(tasks=["retrieval"]), seed=0).check()
 
 
-def test_the_shortest_possible_sample_is_drawn():
-    tokenizer = byte_level()
+def test_the_shortest_possible_sample_is_drawn(plain_tokenizer, section):
     for length in range(100, 2000):
         tight = SampleSource(
-            tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
+            plain_tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
         )
         try:
             sample = tight.draw(0)
@@ -266,11 +189,10 @@ def test_the_shortest_possible_sample_is_drawn():
     pytest.fail("no length fits")
 
 
-def test_tokenizer_without_chat_template_is_refused():
-    tokenizer = byte_level()
-    tokenizer.chat_template = None
+def test_tokenizer_without_chat_template_is_refused(plain_tokenizer, section):
+    plain_tokenizer.chat_template = None
     with pytest.raises(LeanKError, match="has no chat template"):
-        SampleSource(tokenizer, section(), seed=0).draw(0)
+        SampleSource(plain_tokenizer, section(), seed=0).draw(0)
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
@@ -288,10 +210,10 @@ def test_testbed_wording_is_the_shipped_models_language(task):
         assert len(answer.split()) == sample.num_answer_tokens >= 3
 
 
-def test_testbed_wording_with_another_tokenizer_is_refused():
+def test_testbed_wording_with_another_tokenizer_is_refused(plain_tokenizer):
     data = DataSection(tasks=["retrieval"], wording="testbed", min_length=256, max_length=256)
     with pytest.raises(LeanKError, match="a testbed sample asked for in 256 tokens has"):
-        SampleSource(byte_level(), data, seed=0).draw(0)
+        SampleSource(plain_tokenizer, data, seed=0).draw(0)
 
 
 def test_testbed_length_without_room_is_refused():

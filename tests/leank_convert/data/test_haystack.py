@@ -1,0 +1,251 @@
+import json
+import random
+import re
+import sys
+import types
+from itertools import islice
+
+import pytest
+
+from leank_convert.data import SampleSource, haystack
+from leank_convert.data.haystack import open_haystack
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import HaystackSection
+
+STORY = [f"Chapter {n} is about the number {n}, and {'very ' * (n % 7)}little else." for n in range(400)]
+
+
+def read(source, count=1000, control_tokens=(), **values):
+    """The first sentences that come out of a source, from its first on."""
+    opened = open_haystack(HaystackSection(source=str(source), **values), control_tokens)
+
+    class First(random.Random):
+        def randrange(self, *args):
+            return 0
+
+    return list(islice(opened.read(First()), count))
+
+
+@pytest.fixture
+def story(tmp_path):
+    """The same sentences as text with line breaks, as a list of records, and as one record a line."""
+    records = [{"text": " ".join(STORY[n : n + 40]), "id": n} for n in range(0, 400, 40)]
+    (tmp_path / "story.txt").write_text(
+        "\n\n".join(record["text"].replace(", and", ",\nand") for record in records)
+    )
+    (tmp_path / "story.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "story.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return tmp_path
+
+
+@pytest.fixture
+def datasets(monkeypatch):
+    """What is used of the package `datasets`, over records that a test puts into it."""
+    calls = []
+
+    def load_dataset(path, name=None, *, split, streaming):
+        calls.append({"path": path, "name": name, "split": split, "streaming": streaming})
+        if split != "train":
+            raise ValueError(f"Bad split: {split}. Available splits: ['train']")
+        return iter(package.records)
+
+    package = types.ModuleType("datasets")
+    package.load_dataset = load_dataset
+    package.config = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+    package.records = []
+    package.calls = calls
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    return package
+
+
+@pytest.mark.parametrize("name", ["story.txt", "story.json", "story.jsonl"])
+def test_sentences_come_in_the_order_of_the_file_and_begin_anew_at_its_end(story, name):
+    assert read(story / name, count=450) == [*STORY, *STORY[:50]]
+
+
+def test_reading_starts_anywhere(story):
+    opened = open_haystack(HaystackSection(source=str(story / "story.txt")), ())
+    starts = [STORY.index(next(opened.read(random.Random(seed)))) for seed in range(100)]
+    assert min(starts) < 40
+    assert max(starts) > 360
+
+
+def test_sentences_end_where_readers_see_their_end(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text('He said: "Go!" Then he\nleft… Why?\n\nA heading\n\n你好。再见。好', encoding="utf-8-sig")
+    expected = ['He said: "Go!"', "Then he left…", "Why?", "A heading", "你好。", "再见。", "好"]
+    assert read(path, count=7) == expected
+
+
+def test_text_without_full_stops_is_cut_so_that_lengths_stay_exact(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("word " * 500 + "x" * 1000)
+    pieces = read(path, count=10)
+    assert max(map(len, pieces)) <= 400
+    assert pieces[0].split() == ["word"] * 80
+    text = " ".join(pieces)
+    assert text.count("word") == 500
+    assert text.count("x") == 1000
+
+
+def test_another_column_is_read_where_it_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "No.", "body": "Yes."}\n{"body": null}\n{"body": "\\ud800half."}\n')
+    assert read(path, count=2, column="body") == ["Yes.", "?half."]
+
+
+def test_sentences_with_control_tokens_are_left_out(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("One. Two <s> struck </s> out. Three. Four<|eot|>.")
+    assert read(path, count=2, control_tokens=["<s>", "</s>", "<|eot|>"]) == ["One.", "Three."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message", "remedy"),
+    [
+        ("none.txt", None, r"`.*none\.txt` does not exist", "is looked up from"),
+        ("a.csv", b"text\n", r"a\.csv` has the suffix `\.csv`", r"\.txt, \.json, \.jsonl"),
+        ("a.txt", b" \n\n ", "holds no text", "data.haystack.source"),
+        ("a.jsonl", b"", "holds no text", "data.haystack.source"),
+        ("a.json", b"[]", "holds no text", "data.haystack.source"),
+        ("a.txt", b"Caf\xe9.", r"a\.txt` is not UTF-8: .* at byte 3", "iconv"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl:2` is not UTF-8", "iconv"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3` is not JSON: .* column", "a line"),
+        ("a.jsonl", b'[\n{"text": "a"}]\n', r"a\.jsonl:1` is not JSON", "name it `.json`"),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', r"a\.json:2` is not JSON", "name it `.jsonl`"),
+        ("a.json", b'{"text": "a"}', "holds a dict, not a list", None),
+        ("a.json", b'["a"]', r"a\.json: record 0` is a str, not a record", None),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"body": "b", "n": 1}\n',
+            r":2` has no `text`; its keys: `body`, `n`",
+            "",
+        ),
+        ("a.jsonl", b'{"text": ["a"]}\n', r":1`: `text` is a list, not text", "data.haystack.column"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, name, content, message, remedy):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(LeanKError, match=message) as caught:
+        read(tmp_path / name)
+    assert remedy is None or re.search(remedy, caught.value.hint)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(LeanKError, match=r"a\.txt` cannot be read: Is a directory"):
+        read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["story.txt", "story.jsonl"])
+def test_of_a_large_file_the_beginning_is_used_and_that_is_said(story, name, monkeypatch, caplog):
+    monkeypatch.setattr(haystack, "_MAX_BYTES", 9000)
+    sentences = read(story / name, count=400)
+    assert f"haystack `{story / name}` is large" in caplog.text
+    used = sentences.index(STORY[0], 1) if STORY[0] in sentences[1:] else len(sentences)
+    assert 80 <= used < 250
+    assert sentences[: used - 1] == STORY[: used - 1]
+
+
+def test_a_large_file_may_be_cut_in_the_middle_of_a_character(tmp_path, monkeypatch):
+    monkeypatch.setattr(haystack, "_MAX_BYTES", 100)
+    (tmp_path / "a.txt").write_text("é" * 30 + ". x" + "é" * 100, encoding="utf-8")
+    assert read(tmp_path / "a.txt", count=2) == ["é" * 30 + ".", "x" + "é" * 18]
+
+
+def test_a_large_json_file_is_refused(story, monkeypatch):
+    monkeypatch.setattr(haystack, "_MAX_BYTES", 9000)
+    with pytest.raises(LeanKError, match="has more than") as caught:
+        read(story / "story.json")
+    assert "`.jsonl`" in caught.value.hint
+
+
+def test_a_dataset_is_streamed_as_far_as_it_is_used(datasets, monkeypatch, caplog):
+    monkeypatch.setattr(haystack, "_MAX_BYTES", 3000)
+    taken = []
+    datasets.records = ({"body": taken.append(text) or text} for text in STORY)
+    sentences = read("someone/stories", count=60, column="body", config="en")
+    assert sentences[:40] == STORY[:40]
+    assert len(taken) < 80
+    assert datasets.calls == [{"path": "someone/stories", "name": "en", "split": "train", "streaming": True}]
+    assert "haystack `someone/stories` is large" in caplog.text
+
+
+def test_without_a_network_a_dataset_comes_from_the_cache(datasets):
+    """Streaming goes to the hub even for what was fetched before."""
+    datasets.config.HF_HUB_OFFLINE = True
+    datasets.records = [{"text": "One. Two."}]
+    assert read("someone/stories", count=2) == ["One.", "Two."]
+    assert datasets.calls[0]["streaming"] is False
+
+
+def test_a_dataset_that_cannot_be_read_is_refused_with_the_librarys_reason(datasets):
+    with pytest.raises(LeanKError, match=r"`someone/stories` .*split nope\) cannot be read: Bad split: nope"):
+        read("someone/stories", split="nope")
+    datasets.records = [{"text": "One."}, {"body": "Two."}]
+    with pytest.raises(LeanKError, match=r"someone/stories: train record 1` has no `text`; its keys: `body`"):
+        read("someone/stories")
+
+
+def test_a_missing_datasets_package_is_told_with_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        LeanKError, match="the package `datasets`, which reads datasets, is missing"
+    ) as caught:
+        read("someone/stories")
+    assert "pip install leank-convert[datasets]" in caught.value.hint
+
+
+@pytest.mark.parametrize("task", ["multi_value", "passkey"])
+def test_samples_hide_their_facts_in_consecutive_sentences_of_the_haystack(
+    plain_tokenizer, section, story, task
+):
+    source = HaystackSection(source=str(story / "story.txt"))
+    data = section(tasks=[task], haystack=source, questions_per_context=2)
+    samples = SampleSource(plain_tokenizer, data, seed=0)
+    starts = set()
+    for index in range(4):
+        prompt = plain_tokenizer.decode(samples.draw(index).prompt_ids())
+        chapters = [int(number) for number in re.findall(r"Chapter (\d+) is", prompt)]
+        assert len(chapters) > 10
+        assert chapters == [(chapters[0] + offset) % 400 for offset in range(len(chapters))]
+        starts.add(chapters[0])
+        again = SampleSource(plain_tokenizer, data, seed=0).draw(index)
+        assert plain_tokenizer.decode(again.prompt_ids()) == prompt
+    assert len(starts) > 1
+
+
+def test_a_haystack_that_no_task_uses_is_refused(plain_tokenizer, section, story):
+    source = HaystackSection(source=str(story / "story.txt"))
+    with pytest.raises(LeanKError, match=r"none of the tasks `retrieval` .* has running text") as caught:
+        SampleSource(plain_tokenizer, section(tasks=["retrieval"], haystack=source), seed=0).check()
+    assert "`data.haystack`" in caught.value.hint
+
+
+def test_a_haystack_that_cannot_be_read_is_refused_by_the_check(plain_tokenizer, section, tmp_path):
+    source = HaystackSection(source=str(tmp_path / "none.txt"))
+    with pytest.raises(LeanKError, match="does not exist"):
+        SampleSource(plain_tokenizer, section(tasks=["passkey"], haystack=source), seed=0).check()
+
+
+def test_fingerprint_is_of_the_samples_and_of_all_text_they_may_take(plain_tokenizer, section, story):
+    path = story / "story.txt"
+    data = section(haystack=HaystackSection(source=str(path)))
+
+    def fingerprint(seed=0, tokenizer=plain_tokenizer, data=data):
+        return SampleSource(tokenizer, data, seed).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    copy = story / "copy.txt"
+    copy.write_bytes(path.read_bytes())
+    assert fingerprint(data=section(haystack=HaystackSection(source=str(copy)))) == first
+    assert fingerprint(seed=1) != first
+    assert fingerprint(data=section(haystack=data.haystack, questions_per_context=2)) != first
+    # Task 0 is retrieval, which takes nothing from the haystack.
+    path.write_text(path.read_text().replace("number 377", "number 773"))
+    changed = fingerprint()
+    assert changed != first
+    plain_tokenizer.chat_template = "So: " + plain_tokenizer.chat_template
+    assert fingerprint() not in (first, changed)

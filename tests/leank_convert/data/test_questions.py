@@ -1,0 +1,231 @@
+"""Several questions on one context, read back from the prompts' text by parsers of their own."""
+
+import re
+
+import pytest
+
+from leank_convert.data import SampleSource, source
+from leank_convert.data.sample import encode_prompts, join_questions
+from leank_convert.errors import LeanKError
+from leank_convert.recipe import DataSection
+from leank_convert.testbed.tokenizer import build_tokenizer
+
+TASKS = ["retrieval", "multi_value", "passkey"]
+ASKED = {
+    "retrieval": r"Which code opens locker (\S+)\?",
+    "multi_value": r"Which parcels did the courier leave for ([A-Z]\w+ [A-Z]\w+)\?",
+    "passkey": r"What did telegram number (\d+) read\?",
+}
+every_task = pytest.mark.parametrize("task", TASKS)
+
+
+def answer_in(document, task, asked):
+    """What a reader finds in the document."""
+    if task == "retrieval":
+        return re.search(rf"^Locker {asked} opens with code (\S+)\.$", document, re.M).group(1)
+    if task == "multi_value":
+        return ", ".join(re.findall(rf"the courier left parcel (\d+) for {asked}\.", document))
+    return re.search(rf"Telegram number {asked} read: ([a-z ]+)\.", document).group(1)
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Every user message that was tokenised, by what it became."""
+    found = {}
+
+    def recording(tokenizer, prompts):
+        encoded = encode_prompts(tokenizer, prompts)
+        found.update(zip(map(tuple, encoded), prompts, strict=True))
+        return encoded
+
+    monkeypatch.setattr(source, "encode_prompts", recording)
+    return found
+
+
+@every_task
+@pytest.mark.parametrize("num_questions", [1, 2, 5])
+def test_prefix_and_question_are_the_tokens_of_a_prompt_and_answer_of_their_own(
+    tokenizer, section, messages, task, num_questions
+):
+    data = section(tasks=[task], questions_per_context=num_questions)
+    for index in range(2):
+        sample = SampleSource(tokenizer, data, seed=3).draw(index)
+        assert len(sample.questions) == num_questions
+        documents, everything_asked = set(), []
+        for place, question in enumerate(sample.questions):
+            prompt_ids = sample.prompt_ids(place).tolist()
+            message = messages[tuple(prompt_ids)]
+            alone = tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
+            )
+            assert alone == prompt_ids
+            # No other question is in the prompt, and the document says the same whatever is asked.
+            (asked,) = re.findall(ASKED[task], message)
+            document, _, _ = message.rpartition("\n\n")
+            everything_asked.append(asked)
+            documents.add(document)
+            answer_ids = tokenizer(answer_in(document, task, asked), add_special_tokens=False)["input_ids"]
+            assert sample.answer_ids(place).tolist() == answer_ids
+            assert [*sample.prefix_ids.tolist(), *question.input_ids.tolist()] == alone + answer_ids
+        assert len(documents) == 1
+        assert len(set(everything_asked)) == num_questions
+
+
+@every_task
+def test_prefix_is_all_that_the_prompts_share(tokenizer, section, task):
+    sample = SampleSource(tokenizer, section(tasks=[task], questions_per_context=4), seed=0).draw(0)
+    ends = [sample.prompt_ids(place)[len(sample.prefix_ids) :].tolist() for place in range(4)]
+    assert len({tuple(end[:1]) for end in ends}) > 1
+    assert len(sample.prefix_ids) > 0.9 * sample.num_positions
+
+
+def test_one_question_has_its_whole_prompt_as_the_prefix(tokenizer, section):
+    sample = SampleSource(tokenizer, section(), seed=0).draw(1)
+    assert sample.questions[0].answer_start == 0
+    assert sample.prompt_ids().equal(sample.prefix_ids)
+    assert sample.num_tokens == sample.num_positions == len(sample.prefix_ids) + sample.num_answer_tokens
+
+
+def test_the_border_to_the_question_is_found_by_token(unsplit_tokenizer, section):
+    """The document by itself may end in other tokens than within a prompt."""
+    tokenizer = unsplit_tokenizer
+    sample = SampleSource(tokenizer, section(tasks=["retrieval"], questions_per_context=5), seed=0).draw(0)
+    prompt = tokenizer.decode(sample.prompt_ids())
+    document, question = re.fullmatch(r"(.*)(\n\nWhich code .*)", prompt, re.S).groups()
+    apart = [*tokenizer(document)["input_ids"], *tokenizer(question)["input_ids"]]
+    assert sample.prompt_ids().tolist() != apart
+
+
+@every_task
+def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(tokenizer, section, task):
+    line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
+    longest_line = len(tokenizer(line)["input_ids"])
+    for length in (2500, 3001, 9999):
+        data = section(tasks=[task], min_length=length, max_length=length, questions_per_context=6)
+        sample = SampleSource(tokenizer, data, seed=3).draw(length)
+        lengths = [len(sample.prompt_ids(place)) + len(sample.answer_ids(place)) for place in range(6)]
+        assert length - longest_line < max(lengths) == sample.num_positions <= length
+        assert sample.num_tokens == len(sample.prefix_ids) + sum(
+            length - len(sample.prefix_ids) for length in lengths
+        )
+        assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in range(6))
+
+
+def test_a_question_that_takes_more_tokens_in_the_long_text_still_fits(plain_tokenizer, section, monkeypatch):
+    """The length is searched with the question that is longest in the short text."""
+
+    def growing(tokenizer, prompts):
+        encoded = encode_prompts(tokenizer, prompts)
+        others = len(prompts) > 1 and len(encoded[0]) > 2500
+        return [[*row, *row[-1:] * 90] for row in encoded] if others else encoded
+
+    monkeypatch.setattr(source, "encode_prompts", growing)
+    data = section(tasks=["retrieval"], min_length=3000, max_length=3000, questions_per_context=3)
+    sample = SampleSource(plain_tokenizer, data, seed=0).draw(0)
+    assert 2850 < sample.num_positions <= 3000
+
+
+def test_passkeys_are_long_and_anywhere(plain_tokenizer, section):
+    data = section(tasks=["passkey"], min_length=6000, max_length=6000)
+    places, numbers = [], set()
+    for index in range(20):
+        sample = SampleSource(plain_tokenizer, data, seed=0).draw(index)
+        prompt = plain_tokenizer.decode(sample.prompt_ids())
+        telegrams = re.findall(r"Telegram number (\d+) read: ([a-z ]+)\.", prompt)
+        assert sorted(int(number) for number, _ in telegrams) == list(range(1, 11))
+        assert all(16 <= len(words.split()) <= 32 for _, words in telegrams)
+        asked = re.search(ASKED["passkey"], prompt).group(1)
+        numbers.add(asked)
+        places.append(prompt.index(f"Telegram number {asked} ") / len(prompt))
+    assert min(places) < 0.2
+    assert max(places) > 0.8
+    assert len(numbers) > 5
+
+
+def test_more_passkeys_are_hidden_where_more_are_asked(plain_tokenizer, section):
+    data = section(tasks=["passkey"], min_length=8000, max_length=8000, questions_per_context=14)
+    sample = SampleSource(plain_tokenizer, data, seed=0).draw(0)
+    asked = {
+        re.search(ASKED["passkey"], plain_tokenizer.decode(sample.prompt_ids(place))).group(1)
+        for place in range(14)
+    }
+    assert asked == {str(number) for number in range(1, 15)}
+
+
+@every_task
+def test_a_length_without_room_for_all_questions_is_refused_with_one_that_has(plain_tokenizer, section, task):
+    data = section(tasks=[task], min_length=300, max_length=300, questions_per_context=7)
+    with pytest.raises(LeanKError, match=f"no room for `{task}`: .* with facts for 7 questions") as caught:
+        SampleSource(plain_tokenizer, data, seed=0).check()
+    enough = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
+    SampleSource(
+        plain_tokenizer,
+        section(tasks=[task], min_length=enough, max_length=enough, questions_per_context=7),
+        seed=0,
+    ).check()
+
+
+def test_more_questions_than_there_are_names_are_refused(plain_tokenizer, section):
+    data = section(tasks=["multi_value"], questions_per_context=398)
+    with pytest.raises(LeanKError, match="400 names, too few for 398 questions a context") as caught:
+        SampleSource(plain_tokenizer, data, seed=0).check()
+    assert "`data.questions_per_context` to 397" in caught.value.hint
+
+
+def test_prompts_that_share_no_token_are_refused():
+    with pytest.raises(LeanKError, match="differ from their first token on"):
+        join_questions("retrieval", [[1, 2], [3, 2]], [[4], [5]])
+
+
+def test_a_prompt_that_begins_another_is_the_prefix():
+    sample = join_questions("retrieval", [[1, 2, 3], [1, 2]], [[4], [5]])
+    assert sample.prefix_ids.tolist() == [1, 2]
+    assert [question.answer_start for question in sample.questions] == [1, 0]
+    assert sample.prompt_ids(0).tolist() == [1, 2, 3]
+    assert sample.answer_ids(1).tolist() == [5]
+
+
+def test_the_days_date_is_not_in_the_prompt(plain_tokenizer, section):
+    """A run that is resumed tomorrow has the same samples."""
+    plain_tokenizer.chat_template = (
+        "\n{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y, %H:%M') %}{% endif %}"
+        "{{ today }}{% for m in messages %}{{ strftime_now('%Y-%m-%d') }}{{ m['content'] }}{% endfor %}"
+    )
+    sample = SampleSource(plain_tokenizer, section(), seed=0).draw(0)
+    prompt = plain_tokenizer.decode(sample.prompt_ids())
+    assert prompt.startswith("\n26 Jul 2024, 12:002024-07-26Here is")
+
+
+def test_a_model_that_thinks_first_is_told_not_to(plain_tokenizer, section):
+    plain_tokenizer.chat_template += "{% if enable_thinking is false %}(no thoughts){% endif %}"
+    sample = SampleSource(plain_tokenizer, section(), seed=0).draw(0)
+    assert plain_tokenizer.decode(sample.prompt_ids()).endswith("(no thoughts)")
+
+
+@pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
+def test_testbed_asks_different_questions_of_one_document(task):
+    tokenizer = build_tokenizer()
+    data = DataSection(
+        tasks=[task], wording="testbed", min_length=700, max_length=900, questions_per_context=6
+    )
+    samples = SampleSource(tokenizer, data, seed=0)
+    samples.check()
+    for index in range(6):
+        sample = samples.draw(index)
+        assert sample.num_positions <= 900
+        prompts = [tokenizer.decode(sample.prompt_ids(place)) for place in range(6)]
+        assert len({prompt.rpartition(" ; ")[0] for prompt in prompts}) == 1
+        assert len({prompt.rpartition(" ; ")[2] for prompt in prompts}) == 6
+
+
+def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_check():
+    data = DataSection(
+        tasks=["variable_tracking"],
+        wording="testbed",
+        min_length=200,
+        max_length=900,
+        questions_per_context=8,
+    )
+    with pytest.raises(LeanKError, match="200 tokens can be asked 8 questions") as caught:
+        SampleSource(build_tokenizer(), data, seed=0).check()
+    assert "`data.questions_per_context`" in caught.value.hint

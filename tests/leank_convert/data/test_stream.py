@@ -1,0 +1,115 @@
+import contextlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from leank_convert.data import SampleSource, SampleStream
+from leank_convert.errors import LeanKError
+
+
+class Numbers:
+    """A source whose samples are their own indices; tells which were drawn, and may be held up or fail."""
+
+    def __init__(self, fails_at=None, waits_at=None):
+        self.fails_at = fails_at
+        self.waits_at = waits_at
+        self.drawn = []
+        self.waiting = threading.Event()
+        self.go_on = threading.Event()
+        self.news = threading.Condition()
+
+    def draw(self, index):
+        if index == self.waits_at:
+            self.waiting.set()
+            assert self.go_on.wait(60)
+        with self.news:
+            self.drawn.append(index)
+            self.news.notify_all()
+        if index == self.fails_at:
+            raise LeanKError(f"sample {index} cannot be drawn")
+        return index
+
+    def wait_for(self, index):
+        with self.news:
+            return self.news.wait_for(lambda: index in self.drawn, 60)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def test_samples_come_in_the_order_of_their_indices():
+    indices = [4, 1, 1, 7, 0, 3]
+    with SampleStream(Numbers(), indices) as stream:
+        assert list(stream) == indices
+
+
+def test_samples_are_those_of_the_source(plain_tokenizer, section):
+    source = SampleSource(plain_tokenizer, section(questions_per_context=2), seed=0)
+    with SampleStream(source, range(3)) as stream:
+        drawn = list(stream)
+    for index, sample in enumerate(drawn):
+        alone = source.draw(index)
+        assert sample.prefix_ids.equal(alone.prefix_ids)
+        assert sample.questions[1].input_ids.equal(alone.questions[1].input_ids)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_the_next_samples_are_drawn_while_one_is_used(ahead):
+    source = Numbers()
+    with SampleStream(source, itertools.count(), ahead=ahead) as stream:
+        assert next(stream) == 0
+        assert source.wait_for(ahead)
+    assert source.drawn == list(range(ahead + 1))
+
+
+def test_drawing_begins_before_the_first_sample_is_asked_for():
+    source = Numbers()
+    with SampleStream(source, itertools.count()):
+        assert source.wait_for(0)
+
+
+def test_a_failing_draw_is_told_where_its_sample_would_have_come():
+    with SampleStream(Numbers(fails_at=2), range(5)) as stream:
+        assert [next(stream), next(stream)] == [0, 1]
+        with pytest.raises(LeanKError, match="sample 2 cannot be drawn"):
+            next(stream)
+
+
+def test_a_failing_draw_of_a_sample_that_is_never_used_is_not_told():
+    source = Numbers(fails_at=1)
+    with SampleStream(source, range(5)) as stream:
+        assert next(stream) == 0
+        assert source.wait_for(1)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_leaving_early_waits_for_the_draw_under_way_and_starts_no_other(error, monkeypatch):
+    source = Numbers(waits_at=1)
+    original = ThreadPoolExecutor.shutdown
+
+    def shutdown(executor, **options):
+        original(executor, **{**options, "wait": False})
+        source.go_on.set()
+        original(executor, **options)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+    with (
+        contextlib.nullcontext() if error is None else pytest.raises(error),
+        SampleStream(source, itertools.count(), ahead=3) as stream,
+    ):
+        assert next(stream) == 0
+        assert source.waiting.wait(60)
+        if error is not None:
+            raise error
+    assert source.drawn == [0, 1]
+
+
+def test_no_indices_are_an_empty_stream():
+    with SampleStream(Numbers(), []) as stream:
+        assert list(stream) == []
