@@ -1,7 +1,8 @@
-"""How fast a pruned cache decodes and how little it holds, beside dense peers in the same process.
+"""How fast a pruned cache decodes and how little it holds, and what training costs, beside dense peers.
 
-Measured through a checkpoint's own runtime files, on random weights or random keys and values of a real
-model's shape. A figure is reported only after what was timed has been checked against a reference.
+Measured beside its peers in one process, decoding through a checkpoint's own runtime files, on random
+weights or random keys and values of a real model's shape. A figure is reported only after what was timed has
+been checked against a reference.
 
 The JSON document, format_version 1. Units are in the names; a GB/s is 1e9 bytes a second; a ratio above 1
 says that ours is faster, or that more rows of ours fit; null stands where nothing was measured:
@@ -24,4 +25,10 @@ says that ours is faster, or that more rows of ours fit; null stands where nothi
                 the static cache's step; `ratios` of each peer
     memory      allocated (bytes by region and per token), prefill (peaks beyond the weights),
                 largest_batch[]: `batch` that was decoded, all that was `tried`, `predicted_by_bytes`
+    train       check.cases[]: errors of gradient and loss, `torch_error` is full sequences', `window_effect`
+                step: `seconds` of prefills alone and of steps[], each with its ratios to them
+                peer[]: our step against `full_sequence`'s by SDPA backend, at each length that was tried
+                memory: steps[].`peak_bytes`, `ratio` to weights and K/V, which may be `limit_ratio`
+                schedule[]: `seconds` of steps at `lengths`; by their mean, `schedule_seconds` of all
+                scale: alone, under torchrun; `samples_per_second` of all processes and of one
 """

@@ -50,7 +50,7 @@ def _read_layers(ctx: click.Context, param: click.Parameter, value: str) -> list
         raise click.BadParameter(f"`{value}` is neither `all` nor layers such as `0,10`") from None
 
 
-def _subject_options(command: _Command) -> _Command:
+def _shape_options(command: _Command) -> _Command:
     for option in (
         click.option(
             "--dtype",
@@ -63,8 +63,16 @@ def _subject_options(command: _Command) -> _Command:
         click.option(
             "--geometry",
             type=click.Choice(list(GEOMETRIES)),
-            help="Model shape. Default: the mask's, else Llama's.",
+            help="Model shape. Default: the mask's if there is one, else Llama's.",
         ),
+    ):
+        command = option(command)
+    return command
+
+
+def _subject_options(command: _Command) -> _Command:
+    for option in (
+        _shape_options,
         click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe."),
         click.option("--mask", metavar="FILE|ID", help="Mask to run with. Default: a synthetic one."),
     ):
@@ -255,6 +263,99 @@ def memory(
         limit=None if limit is None else round(limit * 1e9),
     )
     _finish(document)
+
+
+@benchmark.command()
+@_shape_options
+@click.option(
+    "--length",
+    callback=_sizes("tokens"),
+    metavar="TOKENS",
+    help="Context, question and answer of the step that is timed. Default: 64k.",
+)
+@click.option(
+    "--questions", type=click.IntRange(1), help="Questions on one context, beside a single one. Default: 8."
+)
+@click.option(
+    "--question-size",
+    callback=_sizes("question", "answer"),
+    metavar="QUESTIONxANSWER",
+    help="Tokens of each. Default: 24x40.",
+)
+@click.option(
+    "--peer-length",
+    "peer_lengths",
+    callback=_sizes("tokens"),
+    multiple=True,
+    metavar="TOKENS",
+    help="Where full sequences run beside ours, halved until they fit; repeatable. Default: 16k and 64k.",
+)
+@click.option(
+    "--memory-length",
+    callback=_sizes("tokens"),
+    metavar="TOKENS",
+    help="Where peak memory is read. Default: 96k.",
+)
+@click.option(
+    "--schedule-range",
+    callback=_sizes("shortest", "longest"),
+    metavar="SHORTESTxLONGEST",
+    help="Lengths of the schedule's samples. Default: 16kx96k.",
+)
+@click.option(
+    "--schedule-steps", type=click.IntRange(1), help="Steps of the schedule that are run. Default: 30."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), help="Measurements of each figure. Default: 3, on the CPU 1."
+)
+@click.option(
+    "--skip",
+    type=click.Choice(["step", "peer", "memory", "schedule"]),
+    multiple=True,
+    help="Leave a part out; repeatable.",
+)
+def train(
+    geometry: str | None,
+    device: str | None,
+    dtype: str,
+    length: tuple[int, ...] | None,
+    questions: int | None,
+    question_size: tuple[int, int] | None,
+    peer_lengths: tuple[tuple[int, ...], ...],
+    memory_length: tuple[int, ...] | None,
+    schedule_range: tuple[int, int] | None,
+    schedule_steps: int | None,
+    rounds: int | None,
+    skip: tuple[str, ...],
+) -> None:
+    """A training step against its own prefill and full sequences, its memory, and the whole schedule.
+
+    Started by torchrun: samples a second of all processes against those of one, at --length, and no more.
+    """
+    from leank_convert.benchmark.environment import choose_dtype
+    from leank_convert.benchmark.geometries import find_geometry
+    from leank_convert.benchmark.training import benchmark_training
+    from leank_convert.benchmark.training_sizes import QuestionSize, choose_sizes
+
+    toy = device is not None and device.split(":")[0] == "cpu"
+    given = {
+        "length": length and length[0],
+        "num_questions": questions,
+        "question": question_size and QuestionSize(*question_size),
+        "peer_lengths": tuple(tokens for (tokens,) in peer_lengths) or None,
+        "memory_length": memory_length and memory_length[0],
+        "lengths": schedule_range,
+        "schedule_steps": schedule_steps,
+        "rounds": rounds,
+    }
+    document = benchmark_training(
+        find_geometry(_geometry_or_toy(None, None, geometry, toy=toy), None),
+        choose_sizes(given, skip, toy=toy),
+        device=device,
+        dtype=choose_dtype(dtype),
+    )
+    if document is not None:
+        _finish(document)
 
 
 @click.command()

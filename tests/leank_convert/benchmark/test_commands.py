@@ -249,7 +249,7 @@ def test_running_out_of_memory_is_one_sentence_and_exits_1(run, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_cuda")
-@pytest.mark.parametrize("command", ["kernel", "generate", "memory"])
+@pytest.mark.parametrize("command", ["kernel", "generate", "memory", "train"])
 def test_without_cuda_the_cpu_has_to_be_asked_for(run, command):
     result = run("benchmark", command)
     assert result.exit_code == 2
@@ -286,7 +286,7 @@ def test_mistakes_exit_2_with_a_hint(run, tmp_path, arguments, message):
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["kernel", "generate", "memory"])
+@pytest.mark.parametrize("command", ["kernel", "generate", "memory", "train"])
 def test_help_imports_no_heavy_library(command):
     code = (
         "import sys; from leank_convert.cli import main\n"
