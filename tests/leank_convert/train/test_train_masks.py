@@ -26,7 +26,7 @@ def train_one(recipe, out, **options):
     return train_masks(recipe, out, **options)[out]
 
 
-def test_run_leaves_a_mask_a_log_events_plots_and_the_resolved_recipe(
+def test_run_leaves_a_mask_a_log_events_a_report_and_the_resolved_recipe(
     short_recipe, retriever_folder, tmp_path
 ):
     recipe = short_recipe()
