@@ -16,7 +16,7 @@ from leank_convert.train.split_attention import Windows, plan_regions
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.
-BLOCK_SIZE = 16384
+BLOCK_SIZE = 8192
 
 
 @dataclass(frozen=True)

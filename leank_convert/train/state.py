@@ -26,12 +26,14 @@ from leank_convert.train.subject import Subject
 STATE_FILE_NAME = "training_state.safetensors"
 
 # Settings that change how a run is watched or what becomes of the mask, not the mask itself. `model.id` is
-# a name: the model itself is compared. How many ranks share a step's samples is not a setting at all.
+# a name, and so is a haystack's source: what they stand for is compared. How many ranks share a step's
+# samples is not a setting at all.
 _FREE_SETTINGS = (
     "save_every",
     "mask",
     "model.id",
     "model.device_map",
+    "data.haystack.source",
     "offload_context",
     "trackers",
 )

@@ -19,7 +19,7 @@ def naive_attention(query, key, value, factors, sees_middle, windows, scaling):
     key, value, factors = (t.repeat_interleave(groups, dim=-3) for t in (key, value, factors[:, None]))
     logits = scaling * query @ key.mT
     if windows is not None:
-        middle = scaling * query @ (key * factors).mT
+        middle = scaling * query @ (key * factors.to(key.dtype)).mT
         if sees_middle is not None:
             hidden = ~sees_middle.repeat_interleave(groups)
             middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
