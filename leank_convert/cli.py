@@ -8,50 +8,29 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from leank_convert.benchmark.commands import benchmark, warmup
 from leank_convert.errors import LeanKError
+from leank_convert.options import (
+    check_hub_options,
+    finish_export,
+    hub_options,
+    json_option,
+    out_option,
+    overwrite_option,
+    recipe_option,
+    set_option,
+    window_options,
+)
 
 if TYPE_CHECKING:
     from leank_convert.mask import ChannelMask
     from leank_convert.recipe import Recipe
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-_OUT = click.option(
-    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
-)
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
-_RECIPE = click.option(
-    "--recipe", "recipe_name", metavar="NAME|FILE", help="Packaged recipe or YAML file. Default: the model's."
-)
-_SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
-)
-_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
-
-
-def _window_options(command: _Command) -> _Command:
-    for name, text in (
-        ("flush-size", "Tokens that leave the recent window at once."),
-        ("recent-size", "Last tokens that keep every channel."),
-        ("sink-size", "First tokens that keep every channel."),
-    ):
-        smallest = 1 if name == "flush-size" else 0
-        command = click.option(f"--{name}", type=click.IntRange(smallest), help=text)(command)
-    return command
-
-
-def _hub_options(command: _Command) -> _Command:
-    command = click.option("--private", is_flag=True, help="Make a private hub repository.")(command)
-    return click.option(
-        "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
-    )(command)
 
 
 class _Group(click.Group):
@@ -92,9 +71,14 @@ def main(debug: bool) -> None:
 
 @main.command()
 @click.argument("model")
-@_OUT
-@_RECIPE
-@_SET
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write. Needed unless --dry-run.",
+)
+@recipe_option
+@set_option
 @click.option(
     "--pruning-ratio",
     "pruning_ratios",
@@ -102,15 +86,21 @@ def main(debug: bool) -> None:
     multiple=True,
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
-@_window_options
+@window_options
 @click.option("--seed", type=click.IntRange(0), help="Seed of the training samples.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
 @click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
-@_hub_options
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print steps, tokens, memory and time by a measured prefill; train nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON document.")
+@hub_options
 def train(
     model: str,
-    out: Path,
+    out: Path | None,
     recipe_name: str | None,
     overrides: tuple[str, ...],
     pruning_ratios: tuple[float, ...],
@@ -121,6 +111,8 @@ def train(
     resume: bool,
     mask_only: bool,
     device: str | None,
+    dry_run: bool,
+    as_json: bool,
     repo_id: str | None,
     private: bool,
 ) -> None:
@@ -131,7 +123,9 @@ def train(
     """
     if mask_only and repo_id:
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
-    _check_hub_options(repo_id, private)
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run")
+    check_hub_options(repo_id, private)
     flags = {
         "pruning_ratio": pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None,
         "windows.sink_size": sink_size,
@@ -147,6 +141,13 @@ def train(
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     _quiet_transformers()
     from leank_convert.device import is_first_process
+
+    if dry_run:
+        if is_first_process():
+            _print_plan(recipe, device, model, as_json)
+        return
+    if out is None:
+        raise click.UsageError("Missing option '-o' / '--out'.")
     from leank_convert.export import check_exportable, export_checkpoint, recover
     from leank_convert.train import TrainingDirectory, train_masks
 
@@ -166,20 +167,20 @@ def train(
             click.echo(TrainingDirectory(folder).mask)
             continue
         export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
-        _finish_export(folder, repo_id, private)
+        finish_export(folder, repo_id, private)
 
 
 @main.command()
 @click.argument("model")
-@_OUT
+@out_option
 @click.option("--mask", "mask_path", metavar="FILE|ID", help="Mask: .safetensors, .npy, .pth, or a hub id.")
 @click.option("--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache.")
-@_RECIPE
-@_SET
-@_window_options
+@recipe_option
+@set_option
+@window_options
 @click.option("--prune", type=click.Choice(["eager", "deferred"]), default="eager", show_default=True)
-@_OVERWRITE
-@_hub_options
+@overwrite_option
+@hub_options
 def export(
     model: str,
     out: Path,
@@ -201,7 +202,7 @@ def export(
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
-    _check_hub_options(repo_id, private)
+    check_hub_options(repo_id, private)
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if key.split(".")[0] not in ("windows", "mask", "model"):
@@ -223,13 +224,13 @@ def export(
         overwrite=overwrite,
         mask_origin=origin,
     )
-    _finish_export(out, repo_id, private)
+    finish_export(out, repo_id, private)
 
 
 @main.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--source", metavar="MODEL", help="The model it was made from: compares every weight.")
-@_JSON
+@json_option
 def verify(checkpoint: Path, source: str | None, as_json: bool) -> None:
     """Check a checkpoint: digests, shapes, masks and, with --source, its weights. Exits 1 if any fails."""
     from leank_convert.verify import verify_checkpoint
@@ -246,7 +247,7 @@ def verify(checkpoint: Path, source: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@_JSON
+@json_option
 def inspect(path: Path, as_json: bool) -> None:
     """Show what is in a mask file or a checkpoint: widths, ratio, bytes per token, provenance."""
     from leank_convert.inspection import inspect_artifact, render_inspection
@@ -257,15 +258,15 @@ def inspect(path: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@_RECIPE
-@_SET
+@recipe_option
+@set_option
 @click.option("-n", "--num-samples", type=click.IntRange(1), default=200, show_default=True)
 @click.option(
     "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out samples."
 )
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts at a time.")
 @click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
-@_JSON
+@json_option
 def evaluate(
     checkpoint: Path,
     recipe_name: str | None,
@@ -290,7 +291,7 @@ def evaluate(
 @main.command()
 @click.argument("name", required=False)
 @click.option("--keys", is_flag=True, help="Print every key a recipe may have, with default and meaning.")
-@_JSON
+@json_option
 def recipes(name: str | None, keys: bool, as_json: bool) -> None:
     """List the packaged recipes, or print the one called NAME."""
     from leank_convert.recipe_listing import render
@@ -300,6 +301,13 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
 
 main.add_command(benchmark)
 main.add_command(warmup)
+
+
+def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -> None:
+    from leank_convert.train.dry_run import plan_training
+
+    plan = plan_training(recipe, device=device, model_override=model)
+    click.echo(json.dumps(plan.to_dict()) if as_json else plan.render(), nl=as_json)
 
 
 def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
@@ -372,24 +380,6 @@ def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str,
     if name is None:
         name = find_recipe(str(inspect_artifact(checkpoint)["model"]))
     return load_recipe(name, overrides)
-
-
-def _check_hub_options(repo_id: str | None, private: bool) -> None:
-    """Refuse what the hub would refuse when everything else is done."""
-    if private and repo_id is None:
-        raise click.UsageError("--private goes with --push-to-hub")
-    if repo_id is not None:
-        from leank_convert.hub import check_repo_id
-
-        check_repo_id(repo_id)
-
-
-def _finish_export(out: Path, repo_id: str | None, private: bool) -> None:
-    click.echo(out)
-    if repo_id is not None:
-        from leank_convert.hub import push_to_hub
-
-        click.echo(push_to_hub(out, repo_id, private=private))
 
 
 def _quiet_transformers() -> None:

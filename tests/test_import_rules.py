@@ -15,7 +15,7 @@ RANKS = [
     {"data"},
     {"train", "export"},
     {"verify", "inspection", "hub", "evaluate", "benchmark"},
-    {"cli"},
+    {"cli", "options"},
     {"__main__"},
 ]
 NEVER_EACH_OTHER = [
@@ -31,6 +31,7 @@ WITHOUT_TORCH = [
     "recipe_listing",
     "head_layout",
     "safetensors_file",
+    "options",
     "cli",
     "__main__",
     "__init__",

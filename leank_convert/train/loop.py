@@ -65,7 +65,7 @@ def train_masks(
     """
     directory = TrainingDirectory(Path(out))
     with join_ranks(device) as ranks:
-        _check_ranks(recipe, ranks)
+        ranks.on_first(lambda: check_run(recipe, ranks))
         saved = ranks.on_first(lambda: _find_state(recipe, directory, resume))
         check_trackers(recipe.trackers)
         subject = load_subject(recipe, ranks.device, model_override)
@@ -139,7 +139,17 @@ def _write_result(
     return mask
 
 
-def _check_ranks(recipe: Recipe, ranks: Ranks) -> None:
+def check_run(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuse what can be refused without the model and a folder.
+
+    Raises:
+        LeanKError: If the recipe brings its mask, or cannot be shared by so many processes.
+    """
+    if recipe.mask is not None:
+        raise LeanKError(
+            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
+            hint="use `leank-convert export`, or remove the key",
+        )
     if recipe.batch_size % ranks.num_ranks:
         raise LeanKError(
             f"`batch_size` {recipe.batch_size} cannot be shared evenly by {ranks.num_ranks} processes",
@@ -156,11 +166,6 @@ def _check_ranks(recipe: Recipe, ranks: Ranks) -> None:
 
 def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> TrainingState | None:
     """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
-    if recipe.mask is not None:
-        raise LeanKError(
-            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
-            hint="use `leank-convert export`, or remove the key",
-        )
     if directory.folder.exists() and not resume:
         raise LeanKError(
             f"`{directory.folder}` already holds a training run",

@@ -216,7 +216,8 @@ class RunPlan:
         stored = "K/V of one layer" if recipe.offload_context else f"K/V of {data.max_length:,} tokens"
         yield (
             "memory",
-            f"per GPU: weights {_gigabytes(memory.weights)} + {stored} {_gigabytes(memory.context)} + "
+            ("" if memory.capacity is None else "per GPU: ")
+            + f"weights {_gigabytes(memory.weights)} + {stored} {_gigabytes(memory.context)} + "
             f"working room {_gigabytes(memory.working)} ({how}) = {_gigabytes(memory.total)}",
         )
         if memory.host_context:
@@ -242,9 +243,10 @@ class RunPlan:
         shared = "" if self.num_processes == 1 else f" with {self.num_processes} processes"
         yield f"{describe_seconds(self.seconds)}{shared}, by this device's measured pace"
         timed = ", ".join(f"{seconds:.2f} s at {tokens:,} tokens" for tokens, seconds in self.pace.prefills)
+        yield f"prefill {timed}"
         yield (
-            f"prefill {timed}, {self.pace.mean_prefill(data.min_length, data.max_length):.2f} s on average; "
-            f"questions and answers {self.pace.answers:.2f} s a context"
+            f"on average {self.pace.mean_prefill(data.min_length, data.max_length):.2f} s, and "
+            f"{self.pace.answers:.2f} s for questions and answers"
         )
 
 

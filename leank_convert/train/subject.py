@@ -50,12 +50,28 @@ class Subject:
     weights_digest: str
 
 
-def load_subject(recipe: Recipe, device: torch.device, model_override: str | None = None) -> Subject:
-    """Load the model of a recipe.
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model before its weights are loaded.
+
+    Attributes:
+        name: What the user called it.
+        checkpoint: Its files, with their headers.
+        facts: Its architecture, overrides applied.
+        config: Its config.json, overrides applied.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    facts: ModelFacts
+    config: Mapping[str, Any]
+
+
+def find_model(recipe: Recipe, model_override: str | None = None) -> ModelFiles:
+    """Find the model of a recipe, and download it if need be.
 
     Args:
-        recipe: Names the model, its config's overrides and its dtype.
-        device: Where the weights go, unless the recipe spreads them.
+        recipe: Names the model and its config's overrides.
         model_override: A model to take instead of the recipe's.
 
     Raises:
@@ -71,13 +87,29 @@ def load_subject(recipe: Recipe, device: torch.device, model_override: str | Non
     config = apply_config_overrides(checkpoint.config, recipe.model.config_overrides)
     facts = read_model_facts(config, origin=name)
     _check_positions(config, facts, recipe, name)
+    return ModelFiles(name, checkpoint, facts, config)
+
+
+def load_subject(recipe: Recipe, device: torch.device, model_override: str | None = None) -> Subject:
+    """Load the model of a recipe.
+
+    Args:
+        recipe: Names the model, its config's overrides and its dtype.
+        device: Where the weights go, unless the recipe spreads them.
+        model_override: A model to take instead of the recipe's.
+
+    Raises:
+        LeanKError: As `find_model`, or if weights or tokenizer cannot be loaded.
+    """
+    files = find_model(recipe, model_override)
+    folder = files.checkpoint.folder
     return Subject(
-        name=name,
-        model=_load_model(checkpoint.folder, config, facts, recipe, device, name),
-        tokenizer=_load_tokenizer(checkpoint.folder, name),
-        facts=facts,
-        config=config,
-        weights_digest=_digest_weights(checkpoint),
+        name=files.name,
+        model=_load_model(folder, files.config, files.facts, recipe, device, files.name),
+        tokenizer=_load_tokenizer(folder, files.name),
+        facts=files.facts,
+        config=files.config,
+        weights_digest=_digest_weights(files.checkpoint),
     )
 
 

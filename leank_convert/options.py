@@ -1,0 +1,62 @@
+"""Options that several commands take, and what is done with them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+out_option = click.option(
+    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
+recipe_option = click.option(
+    "--recipe", "recipe_name", metavar="NAME|FILE", help="Packaged recipe or YAML file. Default: the model's."
+)
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
+)
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
+
+
+def window_options(command: _Command) -> _Command:
+    """`--sink-size`, `--recent-size`, `--flush-size`."""
+    for name, text in (
+        ("flush-size", "Tokens that leave the recent window at once."),
+        ("recent-size", "Last tokens that keep every channel."),
+        ("sink-size", "First tokens that keep every channel."),
+    ):
+        smallest = 1 if name == "flush-size" else 0
+        command = click.option(f"--{name}", type=click.IntRange(smallest), help=text)(command)
+    return command
+
+
+def hub_options(command: _Command) -> _Command:
+    """`--push-to-hub`, `--private`."""
+    command = click.option("--private", is_flag=True, help="Make a private hub repository.")(command)
+    return click.option(
+        "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
+    )(command)
+
+
+def check_hub_options(repo_id: str | None, private: bool) -> None:
+    """Refuse what the hub would refuse when everything else is done."""
+    if private and repo_id is None:
+        raise click.UsageError("--private goes with --push-to-hub")
+    if repo_id is not None:
+        from leank_convert.hub import check_repo_id
+
+        check_repo_id(repo_id)
+
+
+def finish_export(out: Path, repo_id: str | None, private: bool) -> None:
+    """Print where the checkpoint lies, and upload it if that was asked for."""
+    click.echo(out)
+    if repo_id is not None:
+        from leank_convert.hub import push_to_hub
+
+        click.echo(push_to_hub(out, repo_id, private=private))
