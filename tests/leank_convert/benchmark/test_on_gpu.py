@@ -52,3 +52,14 @@ def test_memory_measures_peaks_and_finds_batches(measured):
     (case,) = document["largest_batch"]
     assert case["ratio"] > 1
     assert case["dense"]["batch"] == case["dense"]["predicted_by_bytes"]
+
+
+def test_training_measures_peaks_and_every_backend(measured):
+    document = measured("train", "--geometry", "tiny", "--length", "512", "--question-size", "4x6",
+                        "--peer-length", "256", "--memory-length", "1k", "--schedule-range", "256x512",
+                        "--schedule-steps", "2", "--rounds", "2")  # fmt: skip
+    assert document["ok"]
+    assert sorted(document["step"]["stock_prefills"]) == ["sdpa", "sdpa-cudnn"]
+    assert [case["ratio"] is not None for case in document["peer"]] == [True]
+    for step in document["memory"]["steps"]:
+        assert document["memory"]["weight_bytes"] < step["peak_bytes"] <= step["reserved_bytes"]

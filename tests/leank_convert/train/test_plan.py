@@ -1,6 +1,7 @@
 """A run's plan: numbers worked out by hand, its verdicts, and a dry run that leaves nothing behind."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,6 +236,27 @@ def test_what_cannot_be_measured_leaves_the_rest_of_the_plan(retriever_folder, s
     assert plan.pace is None
     assert plan.num_steps == 13
     assert "not estimated: memory did not suffice to measure it: CUDA out of memory." in plan.render()
+
+
+def test_weights_that_a_gpu_cannot_hold_are_not_loaded(retriever_folder, short_recipe, monkeypatch):
+    monkeypatch.setattr(dry_run, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(dry_run, "load_subject", lambda *arguments: pytest.fail("loaded"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy GPU")
+    small = SimpleNamespace(total_memory=40_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    plan = plan_training(short_recipe(), model_override=str(retriever_folder))
+    text = plan.render()
+    assert "DOES NOT FIT: Toy GPU has 0.0 MB" in text
+    assert "not estimated: the weights do not fit, so nothing was measured" in text
+    assert plan.tokens_per_step == 240
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_working_room_is_measured(retriever_folder, short_recipe):
+    plan = plan_training(short_recipe(), model_override=str(retriever_folder))
+    assert plan.memory.is_measured
+    assert plan.memory.fits
+    assert plan.pace is not None
 
 
 def test_what_training_refuses_a_dry_run_refuses(retriever_folder, short_recipe):
