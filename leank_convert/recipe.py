@@ -131,8 +131,8 @@ class DataSection(_Section):
 class Stage1Section(_Section):
     """Stage 1: real-valued scaling factors under an L1 penalty."""
 
-    steps: _NonNegativeInt = 2000
-    learning_rate: _PositiveFloat = 0.02
+    steps: _NonNegativeInt = Field(2000, description="optimizer steps")
+    learning_rate: _PositiveFloat = Field(0.02, description="Adam's, between its ramps")
     l1_weight: _NonNegativeFloat = Field(
         0.06, description="the paper's lambda, on the mean of |scaling factor|"
     )
@@ -141,8 +141,8 @@ class Stage1Section(_Section):
 class Stage2Section(_Section):
     """Stage 2: the 0/1 mask itself, straight through to the scaling factors."""
 
-    steps: _NonNegativeInt = 200
-    learning_rate: _PositiveFloat = 0.01
+    steps: _NonNegativeInt = Field(200, description="optimizer steps, for each pruning ratio")
+    learning_rate: _PositiveFloat = Field(0.01, description="Adam's, between its ramps")
 
 
 class Recipe(_Section):
@@ -153,7 +153,7 @@ class Recipe(_Section):
     windows: WindowsSection = Field(default_factory=WindowsSection)
     pruning_ratio: _Fractions = Field(
         0.7,
-        description="fraction of the whole model's K channels that is removed; of a list, each its own stage 2",
+        description="fraction of the whole model's K channels that is removed; a list: a mask for each",
     )
     width_multiple: _PositiveInt = Field(32, description="kept channels of a head are a multiple of this")
     max_width: _PositiveInt | None = Field(

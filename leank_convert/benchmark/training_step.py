@@ -16,6 +16,7 @@ from leank_convert.benchmark.models import random_ids, stock_config
 from leank_convert.benchmark.training_sizes import QuestionSize
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.objective import l1_penalty
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.split_attention import Windows
@@ -40,7 +41,10 @@ def build_trainee(geometry: Geometry, device: torch.device, dtype: torch.dtype) 
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             stock_config(geometry, initializer_range=spread), dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    if device.type == "cuda":
+        fuse_layers(model)
+    return model
 
 
 def draw_sample(model: Any, length: int, num_questions: int, size: QuestionSize, seed: int) -> TrainingSample:

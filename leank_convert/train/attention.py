@@ -22,10 +22,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.train.context import StoredContext
-from leank_convert.train.fused import attend, fused_kernel, merge
+from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.split_attention import Regions, split_attention
 
 ATTENTION_NAME = "leank_train"
+
+
+class ContextIsStored(Exception):  # noqa: N818 - no error: what would follow is not needed
+    """Ends the dense pass over a block: nothing reads what the last layer makes of the context."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,9 @@ def training_attention(
 
     Returns:
         [1, N, H, D], and None for the attention weights.
+
+    Raises:
+        ContextIsStored: When a block of the context has reached the last layer.
     """
     if leank_pass is None or scaling is None or attention_mask is not None:
         raise TypeError(f"attention `{ATTENTION_NAME}` needs `leank_pass` and `scaling`, and takes no mask")
@@ -106,8 +113,7 @@ def training_attention(
     if isinstance(leank_pass, ContextPass):
         context.store(layer, key, value)
         if layer == module.config.num_hidden_layers - 1:
-            # Nothing reads what the last layer makes of the context.
-            return query.new_zeros(()).expand(query.shape).transpose(1, 2), None
+            raise ContextIsStored
         return _context_attention(module, query, key, value, context, scaling), None
     if isinstance(leank_pass, QuestionPass):
         num = leank_pass.num_questions
@@ -128,7 +134,11 @@ def training_attention(
     return output, None
 
 
-AttentionInterface.register(ATTENTION_NAME, training_attention)
+# The context pass may run through compiled layers (`fusion`); what is fused already stays out of them.
+AttentionInterface.register(
+    ATTENTION_NAME,
+    torch.compiler.disable(training_attention),  # type: ignore[no-untyped-call]
+)
 
 
 def _context_attention(
@@ -138,13 +148,13 @@ def _context_attention(
     if not context.num_seen:
         output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
         return output
-    before = context.load(module.layer_idx, 0, context.num_seen)
+    before = context.load(module.layer_idx, context.num_seen)
     if fused_kernel(query, *before) and fused_kernel(query, key, value, is_causal=True):
-        output, _ = merge(
-            attend(query, *before, scaling=scaling),
-            attend(query, key, value, scaling=scaling, is_causal=True),
-        )
-        return output.to(query.dtype).transpose(1, 2)
+        output, lse = attend(query, *before, scaling=scaling)
+        own, own_lse = attend(query, key, value, scaling=scaling, is_causal=True)
+        # The merge of two softmaxes, in one pass over the outputs.
+        share = torch.sigmoid(own_lse - lse).to(output.dtype)
+        return torch.lerp(output, own, share[..., None]).transpose(1, 2)
     keys, values = (torch.cat(parts, dim=2) for parts in zip(before, (key, value), strict=True))
     num_queries, num_keys = query.shape[2], keys.shape[2]
     # The bias stands for a mask that PyTorch's kernels never form; it has it for CUDA alone.

@@ -16,7 +16,7 @@ class StoredContext:
 
     Attributes:
         num_tokens: P, tokens of the context.
-        offload: Whether they wait in host memory, in pinned memory where there is a GPU.
+        offload: Whether they wait in host memory, pinned where there is a GPU.
         num_seen: Tokens of earlier blocks, while the context is filled block by block.
         questions: Per layer, keys and values of the questions' own tokens [1, H_kv, T, D], answers excluded.
     """
@@ -26,28 +26,38 @@ class StoredContext:
     num_seen: int = 0
     questions: dict[int, Pair] = field(default_factory=dict)
     _pairs: dict[int, Pair] = field(default_factory=dict)
+    # Block by block: only whole tensors are copied between host and device without a detour.
+    _offloaded: dict[int, list[Pair]] = field(default_factory=dict)
     _devices: dict[int, torch.device] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep one block [1, H_kv, N, D], tokens `num_seen` … `num_seen + N`."""
         start, stop = self.num_seen, self.num_seen + key.shape[2]
-        if layer not in self._pairs:
+        if self.offload:
             self._devices[layer] = key.device
-            if stop == self.num_tokens and not self.offload:
+            self._offloaded.setdefault(layer, []).append((_to_host(key), _to_host(value)))
+            return
+        if layer not in self._pairs:
+            if stop == self.num_tokens:
                 self._pairs[layer] = key, value
                 return
-            self._pairs[layer] = self._allocate(key), self._allocate(value)
+            shape = (*key.shape[:2], self.num_tokens, key.shape[3])
+            self._pairs[layer] = key.new_empty(shape), value.new_empty(shape)
         for kept, new in zip(self._pairs[layer], (key, value), strict=True):
-            kept[:, :, start:stop].copy_(new, non_blocking=True)
+            kept[:, :, start:stop] = new
 
-    def load(self, layer: int, start: int, stop: int) -> Pair:
-        """Keys and values of tokens `start` … `stop` [1, H_kv, stop - start, D], on the layer's device."""
-        device = self._devices[layer]
-        key, value = (kept[:, :, start:stop].to(device, non_blocking=True) for kept in self._pairs[layer])
-        return key, value
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        shape = (*like.shape[:2], self.num_tokens, like.shape[3])
+    def load(self, layer: int, stop: int | None = None) -> Pair:
+        """Keys and values of the tokens before `stop`, an end of a block [1, H_kv, stop, D]; None for all."""
         if not self.offload:
-            return like.new_empty(shape)
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            key, value = (kept[:, :, :stop] for kept in self._pairs[layer])
+            return key, value
+        device = self._devices[layer]
+        blocks = self._offloaded[layer]
+        keys = torch.cat([block[0].to(device, non_blocking=True) for block in blocks], dim=2)
+        values = torch.cat([block[1].to(device, non_blocking=True) for block in blocks], dim=2)
+        return keys[:, :, :stop], values[:, :, :stop]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return kept.copy_(tensor, non_blocking=True)

@@ -132,14 +132,6 @@ def query_gradient(
     return gradient_of_query
 
 
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps of two disjoint sets of keys as those of both, at least in float32."""
-    lse = torch.logaddexp(first[1], second[1])
-    output = sum(part * torch.exp(part_lse - lse)[..., None] for part, part_lse in (first, second))
-    assert isinstance(output, Tensor)
-    return output, lse
-
-
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[int, int]]:
     size = max(_MAX_SCORES // (query.shape[0] * query.shape[1] * query.shape[2]), 1)
     for start in range(0, key.shape[2], size):
@@ -153,14 +145,15 @@ def _compute_dtype(query: Tensor) -> torch.dtype:
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(query)
     query = query.to(dtype) * scaling
-    found = None
+    output = torch.zeros_like(query)
+    lse = torch.full_like(query[..., 0], float("-inf"))
     for start, stop in _blocks(query, key):
         scores = query @ key[:, :, start:stop].to(dtype).mT
-        lse = scores.logsumexp(-1)
-        part = scores.sub_(lse[..., None]).exp_() @ value[:, :, start:stop].to(dtype), lse
-        found = part if found is None else merge(found, part)
-    assert found is not None, "there are no keys"
-    return found
+        both = torch.logaddexp(lse, scores.logsumexp(-1))
+        output *= torch.exp(lse - both)[..., None]
+        output += scores.sub_(both[..., None]).exp_() @ value[:, :, start:stop].to(dtype)
+        lse = both
+    return output, lse
 
 
 def _query_gradient_in_blocks(

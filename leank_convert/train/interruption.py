@@ -42,8 +42,8 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that this signal ended: 130 or 143; 143 where none was noted."""
-        return 128 + (self._received or signal.SIGTERM)
+        """What a shell reports for a process that this signal ended: 130 or 143."""
+        return 128 + (self._received or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number

@@ -118,12 +118,13 @@ def _train(run: Run, samples: SampleSource, directory: TrainingDirectory, progre
                 save()
         if not run.is_done:
             save()
-            raise LeanKError(
-                f"{ending.reason or 'a signal to another rank'} ended the run; its state is saved in "
-                f"`{directory.folder}` at step {run.step} of {num_steps}",
+            ended = LeanKError(
+                f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
+                f"{run.step} of {num_steps}",
                 hint="go on with it by the same command and `--resume`",
                 exit_code=ending.exit_code,
             )
+            ranks.check(ended if ending.reason else None)
 
 
 def _write_result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank_convert.data import Question
-from leank_convert.train.attention import AnswerPass, ContextPass, QuestionPass
+from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
 from leank_convert.train.context import StoredContext
+from leank_convert.train.fusion import uncompiled
 from leank_convert.train.split_attention import Windows, plan_regions
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.
-BLOCK_SIZE = 8192
+BLOCK_SIZE = 16384
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
         block = input_ids[:, start : start + BLOCK_SIZE]
         context.num_seen = start
         position_ids = torch.arange(start, start + block.shape[1], device=block.device)[None]
-        model.base_model(
-            input_ids=block, position_ids=position_ids, use_cache=False, leank_pass=ContextPass(context)
-        )
+        with suppress(ContextIsStored):
+            model.base_model(
+                input_ids=block, position_ids=position_ids, use_cache=False, leank_pass=ContextPass(context)
+            )
     return context
 
 
@@ -107,12 +110,13 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
     regions = plan_regions(
         packed.num_context, packed.position_ids[0], packed.owners, packed.input_ids.shape[1], None
     )
-    output = model.base_model(
-        input_ids=packed.input_ids,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        leank_pass=QuestionPass(context, regions, packed.num_questions),
-    )
+    with uncompiled():
+        output = model.base_model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            leank_pass=QuestionPass(context, regions, packed.num_questions),
+        )
     hidden_states: Tensor = output.last_hidden_state[0, packed.num_questions :]
     return hidden_states
 
@@ -140,11 +144,12 @@ def run_answer_pass(
     """
     num_answers = len(packed.answer_owners)
     regions = plan_regions(packed.num_context, packed.position_ids[0], packed.owners, num_answers, windows)
-    output = model.base_model(
-        input_ids=packed.input_ids[:, packed.num_questions :],
-        position_ids=packed.position_ids[:, packed.num_questions :],
-        use_cache=False,
-        leank_pass=AnswerPass(context, regions, scaling_factors, sees_middle),
-    )
+    with uncompiled():
+        output = model.base_model(
+            input_ids=packed.input_ids[:, packed.num_questions :],
+            position_ids=packed.position_ids[:, packed.num_questions :],
+            use_cache=False,
+            leank_pass=AnswerPass(context, regions, scaling_factors, sees_middle),
+        )
     hidden_states: Tensor = output.last_hidden_state[0]
     return hidden_states

@@ -127,8 +127,12 @@ def join_ranks(device: str | torch.device | None) -> Iterator[Ranks]:
     # accelerate knows what each launcher sets, and which backend goes with which device.
     from accelerate import PartialState
 
+    on_device = torch.cuda.is_available() if device is None else str(device) == "cuda"
+    if not on_device:
+        # Not for CUDA: every process would leave something on the first GPU.
+        on_device = choose_device(device).type != "cpu"
     was_there = torch.distributed.is_initialized()
-    state = PartialState(cpu=choose_device(device).type == "cpu")
+    state = PartialState(cpu=not on_device)
     try:
         yield Ranks(state.device, state.process_index, state.num_processes)
     finally:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from leank_convert.train.context import StoredContext
-from leank_convert.train.fused import attend, merge, query_gradient
+from leank_convert.train.context import Pair, StoredContext
+from leank_convert.train.fused import attend, query_gradient
 
 
 @dataclass(frozen=True)
@@ -118,98 +117,128 @@ def split_attention(
         [1, N, H, D] in the query's dtype.
     """
     batch, num_heads, num_queries, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    folded = query.reshape(batch, num_kv_heads, -1, head_dim)
-    compute = torch.promote_types(query.dtype, torch.float32)
+    folded = query.reshape(batch, key.shape[1], -1, head_dim)
+    scaled = None
     if scaling_factors is not None:
-        scaling_factors = scaling_factors.to(query.device, compute)
+        compute = torch.promote_types(query.dtype, torch.float32)
+        scaled = folded.to(compute) * scaling_factors.to(query.device, compute)[:, None]
     hidden = None if sees_middle is None else ~sees_middle.to(query.device)
-    arguments = (folded, key, value, context, layer, regions, scaling, scaling_factors, hidden)
-    if torch.is_grad_enabled():
-        # Its [N, W] scores are computed again in the backward pass, so that one layer's exist at a time.
-        output, lse = checkpoint(
-            _attend_to_the_rest, *arguments, use_reentrant=False, preserve_rng_state=False
-        )
-    else:
-        output, lse = _attend_to_the_rest(*arguments)
-    if regions.middle_stop > regions.middle_start:
-        scaled = folded if scaling_factors is None else folded.to(compute) * scaling_factors[:, None]
-        output = _AddMiddle.apply(  # type: ignore[no-untyped-call]
-            scaled, output, lse, context, layer, regions, scaling, hidden
-        )
-    result: Tensor = output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
-    return result
-
-
-def _attend_to_the_rest(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: StoredContext,
-    layer: int,
-    regions: Regions,
-    scaling: float,
-    scaling_factors: Tensor | None,
-    hidden: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The second part: output [1, H_kv, G·N, D] and log-sum-exp [1, H_kv, G·N]; every query sees itself."""
-    compute = torch.promote_types(query.dtype, torch.float32)
-    sink = context.load(layer, 0, regions.middle_start)
-    recent = context.load(layer, regions.middle_stop, context.num_tokens)
-    keys, values = (
-        torch.cat([*parts], dim=2).to(compute) for parts in zip(sink, recent, (key, value), strict=True)
+    output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
+        folded, scaled, key, value, context, layer, regions, scaling, hidden
     )
-    query = query.to(compute) * scaling
-    num_queries, num_keys = regions.seen.shape
-    by_head = (*query.shape[:2], -1, num_queries, num_keys)
-    scores = (query @ keys.mT).view(by_head)
-    if regions.full is not None:
-        assert scaling_factors is not None
-        scaled = ((query * scaling_factors[:, None]) @ keys.mT).view(by_head)
-        if hidden is not None:
-            scaled = scaled.masked_fill(hidden[:, None, None, None], float("-inf"))
-        scores = torch.where(regions.full, scores, scaled)
-    scores = scores.masked_fill(~regions.seen, float("-inf")).flatten(2, 3)
-    lse = scores.logsumexp(-1)
-    return torch.exp(scores - lse[..., None]) @ values, lse
+    return output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
 
-class _AddMiddle(torch.autograd.Function):
-    """Merges the middle into a split softmax, whose other part is given as output and log-sum-exp."""
+class _SplitAttention(torch.autograd.Function):
+    """Keeps queries, output and log-sum-exp; the backward pass computes all scores again."""
 
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
-        output: Tensor,
-        lse: Tensor,
+        scaled: Tensor | None,
+        key: Tensor,
+        value: Tensor,
         context: StoredContext,
         layer: int,
         regions: Regions,
         scaling: float,
         hidden: Tensor | None,
     ) -> Tensor:
-        span = (layer, regions.middle_start, regions.middle_stop)
-        key, value = context.load(*span)
-        fitting = query.to(key.dtype)
-        middle, middle_lse = attend(fitting, key, value, scaling=scaling)
-        if hidden is not None:
-            middle_lse = middle_lse.masked_fill(hidden[:, None], float("-inf"))
-        merged, merged_lse = merge((output, lse), (middle, middle_lse))
-        ctx.save_for_backward(fitting, output, lse, merged, merged_lse, hidden)
-        ctx.context, ctx.span, ctx.scaling, ctx.dtype = context, span, scaling, query.dtype
-        return merged
+        stored = context.load(layer)
+        rest = _Rest(stored, key, value, regions, query.dtype)
+        scores = rest.scores(query, scaled, scaling, hidden)
+        lse = scores.logsumexp(-1)
+        middle = None
+        if regions.middle_stop > regions.middle_start:
+            fitting = (query if scaled is None else scaled).to(key.dtype)
+            middle, middle_lse = attend(fitting, *_middle(stored, regions), scaling=scaling)
+            if hidden is not None:
+                middle_lse = middle_lse.masked_fill(hidden[:, None], float("-inf"))
+            lse = torch.logaddexp(lse, middle_lse)
+        output = scores.sub_(lse[..., None]).exp_() @ rest.values
+        if middle is not None:
+            output += middle * torch.exp(middle_lse - lse)[..., None]
+        ctx.save_for_backward(query, scaled, key, value, output, lse, hidden)
+        ctx.context, ctx.layer, ctx.regions, ctx.scaling = context, layer, regions, scaling
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradient = grad_outputs[0]
-        query, output, lse, merged, merged_lse, hidden = ctx.saved_tensors
-        share = torch.exp(lse - merged_lse)[..., None]
-        to_output = gradient * share
-        to_lse = (to_output * (output - merged)).sum(-1)
-        if hidden is not None:
-            # The kernels then find weights of zero, not those of keys that these heads never saw.
-            merged_lse = merged_lse.masked_fill(hidden[:, None], float("inf"))
-        key, value = ctx.context.load(*ctx.span)
-        to_query = query_gradient(gradient, query, key, value, merged, merged_lse, scaling=ctx.scaling)
-        return to_query.to(ctx.dtype), to_output, to_lse, None, None, None, None, None
+        query, scaled, key, value, output, lse, hidden = ctx.saved_tensors
+        regions: Regions = ctx.regions
+        scaling: float = ctx.scaling
+        stored = ctx.context.load(ctx.layer)
+        rest = _Rest(stored, key, value, regions, query.dtype)
+        weights = rest.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
+        own = slice(rest.keys.shape[2] - key.shape[2], None)
+        to_value = weights[..., own].mT @ gradient
+        mean = (gradient * output).sum(-1, keepdim=True)
+        to_scores = weights.mul_((gradient @ rest.values.mT).sub_(mean)).mul_(scaling)
+        to_scaled = None
+        if scaled is None:
+            to_query = to_scores @ rest.keys
+            to_key = to_scores[..., own].mT @ query.to(to_scores.dtype)
+        else:
+            to_full = rest.where_full(to_scores, 0.0)
+            to_middle = to_scores.sub_(to_full)
+            to_query, to_scaled = to_full @ rest.keys, to_middle @ rest.keys
+            to_key = to_full[..., own].mT @ query.to(to_full.dtype) + to_middle[..., own].mT @ scaled
+        if regions.middle_stop > regions.middle_start:
+            if hidden is not None:
+                # The kernels then find weights of zero, not those of keys that these heads never saw.
+                lse = lse.masked_fill(hidden[:, None], float("inf"))
+            fitting = (query if scaled is None else scaled).to(key.dtype)
+            share = query_gradient(gradient, fitting, *_middle(stored, regions), output, lse, scaling=scaling)
+            if to_scaled is None:
+                to_query += share
+            else:
+                to_scaled += share
+        return (
+            to_query.to(query.dtype),
+            to_scaled,
+            to_key.to(key.dtype),
+            to_value.to(value.dtype),
+            *(None,) * 5,
+        )
+
+
+def _middle(stored: Pair, regions: Regions) -> Pair:
+    key, value = (kept[:, :, regions.middle_start : regions.middle_stop] for kept in stored)
+    return key, value
+
+
+class _Rest:
+    """The second part: its keys and values [1, H_kv, W, D], at least in float32."""
+
+    def __init__(
+        self, stored: Pair, key: Tensor, value: Tensor, regions: Regions, dtype: torch.dtype
+    ) -> None:
+        self._compute = torch.promote_types(dtype, torch.float32)
+        self._regions = regions
+        self.keys, self.values = (
+            torch.cat([kept[:, :, : regions.middle_start], kept[:, :, regions.middle_stop :], own], dim=2).to(
+                self._compute
+            )
+            for kept, own in zip(stored, (key, value), strict=True)
+        )
+
+    def scores(self, query: Tensor, scaled: Tensor | None, scaling: float, hidden: Tensor | None) -> Tensor:
+        """Logits [1, H_kv, G·N, W], minus infinity where nothing is seen; every query sees itself."""
+        scores = (query.to(self._compute) * scaling) @ self.keys.mT
+        if scaled is not None:
+            middle = (scaled * scaling) @ self.keys.mT
+            if hidden is not None:
+                middle.masked_fill_(hidden[:, None, None], float("-inf"))
+            scores = self.where_full(scores, middle)
+        return self._by_head(scores).masked_fill_(~self._regions.seen, float("-inf")).flatten(2, 3)
+
+    def where_full(self, scores: Tensor, other: Tensor | float) -> Tensor:
+        """The scores where a query sees every channel, and others elsewhere [1, H_kv, G·N, W]."""
+        assert self._regions.full is not None
+        elsewhere = self._by_head(other) if isinstance(other, Tensor) else other
+        return torch.where(self._regions.full, self._by_head(scores), elsewhere).flatten(2, 3)
+
+    def _by_head(self, scores: Tensor) -> Tensor:
+        return scores.unflatten(2, (-1, self._regions.seen.shape[0]))  # type: ignore[no-untyped-call, no-any-return]

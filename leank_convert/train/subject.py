@@ -24,6 +24,8 @@ from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, resolve_mod
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.passes import BLOCK_SIZE
 
 # Small files are hashed whole; of large ones both ends, where the header and the last tensors lie.
 _SAMPLED_BYTES = 8 << 20
@@ -154,9 +156,12 @@ def _load_model(
             hint="its `config.json` belongs to other weights: fetch or copy its files again",
         )
     model: PreTrainedModel = loaded[0]
+    model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
     if recipe.model.device_map is None:
         model.to(device)  # type: ignore[arg-type]
-    model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+        # A short run would be over before it had paid for itself.
+        if device.type == "cuda" and recipe.data.max_length >= BLOCK_SIZE:
+            fuse_layers(model)
     return model
 
 

@@ -170,7 +170,7 @@ def test_what_is_stored_is_the_context_without_a_graph():
     assert teacher.shape == (12, 48)
     assert not teacher.requires_grad
     for layer in range(LAYERS):
-        for stored in context.load(layer, 0, 24):
+        for stored in context.load(layer):
             assert stored.shape == (1, KV_HEADS, 24, HEAD_DIM)
             assert not stored.requires_grad
         assert context.questions[layer][0].shape == (1, KV_HEADS, 14, HEAD_DIM)

@@ -122,7 +122,7 @@ def test_what_ends_one_rank_ends_all_with_the_state_saved(
     steps = 4 if event == "signal" else 3
     if event == "signal":
         assert told == [
-            f"a signal to another rank ended the run; its state is saved in `{out / 'leank'}` at step 4 of 7"
+            f"rank 1: SIGTERM ended the run; its state is saved in `{out / 'leank'}` at step 4 of 7"
         ]
     else:
         assert len(told) == 1

@@ -1,0 +1,98 @@
+"""Compiled layers change nothing but the context pass's time."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from leank_convert.data import Question, TrainingSample
+from leank_convert.train import passes
+from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.passes import run_context_pass
+from leank_convert.train.split_attention import Windows
+from leank_convert.train.step import Student, distil
+
+
+@pytest.fixture(params=[LlamaConfig, Qwen3Config])
+def model(request):
+    config = request.param(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=9,  # more than the compiler's limit of variants of one function
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=60,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    return built.eval().requires_grad_(False)
+
+
+def draw(num_context):
+    generator = torch.Generator().manual_seed(num_context)
+    ids = torch.randint(0, 60, (num_context + 8,), generator=generator)
+    return TrainingSample("retrieval", ids[:num_context], (Question(ids[num_context:], 3),))
+
+
+def loss_and_gradient(model, sample):
+    factors = torch.full((9, 2, 8), 0.7, requires_grad=True)
+    loss = distil(model, sample, Student(Windows(4, 8), factors))
+    loss.backward()
+    return loss.detach(), factors.grad
+
+
+def test_only_the_context_pass_is_compiled_a_few_times_whatever_the_layers_and_lengths(model, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 64)
+    samples = [draw(length) for length in (64, 150, 37, 191, 200)]
+    expected = [loss_and_gradient(model, sample) for sample in samples]
+    torch._dynamo.reset()
+    fuse_layers(model)
+    graphs.clear()
+    found = [loss_and_gradient(model, sample) for sample in samples]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert 0 < len(graphs) <= 12
+    before = len(graphs)
+    run_context_pass(model, draw(123).prefix_ids[None])
+    assert len(graphs) == before
+
+
+def test_where_nothing_can_be_compiled_training_goes_on_with_a_warning(model, monkeypatch, caplog):
+    def refuse(*given, **options):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    sample = draw(60)
+    expected = loss_and_gradient(model, sample)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", refuse)
+        with caplog.at_level(logging.WARNING, logger="leank_convert"):
+            fuse_layers(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch.compile does not work here, so training is a tenth slower: Failed to find C compiler."
+    ]
+    torch.testing.assert_close(loss_and_gradient(model, sample), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_compiled_layers_on_a_device_are_as_exact_as_others(model, monkeypatch):
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 64)
+    prefix = draw(200).prefix_ids[None]
+    exact = run_context_pass(model.double(), prefix).load(8)[0]
+    model.bfloat16().cuda()
+    own = run_context_pass(model, prefix.cuda()).load(8)[0]
+    fuse_layers(model)
+    ours = run_context_pass(model, prefix.cuda()).load(8)[0]
+    assert not torch.equal(ours, own)  # what was fused is rounded less often
+    error, own_error = ((t.cpu().double() - exact).norm() / exact.norm() for t in (ours, own))
+    assert error <= 2 * own_error
