@@ -143,9 +143,12 @@ class _Bench:
         """Seconds of prefills and of steps with one and with several questions, at one length."""
         length = self.sizes.length
         # What several questions share, the shortest context of all: no step is flattered by its prefill.
-        prefix = self._draw(length, max(self.sizes.num_questions, 2)).prefix_ids[None].to(self.device)
+        prefix = self._draw(length, max(self.sizes.num_questions, 2)).prefix_ids
         own = self._time(lambda: run_context_pass(self._model, prefix), self.sizes.rounds)
-        stock = {name: self._time_prefill(name, prefix) for name in name_backends(self.device)}
+        stock = {
+            name: self._time_prefill(name, prefix[None].to(self.device))
+            for name in name_backends(self.device)
+        }
         timed = {name: found["seconds"] for name, found in stock.items() if "seconds" in found}
         best = min(timed, key=timed.__getitem__) if timed else None
         steps = []
@@ -162,7 +165,7 @@ class _Bench:
             )
         return {
             "length": length,
-            "context": prefix.shape[1],
+            "context": len(prefix),
             "prefill": own,
             "stock_prefills": stock,
             "best_stock_prefill": best,

@@ -143,7 +143,7 @@ def _measure(
         distil(model, sample, Student(windows, factors), offload=offload).backward()  # type: ignore[no-untyped-call]
 
     def prefill(sample: TrainingSample) -> None:
-        run_context_pass(model, sample.prefix_ids[None].to(device), offload=offload)
+        run_context_pass(model, sample.prefix_ids, offload=offload)
 
     prefills = []
     for length in sorted({shortest, longest}):

@@ -23,18 +23,21 @@ BLOCK_SIZE = 16384
 
 @dataclass(frozen=True)
 class PackedQuestions:
-    """The tokens that follow a context, all questions and then all answers, as one row.
+    """The tokens that follow a context, all questions and then all answers, as one row; on the CPU.
+
+    A pass takes them to its device without waiting for it: while the context runs there, what follows is
+    already being launched.
 
     Attributes:
-        input_ids: [1, T].
-        position_ids: Counted within context, question and answer [1, T].
+        input_ids: [T].
+        positions: Counted within context, question and answer [T].
         owners: Which question each token belongs to [T].
         num_questions: Tokens of questions; R = T - num_questions are answers.
         num_context: P.
     """
 
     input_ids: Tensor
-    position_ids: Tensor
+    positions: Tensor
     owners: Tensor
     num_questions: int
     num_context: int
@@ -45,13 +48,12 @@ class PackedQuestions:
         return self.owners[self.num_questions :]
 
 
-def pack_questions(questions: Sequence[Question], num_context: int, device: torch.device) -> PackedQuestions:
+def pack_questions(questions: Sequence[Question], num_context: int) -> PackedQuestions:
     """Lay the questions on one context, and their answers, side by side.
 
     Args:
         questions: One or more.
         num_context: P, tokens of the context.
-        device: Where the model takes its tokens.
     """
     ids, positions, owners = [], [], []
     for is_answer in (False, True):
@@ -63,9 +65,9 @@ def pack_questions(questions: Sequence[Question], num_context: int, device: torc
             positions.append(torch.arange(num_context + start, num_context + stop))
             owners.append(torch.full((stop - start,), owner))
     return PackedQuestions(
-        input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
-        owners=torch.cat(owners).to(device),
+        input_ids=torch.cat(ids),
+        positions=torch.cat(positions),
+        owners=torch.cat(owners),
         num_questions=sum(question.answer_start for question in questions),
         num_context=num_context,
     )
@@ -80,18 +82,16 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        input_ids: The context [1, P].
+        input_ids: The context [P].
         offload: Keep keys and values in host memory.
     """
-    context = StoredContext(input_ids.shape[1], offload)
+    context = StoredContext(len(input_ids), offload)
+    positions = torch.arange(len(input_ids))
     for start in range(0, context.num_tokens, BLOCK_SIZE):
-        block = input_ids[:, start : start + BLOCK_SIZE]
+        block = slice(start, start + BLOCK_SIZE)
         context.num_seen = start
-        position_ids = torch.arange(start, start + block.shape[1], device=block.device)[None]
         with suppress(ContextIsStored):
-            model.base_model(
-                input_ids=block, position_ids=position_ids, use_cache=False, leank_pass=ContextPass(context)
-            )
+            _run(model, input_ids[block], positions[block], ContextPass(context))
     return context
 
 
@@ -108,17 +108,11 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
         The teacher: final-norm hidden states of the answer tokens [R, hidden_size].
     """
     regions = plan_regions(
-        packed.num_context, packed.position_ids[0], packed.owners, packed.input_ids.shape[1], None
+        packed.num_context, packed.positions, packed.owners, len(packed.input_ids), None, _device(model)
     )
+    questions = QuestionPass(context, regions, packed.num_questions)
     with uncompiled():
-        output = model.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            leank_pass=QuestionPass(context, regions, packed.num_questions),
-        )
-    hidden_states: Tensor = output.last_hidden_state[0, packed.num_questions :]
-    return hidden_states
+        return _run(model, packed.input_ids, packed.positions, questions)[packed.num_questions :]
 
 
 def run_answer_pass(
@@ -143,13 +137,29 @@ def run_answer_pass(
         The student: final-norm hidden states of the answer tokens [R, hidden_size].
     """
     num_answers = len(packed.answer_owners)
-    regions = plan_regions(packed.num_context, packed.position_ids[0], packed.owners, num_answers, windows)
+    regions = plan_regions(
+        packed.num_context, packed.positions, packed.owners, num_answers, windows, _device(model)
+    )
+    answers = AnswerPass(context, regions, scaling_factors, sees_middle)
     with uncompiled():
-        output = model.base_model(
-            input_ids=packed.input_ids[:, packed.num_questions :],
-            position_ids=packed.position_ids[:, packed.num_questions :],
-            use_cache=False,
-            leank_pass=AnswerPass(context, regions, scaling_factors, sees_middle),
-        )
+        return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its tokens: where its layers are spread, that of the first."""
+    return next(model.parameters()).device
+
+
+def _run(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    positions: Tensor,
+    leank_pass: ContextPass | QuestionPass | AnswerPass,
+) -> Tensor:
+    """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
+    ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))
+    output = model.base_model(
+        input_ids=ids, position_ids=position_ids, use_cache=False, leank_pass=leank_pass
+    )
     hidden_states: Tensor = output.last_hidden_state[0]
     return hidden_states

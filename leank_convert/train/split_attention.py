@@ -59,6 +59,7 @@ def plan_regions(
     key_owners: Tensor,
     num_queries: int,
     windows: Windows | None,
+    device: torch.device,
 ) -> Regions:
     """Find out how the last tokens of some packed questions see everything.
 
@@ -67,17 +68,20 @@ def plan_regions(
 
     Args:
         num_context: P.
-        key_positions: Positions of the tokens that follow the context [T].
-        key_owners: Which question each belongs to [T].
+        key_positions: Positions of the tokens that follow the context [T], on the CPU.
+        key_owners: Which question each belongs to [T], on the CPU.
         num_queries: N; the queries are the last N of those tokens.
         windows: None for dense attention.
+        device: Where the queries are.
     """
-    positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
     start, stop = 0, num_context
     if windows is not None:
+        first = int(key_positions[-num_queries:].min())
         start = min(windows.sink_size, num_context)
-        stop = min(max(int(positions.min()) - windows.recent_size, start), num_context)
-    context = torch.cat([torch.arange(start), torch.arange(stop, num_context)]).to(key_positions.device)
+        stop = min(max(first - windows.recent_size, start), num_context)
+    key_positions, key_owners = (t.to(device, non_blocking=True) for t in (key_positions, key_owners))
+    positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
+    context = torch.cat([torch.arange(start, device=device), torch.arange(stop, num_context, device=device)])
     own = (key_owners == owners) & (key_positions <= positions)
     seen = torch.cat([own.new_ones(num_queries, len(context)), own], dim=1)
     if windows is None:
@@ -216,7 +220,9 @@ class _Rest:
         self, stored: Pair, key: Tensor, value: Tensor, regions: Regions, dtype: torch.dtype
     ) -> None:
         self._compute = torch.promote_types(dtype, torch.float32)
-        self._regions = regions
+        # Of a model that is spread over devices, a layer may lie elsewhere than the first.
+        self._seen = regions.seen.to(key.device)
+        self._full = None if regions.full is None else regions.full.to(key.device)
         self.keys, self.values = (
             torch.cat([kept[:, :, : regions.middle_start], kept[:, :, regions.middle_stop :], own], dim=2).to(
                 self._compute
@@ -232,13 +238,13 @@ class _Rest:
             if hidden is not None:
                 middle.masked_fill_(hidden[:, None, None], float("-inf"))
             scores = self.where_full(scores, middle)
-        return self._by_head(scores).masked_fill_(~self._regions.seen, float("-inf")).flatten(2, 3)
+        return self._by_head(scores).masked_fill_(~self._seen, float("-inf")).flatten(2, 3)
 
     def where_full(self, scores: Tensor, other: Tensor | float) -> Tensor:
         """The scores where a query sees every channel, and others elsewhere [1, H_kv, G·N, W]."""
-        assert self._regions.full is not None
+        assert self._full is not None
         elsewhere = self._by_head(other) if isinstance(other, Tensor) else other
-        return torch.where(self._regions.full, self._by_head(scores), elsewhere).flatten(2, 3)
+        return torch.where(self._full, self._by_head(scores), elsewhere).flatten(2, 3)
 
     def _by_head(self, scores: Tensor) -> Tensor:
-        return scores.unflatten(2, (-1, self._regions.seen.shape[0]))  # type: ignore[no-untyped-call, no-any-return]
+        return scores.unflatten(2, (-1, self._seen.shape[0]))  # type: ignore[no-untyped-call, no-any-return]

@@ -44,10 +44,8 @@ def distil(
     Returns:
         A scalar.
     """
-    # Where the model's layers are spread, that of the first.
-    device = next(model.parameters()).device
-    packed = pack_questions(sample.questions, len(sample.prefix_ids), device)
-    context = run_context_pass(model, sample.prefix_ids[None].to(device), offload=offload)
+    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    context = run_context_pass(model, sample.prefix_ids, offload=offload)
     teacher = run_question_pass(model, context, packed)
     hidden_states = run_answer_pass(
         model, context, packed, student.windows, student.scaling_factors, student.sees_middle

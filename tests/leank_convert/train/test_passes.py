@@ -62,8 +62,8 @@ def draw_sample(num_context, questions):
 
 
 def run_passes(model, sample, windows, factors, sees=None, *, offload=False):
-    packed = pack_questions(sample.questions, len(sample.prefix_ids), model.device)
-    context = run_context_pass(model, sample.prefix_ids[None].to(model.device), offload=offload)
+    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    context = run_context_pass(model, sample.prefix_ids, offload=offload)
     teacher = run_question_pass(model, context, packed)
     return teacher, run_answer_pass(model, context, packed, windows, factors, sees)
 
@@ -164,8 +164,8 @@ def test_questions_on_one_context_cost_and_count_as_samples_of_their_own():
 def test_what_is_stored_is_the_context_without_a_graph():
     model = build("llama")
     sample = draw_sample(24, SEVERAL)
-    context = run_context_pass(model, sample.prefix_ids[None])
-    packed = pack_questions(sample.questions, 24, model.device)
+    context = run_context_pass(model, sample.prefix_ids)
+    packed = pack_questions(sample.questions, 24)
     teacher = run_question_pass(model, context, packed)
     assert teacher.shape == (12, 48)
     assert not teacher.requires_grad

@@ -62,7 +62,7 @@ class Case:
         p = self.num_context
         context = StoredContext(p, offload)
         context.store(0, key[:, :, :p], value[:, :, :p])
-        regions = plan_regions(p, self.positions, self.owners, query.shape[2], windows)
+        regions = plan_regions(p, self.positions, self.owners, query.shape[2], windows, query.device)
         return split_attention(
             query, key[:, :, p:], value[:, :, p:], context, 0, regions, scaling,
             None if windows is None else factors, sees,
@@ -241,7 +241,6 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
 ):
     """Output and gradients in bfloat16 against float64, held to a naive attention's own bfloat16 error."""
     case = Case(3000, [(7, 20), (11, 40)], kv_heads=kv_heads, groups=groups, head_dim=head_dim)
-    case.positions, case.owners = case.positions.cuda(), case.owners.cuda()
     found = fused.fused_kernel
     if kernel == "cudnn":
         low = torch.zeros(1, 2, 64, head_dim, device="cuda", dtype=torch.bfloat16)
