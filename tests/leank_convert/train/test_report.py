@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import matplotlib
+import matplotlib.style
 import pytest
 import torch
 from matplotlib.colors import to_hex

@@ -73,8 +73,8 @@ class Case:
         query, key, value, factors = tensors or self.tensors()
         outputs, row = [], 0
         for owner, (_, answered) in enumerate(self.questions):
-            own = self.num_context + (self.owners == owner).nonzero()[:, 0]
-            places = torch.cat([torch.arange(self.num_context), own])
+            own = self.num_context + (self.owners == owner).nonzero()[:, 0].to(key.device)
+            places = torch.cat([torch.arange(self.num_context, device=key.device), own])
             rows = query[:, :, row : row + answered]
             outputs.append(
                 naive_attention(rows, key[:, :, places], value[:, :, places], factors, sees, windows, scaling)
