@@ -15,7 +15,8 @@ LENGTHS = {
     "qwen2.5-7b-instruct-yarn": (64, 96),
 }
 PAPER = [path for path in RECIPES if path.stem in LENGTHS]
-DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, "quickstart")]
+SHARED = "llama-3.1-8b-instruct-8-questions"
+DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, SHARED, "quickstart")]
 # Positions in K and head_dim as in the models' config.json.
 SHAPES = {
     "llama-3.1-70b-instruct": (128, 128),
@@ -90,6 +91,22 @@ def test_a_derived_recipe_follows_the_rule_it_states_and_promises_nothing(path):
         longest * 1024,
     )
     assert find_recipe(recipe.model.id) == path.stem
+
+
+def test_eight_questions_on_a_context_take_an_eighth_of_the_papers_steps():
+    recipe, like = load_recipe(SHARED), load_recipe("llama-3.1-8b-instruct")
+    assert "this recipe has not been run on the real weights here" in " ".join(
+        recipe.text.replace("#", "").split()
+    )
+    assert recipe.data.questions_per_context == 8
+    assert (8 * recipe.stage1.steps, 8 * recipe.stage2.steps) == (like.stage1.steps, like.stage2.steps)
+    same = {
+        "data": recipe.data.model_copy(update={"questions_per_context": 1}),
+        "stage1": recipe.stage1.model_copy(update={"steps": like.stage1.steps}),
+        "stage2": recipe.stage2.model_copy(update={"steps": like.stage2.steps}),
+    }
+    assert recipe.model_copy(update=same).model_dump() == like.model_dump()
+    assert find_recipe(recipe.model.id) == "llama-3.1-8b-instruct"
 
 
 def test_yarn_is_switched_on_where_contexts_exceed_qwens_positions():
