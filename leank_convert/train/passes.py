@@ -87,8 +87,9 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
     """
     context = StoredContext(len(input_ids), offload)
     positions = torch.arange(len(input_ids))
-    for start in range(0, context.num_tokens, BLOCK_SIZE):
-        block = slice(start, start + BLOCK_SIZE)
+    size = context.num_tokens if _rotates_by_length(model) else BLOCK_SIZE
+    for start in range(0, context.num_tokens, size):
+        block = slice(start, start + size)
         context.num_seen = start
         with suppress(ContextIsStored):
             _run(model, input_ids[block], positions[block], ContextPass(context))
@@ -143,6 +144,12 @@ def run_answer_pass(
     answers = AnswerPass(context, regions, scaling_factors, sees_middle)
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
+
+
+def _rotates_by_length(model: PreTrainedModel) -> bool:
+    """Whether a token's rotary embedding depends on how many tokens run: then a block is not the whole's."""
+    rope_type = model.config.rope_parameters["rope_type"]
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _device(model: PreTrainedModel) -> torch.device:

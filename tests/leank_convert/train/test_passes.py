@@ -29,7 +29,7 @@ LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 ONE, SEVERAL = [(0, 12)], [(5, 4), (0, 7), (9, 1)]
 
 
-def build(family, dtype=torch.float32):
+def build(family, dtype=torch.float32, **changes):
     """A random model with `head_dim` unlike hidden_size / heads, and attention that is far from uniform."""
     config_class, options = FAMILIES[family]
     config = config_class(
@@ -40,8 +40,7 @@ def build(family, dtype=torch.float32):
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         vocab_size=90,
-        max_position_embeddings=512,
-        **options,
+        **{"max_position_embeddings": 512, **options, **changes},
     )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
@@ -187,6 +186,30 @@ def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, of
     monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
     blocks = run_passes(model, sample, windows, factors, offload=offload)
     torch.testing.assert_close(blocks, whole, rtol=1e-9, atol=1e-9)
+
+
+GROWING = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 24,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", GROWING)
+def test_a_rotary_embedding_that_grows_with_the_length_is_that_of_the_whole_context(rope, monkeypatch):
+    def store():
+        model = build("llama", rope_parameters={"rope_theta": 1e4, **GROWING[rope]}, **limits)
+        return run_context_pass(model, draw_sample(48, ONE).prefix_ids).load(0)
+
+    limits = {"max_position_embeddings": 24 if rope == "dynamic" else 96}
+    whole = store()
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 16)
+    torch.testing.assert_close(store(), whole)
 
 
 def test_attention_without_a_pass_says_what_is_missing():
