@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from leank_convert.data import Question
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.train.attention import ATTENTION_NAME, AnswerPass, Windows
-from leank_convert.train.passes import run_answer_pass, run_dense_pass
+from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.split_attention import Windows
 from runtime import modeling_leank
 
 FAMILIES = {
@@ -17,6 +19,8 @@ FAMILIES = {
     "Qwen3": (Qwen3Config, {}),
 }
 LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
+# Tokens of each question on a context, and of its answer.
+QUESTIONS = [(0, 15)], [(3, 15), (6, 7)]
 
 
 def save_model(family, folder):
@@ -65,8 +69,9 @@ def draw_mask(kind):
         pytest.param(9, 4, 20, id="prompt within the windows"),
     ],
 )
+@pytest.mark.parametrize("sizes", QUESTIONS, ids=["one question", "two questions"])
 def test_answer_pass_equals_decoding_at_flush_size_one(
-    family, kind, num_context, sink_size, recent_size, tmp_path
+    family, kind, num_context, sink_size, recent_size, sizes, tmp_path
 ):
     save_model(family, tmp_path / "model")
     mask = draw_mask(kind)
@@ -78,24 +83,32 @@ def test_answer_pass_equals_decoding_at_flush_size_one(
         recent_size=recent_size,
         flush_size=1,
     )
-    input_ids = torch.randint(3, 90, (1, num_context + 15), generator=torch.Generator().manual_seed(2))
-
+    generator = torch.Generator().manual_seed(2)
+    prefix = torch.randint(3, 90, (num_context,), generator=generator)
+    questions = [
+        Question(torch.randint(3, 90, (asked + answered,), generator=generator), asked)
+        for asked, answered in sizes
+    ]
     trained = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", attn_implementation=ATTENTION_NAME, dtype=torch.float64
     )
     with torch.no_grad():
-        dense = run_dense_pass(trained, input_ids, num_context)
+        packed = pack_questions(questions, num_context)
+        context = run_context_pass(trained, prefix)
+        teacher = run_question_pass(trained, context, packed)
         windows = Windows(sink_size, recent_size)
-        answer_pass = AnswerPass(dense.context, windows, mask.double(), mask.any(-1))
-        student = run_answer_pass(trained, input_ids, answer_pass)
+        student = run_answer_pass(trained, context, packed, windows, mask.double(), mask.any(-1))
 
         model_class = getattr(modeling_leank, f"LeanK{family}Model")
         deployed = model_class.from_pretrained(tmp_path / "out", dtype=torch.float64)
-        output = deployed(input_ids[:, :num_context], use_cache=True)
         decoded = []
-        for token in input_ids[:, num_context:].split(1, dim=1):
-            output = deployed(token, past_key_values=output.past_key_values, use_cache=True)
-            decoded.append(output.last_hidden_state)
-    torch.testing.assert_close(student, torch.cat(decoded, dim=1), rtol=1e-8, atol=1e-8)
-    prunes = num_context + 15 > sink_size + recent_size + 1
-    assert (not torch.allclose(student, dense.hidden_states, atol=1e-4)) == prunes
+        for question in questions:
+            prompt = torch.cat([prefix, question.input_ids[: question.answer_start]])
+            output = deployed(prompt[None], use_cache=True)
+            for token in question.input_ids[question.answer_start :]:
+                output = deployed(token[None, None], past_key_values=output.past_key_values, use_cache=True)
+                decoded.append(output.last_hidden_state[0])
+    torch.testing.assert_close(student, torch.cat(decoded), rtol=1e-8, atol=1e-8)
+    longest = num_context + max(asked + answered for asked, answered in sizes)
+    prunes = longest > sink_size + recent_size + 1
+    assert (not torch.allclose(student, teacher, atol=1e-4)) == prunes
