@@ -1,0 +1,101 @@
+"""The frame of an HTML page that needs nothing beside it, no network and no script: facts, then figures."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Sequence
+from string import Template
+from typing import TYPE_CHECKING
+
+from leank_convert.train.figures import INK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH = 11.0  # inches of a figure, which the page scales to its own width
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --ground: #fff; --text: #24292f; --quiet: #59636e; --line: #d1d9e0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #14171c; --text: #d5dae0; --quiet: #98a2ad; --line: #343b44; }
+}
+body { margin: 0 auto; max-width: 68rem; padding: 2rem 1.25rem 4rem; background: var(--ground);
+  color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.5rem 0 0.5rem; border-top: 1px solid var(--line); padding-top: 1.25rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1.25rem; margin: 0; }
+dt { color: var(--quiet); }
+dd { margin: 0; overflow-wrap: anywhere; }
+figure { margin: 1rem 0 0; }
+figcaption { color: var(--quiet); font-size: 0.9rem; }
+svg { display: block; width: 100%; height: auto; }
+pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: 0.75rem 1rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<dl>
+$facts
+</dl>
+$sections
+</body>
+</html>
+""")
+
+
+def render_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
+    """Render a whole page.
+
+    Args:
+        title: Its title and heading, as text.
+        facts: What stands at the top: names and values, as text.
+        sections: HTML, as `render_section` makes it; empty ones are left out.
+    """
+    rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts)
+    return _PAGE.substitute(title=html.escape(title), facts=rows, sections="\n".join(filter(None, sections)))
+
+
+def new_figure(height: float) -> Figure:
+    """An empty figure of a page's width.
+
+    Args:
+        height: In inches, of which the page is 11 wide.
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)
+
+
+def render_section(heading: str, name: str, figure: Figure, caption: str) -> str:
+    """Render a heading with one figure below it.
+
+    Args:
+        heading: As text.
+        name: What the ids within the figure begin with; no other section of the page may have it.
+        figure: Drawn in `figures.STYLE`.
+        caption: As text.
+    """
+    heading, caption = html.escape(heading), html.escape(caption)
+    return (
+        f"<h2>{heading}</h2>\n<figure>\n{_render_svg(name, heading, figure)}"
+        f"<figcaption>{caption}</figcaption>\n</figure>"
+    )
+
+
+def _render_svg(name: str, label: str, figure: Figure) -> str:
+    """The figure as an element of a page: text in the page's colour, ids that no other figure has."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    svg = text[text.index("<svg") :].replace(INK, "currentColor")
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
