@@ -153,7 +153,8 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
     """Curves of the mean scaling factor and, in stage 2, of the reached pruning ratio."""
     places = np.arange(1, len(records) + 1)
     axes.plot(places, [record.mean_factor for record in records], color=_ORANGE, label="mean scaling factor")
-    reached = [(place, r.pruning_ratio) for place, r in zip(places, records, strict=True) if r.pruning_ratio]
+    ratios = [(place, record.pruning_ratio) for place, record in zip(places, records, strict=True)]
+    reached = [(place, ratio) for place, ratio in ratios if ratio is not None]
     if reached:
         axes.plot(*zip(*reached, strict=True), color=_GREEN, label="reached pruning ratio")
     asked = {ratio for record in records if (ratio := record.pruning_ratio_asked) is not None}

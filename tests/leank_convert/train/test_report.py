@@ -338,6 +338,12 @@ def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(axes):
     assert len(axes.get_legend().get_texts()) == 3
 
 
+def test_a_reached_ratio_of_zero_is_drawn(axes):
+    draw_pruning(axes, [replace(record, pruning_ratio=0.0) for record in make_records(steps=(0, 6))])
+    assert [line.get_label() for line in axes.lines][1] == "reached pruning ratio"
+    assert list(axes.lines[1].get_ydata()) == [0.0] * 6
+
+
 def test_text_stands_out_on_white_and_on_the_dark_page():
     def luminance(colour):
         parts = [int(to_hex(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
