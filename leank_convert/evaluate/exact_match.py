@@ -68,6 +68,7 @@ def evaluate_checkpoint(
     # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
     source = SampleSource(tokenizer, data.model_copy(update={"questions_per_context": 1}), seed)
+    source.check()
     # Of one question the prefix is the whole prompt.
     samples = sorted((source.draw(index) for index in range(num_samples)), key=lambda s: s.num_tokens)
     whole_size = leank["sink_size"] + leank["recent_size"]

@@ -15,10 +15,10 @@ WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory):
-    def run(channel_mask, name, **windows):
+    def run(channel_mask, name, data=DATA, **windows):
         out = tmp_path_factory.mktemp("evaluate") / name
         export_checkpoint("testbed", ChannelMask(channel_mask), out, **(WINDOWS | windows))
-        return evaluate_checkpoint(out, DATA, num_samples=6, seed=7, device="cpu", batch_size=4)
+        return evaluate_checkpoint(out, data, num_samples=6, seed=7, device="cpu", batch_size=4)
 
     return run
 
@@ -57,3 +57,9 @@ def test_some_prompts_within_the_window_are_counted(compare, caplog):
     result = compare(torch.ones(4, 4, 64, dtype=torch.bool), "half", recent_size=300)
     assert 0 < result.num_whole < result.total.n
     assert f"{result.num_whole} of 6 prompts" in caplog.text
+
+
+def test_a_haystack_that_no_task_uses_is_refused_as_in_training(compare):
+    data = load_recipe("quickstart", ["data.haystack.source=story.txt"]).data
+    with pytest.raises(LeanKError, match="none of the tasks"):
+        compare(torch.ones(4, 4, 64, dtype=torch.bool), "haystack", data)
