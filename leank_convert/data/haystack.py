@@ -88,8 +88,9 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
     """
     if section.source is None:
         return GrammarHaystack()
-    path = Path(section.source).expanduser()
+    path = _expand(section.source)
     if path.suffix in _SUFFIXES or path.is_file():
+        _refuse_dataset_keys(path, section)
         texts = _read_file(path, section.column)
     else:
         texts = _read_dataset(section.source, section)
@@ -113,6 +114,23 @@ def _split(text: str) -> Iterator[str]:
                 yield from _PIECE.findall(sentence)
             elif sentence:
                 yield sentence
+
+
+def _expand(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise LeanKError(
+            f"haystack `{source}` begins with `~` and nobody's home", hint="write the folder out"
+        ) from None
+
+
+def _refuse_dataset_keys(path: Path, section: HaystackSection) -> None:
+    """Refuse what a file has not, which would be ignored otherwise."""
+    given = section.model_dump(include={"config", "split"}, exclude_defaults=True)
+    if given:
+        keys = " and ".join(f"`data.haystack.{key}`" for key in given)
+        raise LeanKError(f"{keys} is for datasets, and haystack `{path}` is a file", hint="leave it out")
 
 
 def _read_file(path: Path, column: str) -> list[str]:
@@ -147,17 +165,22 @@ def _read_file(path: Path, column: str) -> list[str]:
 
 
 def _read_jsonl(file: BinaryIO, path: Path, column: str) -> list[str]:
-    texts = []
+    texts: list[str] = []
     num_bytes = number = 0
-    while line := file.readline(_MAX_BYTES):
+    while line := file.readline(_MAX_BYTES + 1):
         number += 1
         num_bytes += len(line)
+        place = f"{path}:{number}"
         if num_bytes > _MAX_BYTES:
+            if not any(texts):
+                raise LeanKError(
+                    f"haystack `{place}`: the first record with text ends beyond {_size(_MAX_BYTES)}",
+                    hint="cut it into smaller records, or make it a `.txt` file",
+                )
             _tell_cut(path)
             break
         if not line.strip():
             continue
-        place = f"{path}:{number}"
         try:
             record = json.loads(_decode(line, place))
         except json.JSONDecodeError as error:
@@ -165,6 +188,8 @@ def _read_jsonl(file: BinaryIO, path: Path, column: str) -> list[str]:
                 f"haystack `{place}` is not JSON: {error.msg} at column {error.colno}",
                 hint="a `.jsonl` file holds one record a line; name it `.json` if it is one list",
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(place, error) from None
         texts.append(_text_of(record, column, place))
     return texts
 
@@ -177,9 +202,16 @@ def _read_json(content: str, path: Path, column: str) -> list[str]:
             f"haystack `{path}:{error.lineno}` is not JSON: {error.msg} at column {error.colno}",
             hint="name it `.jsonl` if it holds one record a line",
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
     if not isinstance(records, list):
         raise LeanKError(f"haystack `{path}` holds a {type(records).__name__}, not a list of records")
     return [_text_of(record, column, f"{path}: record {index}") for index, record in enumerate(records)]
+
+
+def _unreadable(place: object, error: Exception) -> LeanKError:
+    """JSON that Python does not read: nested too deep, or with a number of too many digits."""
+    return LeanKError(f"haystack `{place}` cannot be read: {error}")
 
 
 def _text_of(record: Any, column: str, place: str) -> str:

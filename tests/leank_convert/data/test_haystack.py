@@ -122,6 +122,8 @@ def test_sentences_with_control_tokens_are_left_out(tmp_path):
             "",
         ),
         ("a.jsonl", b'{"text": ["a"]}\n', r":1`: `text` is a list, not text", "data.haystack.column"),
+        ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", r"a\.jsonl:1` cannot be read", None),
+        ("a.json", b"[" * 100_000, r"a\.json` cannot be read: maximum recursion", None),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, name, content, message, remedy):
@@ -130,6 +132,16 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, name, 
     with pytest.raises(LeanKError, match=message) as caught:
         read(tmp_path / name)
     assert remedy is None or re.search(remedy, caught.value.hint)
+
+
+def test_the_home_of_nobody_is_refused():
+    with pytest.raises(LeanKError, match=r"`~no\.such\.user/a\.txt` begins with `~`"):
+        read("~no.such.user/a.txt")
+
+
+def test_keys_of_datasets_are_refused_beside_a_file(story):
+    with pytest.raises(LeanKError, match=r"`data\.haystack\.config` and `data\.haystack\.split` is for"):
+        read(story / "story.txt", config="en", split="test")
 
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
@@ -152,6 +164,13 @@ def test_a_large_file_may_be_cut_in_the_middle_of_a_character(tmp_path, monkeypa
     monkeypatch.setattr(haystack, "_MAX_BYTES", 100)
     (tmp_path / "a.txt").write_text("é" * 30 + ". x" + "é" * 100, encoding="utf-8")
     assert read(tmp_path / "a.txt", count=2) == ["é" * 30 + ".", "x" + "é" * 18]
+
+
+def test_a_first_record_beyond_what_is_read_is_refused_as_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(haystack, "_MAX_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "' + "word " * 100 + '"}\n')
+    with pytest.raises(LeanKError, match=r"a\.jsonl:2`: the first record with text ends beyond"):
+        read(tmp_path / "a.jsonl")
 
 
 def test_a_large_json_file_is_refused(story, monkeypatch):
