@@ -100,6 +100,15 @@ class HaystackSection(_Section):
     config: str | None = Field(None, description="the dataset's configuration")
     split: str = Field("train", description="the dataset's split")
 
+    @model_validator(mode="after")
+    def _check(self) -> HaystackSection:
+        # Compared with the defaults: a resolved recipe spells out every key.
+        unread = self.model_dump(exclude_defaults=True) if self.source is None else {}
+        if unread:
+            keys = ", ".join(f"`{key}`" for key in unread)
+            raise ValueError(f"{keys} without a `source`: nothing is read")
+        return self
+
 
 class DataSection(_Section):
     """Which samples are drawn. Every step draws fresh ones."""
@@ -181,6 +190,8 @@ class Recipe(_Section):
     def _check(self) -> Recipe:
         if len(set(self.pruning_ratios)) < len(self.pruning_ratios):
             raise ValueError(f"`pruning_ratio` {list(self.pruning_ratios)} names a ratio twice")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"`trackers` {list(self.trackers)} names a tracker twice")
         full_width = self.windows.sink_size + self.windows.recent_size
         if self.data.max_length <= full_width:
             raise ValueError(
@@ -267,7 +278,7 @@ def load_recipe(
         raise RecipeError(name, problems, hint)
     if changes and not text.endswith("\n"):
         text += "\n"
-    recipe._text = text + "".join(f"# {change}\n" for change in changes)
+    recipe._text = text + "".join(f"# {line}\n" for change in changes for line in change.splitlines())
     return recipe
 
 
@@ -388,10 +399,19 @@ def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tupl
     """One sentence per problem, and the hint: beside the problem where there are several."""
     problems: list[str] = []
     hints: list[str | None] = []
-    for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"] if part not in (_ONE, _SEVERAL))
-        # The last of several is the one whose value is judged.
-        sources = [origins[name] for name in origins if f"{name}.".startswith(f"{key}.")]
+    items = error.errors(include_url=False)
+    for item in items:
+        place = item["loc"]
+        within = [other for other in items if other["loc"][: len(place)] == place != other["loc"]]
+        if item["type"] == "too_short" and within:
+            continue  # pydantic counts what is left of a list without its wrong items
+        key = ".".join(str(part) for part in place if part not in (_ONE, _SEVERAL))
+        # The last of several is the one whose value is judged. An item of a list came with the whole list.
+        sources = [
+            origins[name]
+            for name in origins
+            if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+        ]
         origin = f" (from `{sources[-1]}`)" if sources else ""
         hint = None
         if item["type"] == "extra_forbidden":
@@ -400,6 +420,10 @@ def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tupl
             hint = f"did you mean `{close}`?" if close else None
         elif item["type"] == "model_type":
             problem = f"`{key}` is `{item['input']!r}`, not a mapping of keys{origin}"
+        elif item["type"] == "tuple_type":
+            problem = f"`{key}` is `{item['input']}`, not a list{origin}"
+        elif item["type"] == "too_short":
+            problem = f"`{key}` is `[]`, an empty list{origin}"
         elif item["type"] == "value_error" and isinstance(item["input"], dict | BaseModel):
             # A check over several keys names them itself, relative to its section.
             problem = (f"`{key}`: " if key else "") + str(item["ctx"]["error"])

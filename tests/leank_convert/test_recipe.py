@@ -96,6 +96,41 @@ def test_an_error_names_the_change_that_made_the_judged_value(write):
     assert str(error).endswith("(from `--set seed=-3`)")
 
 
+def test_an_error_in_a_list_names_its_item_alone_and_the_change_that_brought_it(write):
+    error = problems_of(write("seed: 1"), ["pruning_ratio=[true]"])
+    assert len(error.problems) == 1
+    assert "`pruning_ratio.0` is `True`: a number is needed" in str(error)
+    assert str(error).endswith("(from `--set pruning_ratio=[true]`)")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("retrieval", "is `retrieval`, not a list"), ("[]", "is `[]`, an empty list")]
+)
+def test_what_is_not_a_list_of_one_or_more_is_refused_in_yamls_words(write, value, problem):
+    error = problems_of(write("seed: 1"), [f"data.tasks={value}"])
+    assert str(error) == f"recipe `x.yaml`: `data.tasks` {problem} (from `--set data.tasks={value}`)"
+
+
+def test_an_override_of_several_lines_is_recorded_as_comments(write):
+    path = write("seed: 1")
+    recipe = load_recipe(path, ["data.tasks=\n- passkey\n- retrieval"])
+    assert recipe.data.tasks == ("passkey", "retrieval")
+    assert yaml.safe_load(recipe.text) == {"seed": 1}
+
+
+def test_a_tracker_named_twice_is_refused(write):
+    error = problems_of(write("trackers: [wandb, tensorboard, wandb]"))
+    assert "names a tracker twice" in str(error)
+
+
+def test_haystack_keys_that_nothing_reads_are_refused(write):
+    error = problems_of(write("data: {haystack: {column: body, split: test}}"))
+    assert str(error) == (
+        "recipe `x.yaml`: `data.haystack`: `column`, `split` without a `source`: nothing is read"
+    )
+    assert load_recipe(write("data: {haystack: {column: text, split: train}}")).data.haystack.source is None
+
+
 def test_given_windows_are_those_of_file_overrides_and_flags(write):
     path = write("windows: {sink_size: 128}")
     assert load_recipe(path).given_windows == {"sink_size": 128}  # the default, but given
