@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 INK = "#808182"  # of text and lines; no other colour of a figure may be equal
-_BLUE, _ORANGE, _GREEN = "#3d85c6", "#e07b39", "#3f9b6d"
+BLUE, ORANGE, GREEN = "#3d85c6", "#e07b39", "#3f9b6d"
 _DROPPED = "#80808020"
 _MOST_LABELS = 16
 _MOST_NUMBERS = 64  # cells that still have room for their value
@@ -51,14 +51,14 @@ def draw_scaling_factors(axes: Axes, scaling_factors: Tensor) -> None:
     """Heat map of the scaling factors [L, H_kv, D]: a row per layer and head, a column per channel."""
     image = _draw_heads_by_channels(axes, scaling_factors, "viridis")
     axes.set_title("Scaling factors")
-    _add_colorbar(axes, image, "scaling factor", [0, 0.25, 0.5, 0.75, 1])
+    add_colorbar(axes, image, "scaling factor", [0, 0.25, 0.5, 0.75, 1])
 
 
 def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
     """The mask itself [L, H_kv, D], laid out like the scaling factors."""
     from matplotlib.colors import ListedColormap
 
-    _draw_heads_by_channels(axes, channel_mask, ListedColormap([_DROPPED, _BLUE]))
+    _draw_heads_by_channels(axes, channel_mask, ListedColormap([_DROPPED, BLUE]))
     axes.set_title("Kept channels (blue)")
 
 
@@ -73,27 +73,27 @@ def draw_kept_by_head(axes: Axes, channel_mask: Tensor) -> None:
             colour = "black" if width > 0.6 * head_dim else "white"
             axes.text(head, layer, str(width), ha="center", va="center", color=colour)
     axes.set_xticks(range(0, num_heads, _label_step(num_heads)))
-    _label_layers(axes, num_layers, 1)
+    label_layers(axes, num_layers, 1)
     axes.set(title="Kept channels by head", xlabel="KV head")
-    _add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
+    add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
 
 
 def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     """Bars of the fraction of channels that each layer keeps, the first layer on top."""
     kept = channel_mask.float().mean((1, 2)).numpy()
-    axes.barh(range(len(kept)), 100 * kept, height=0.8, color=_BLUE)
+    axes.barh(range(len(kept)), 100 * kept, height=0.8, color=BLUE)
     axes.axvline(100 * kept.mean(), color=INK, linewidth=1, linestyle="--", label="whole model")
     axes.set(title="Kept by layer", xlabel="kept channels (%)", ylim=(len(kept) - 0.5, -0.5))
     axes.grid(axis="x")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=0.2)
-    _label_layers(axes, len(kept), 1)
+    label_layers(axes, len(kept), 1)
 
 
 def draw_kept_by_pair(axes: Axes, channel_mask: Tensor) -> None:
     """Bars of the fraction that is kept of each rotary pair: channels i and i + D/2, over all heads."""
     half = channel_mask.shape[-1] // 2
     pairs = channel_mask[..., : 2 * half].float().mean((0, 1)).view(2, half).mean(0).numpy()
-    axes.bar(range(half), 100 * pairs, width=0.85, color=_BLUE)
+    axes.bar(range(half), 100 * pairs, width=0.85, color=BLUE)
     mean = 100 * channel_mask.float().mean().item()
     axes.axhline(mean, color=INK, linewidth=1, linestyle="--", label="whole model")
     axes.set(
@@ -116,7 +116,7 @@ def draw_width_histogram(axes: Axes, channel_mask: Tensor) -> None:
     step = max(exact, math.ceil(head_dim / 32))
     counts = Counter(width // step for width in widths)
     places = range(head_dim // step + 1)
-    bars = axes.bar(places, [counts[place] for place in places], width=0.8, color=_BLUE)
+    bars = axes.bar(places, [counts[place] for place in places], width=0.8, color=BLUE)
     if len(places) <= _MOST_LABELS + 1:
         axes.bar_label(bars, [str(counts[place] or "") for place in places], padding=2)
     shown = places[:: _label_step(len(places))]
@@ -132,13 +132,13 @@ def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
     """Curve of the distillation loss over the steps, with the median of the steps around each."""
     losses = np.array([record.distillation for record in records])
     places = np.arange(1, len(records) + 1)
-    axes.plot(places, losses, color=_BLUE, linewidth=0.7, alpha=0.45)
+    axes.plot(places, losses, color=BLUE, linewidth=0.7, alpha=0.45)
     window = max(1, len(records) // 40) | 1
     for stage in (1, 2):
         chosen = np.array([record.stage == stage for record in records])
         if chosen.any():
             smooth = _running_median(losses[chosen], window)
-            axes.plot(places[chosen], smooth, color=_BLUE, linewidth=1.8)
+            axes.plot(places[chosen], smooth, color=BLUE, linewidth=1.8)
     positive = losses[losses > 0]
     if len(positive):
         # All factors are 1 before the first step: what that step loses is rounding alone, and would take
@@ -152,11 +152,11 @@ def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
 def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
     """Curves of the mean scaling factor and, in stage 2, of the reached pruning ratio."""
     places = np.arange(1, len(records) + 1)
-    axes.plot(places, [record.mean_factor for record in records], color=_ORANGE, label="mean scaling factor")
+    axes.plot(places, [record.mean_factor for record in records], color=ORANGE, label="mean scaling factor")
     ratios = [(place, record.pruning_ratio) for place, record in zip(places, records, strict=True)]
     reached = [(place, ratio) for place, ratio in ratios if ratio is not None]
     if reached:
-        axes.plot(*zip(*reached, strict=True), color=_GREEN, label="reached pruning ratio")
+        axes.plot(*zip(*reached, strict=True), color=GREEN, label="reached pruning ratio")
     asked = {ratio for record in records if (ratio := record.pruning_ratio_asked) is not None}
     for ratio in sorted(asked):
         label = "asked pruning ratio" if len(asked) == 1 else None
@@ -178,13 +178,13 @@ def _draw_heads_by_channels(axes: Axes, values: Tensor, cmap: Any) -> AxesImage:
         vmax=1,
         cmap=cmap,
     )
-    _label_layers(axes, num_layers, num_heads)
+    label_layers(axes, num_layers, num_heads)
     axes.set_xticks(range(0, head_dim, max(1, head_dim // 4)))
     axes.set_xlabel("channel")
     return image
 
 
-def _label_layers(axes: Axes, num_layers: int, rows: int) -> None:
+def label_layers(axes: Axes, num_layers: int, rows: int) -> None:
     """Name the layers at the left, each beside the middle of its rows, with ticks at the borders between."""
     shown = range(0, num_layers, _label_step(num_layers))
     axes.set_yticks([(layer + 0.5) * rows - 0.5 for layer in shown], [str(layer) for layer in shown])
@@ -199,7 +199,8 @@ def _label_step(count: int) -> int:
     return -(-count // _MOST_LABELS)
 
 
-def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
+def add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
+    """The scale of a heat map, at its right."""
     from matplotlib.figure import Figure
 
     figure = axes.figure
