@@ -222,15 +222,16 @@ class Run:
         tasks, loss, num_tokens, num_answers = [], 0.0, 0, 0
         failure = None
         for _ in range(self.ranks.rank, batch_size, self.ranks.num_ranks):
-            sample = next(samples)
+            try:
+                sample = next(samples)
+            except LeanKError as error:  # no text of this length
+                failure = error
+                break
             tasks.append(sample.task)
             num_tokens += sample.num_tokens
             num_answers += sample.num_answer_tokens
             try:
-                share = distil(
-                    self.subject.model, sample, self._student(phase), offload=self.recipe.offload_context
-                )
-                (share / batch_size).backward()  # type: ignore[no-untyped-call]
+                share = self._add_gradient(sample, phase)
             except torch.OutOfMemoryError as error:
                 failure = self._out_of_memory(sample, error)
                 break
@@ -240,6 +241,12 @@ class Run:
                 break
         self.ranks.check(failure)
         return tasks, (loss, num_tokens, num_answers)
+
+    def _add_gradient(self, sample: TrainingSample, phase: Phase) -> Tensor:
+        """A sample's loss; without its graph, which would keep the context alive beside the next one."""
+        loss = distil(self.subject.model, sample, self._student(phase), offload=self.recipe.offload_context)
+        (loss / self.recipe.batch_size).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _student(self, phase: Phase) -> Student:
         if phase.pruning_ratio is None:

@@ -42,7 +42,7 @@ def distil(
         offload: Keep the context's keys and values in host memory.
 
     Returns:
-        A scalar.
+        A scalar, where the scaling factors are.
     """
     packed = pack_questions(sample.questions, len(sample.prefix_ids))
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
@@ -50,4 +50,6 @@ def distil(
     hidden_states = run_answer_pass(
         model, context, packed, student.windows, student.scaling_factors, student.sees_middle
     )
-    return distillation_loss(teacher, hidden_states, packed.answer_owners)
+    loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
+    # Of a model that is spread over devices, the last layer lies elsewhere.
+    return loss.to(student.scaling_factors.device)

@@ -1,9 +1,13 @@
 """A whole short run: what it leaves behind, and what it refuses."""
 
 import csv
+import gc
 import json
 import re
+import weakref
+from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 import yaml
@@ -13,9 +17,10 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe, load_recipe
 from leank_convert.testbed.tokenizer import build_tokenizer
-from leank_convert.train import TrainingDirectory, run, step, train_masks
+from leank_convert.train import TrainingDirectory, loop, run, step, train_masks
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import load_state
+from leank_convert.train.subject import load_subject
 
 SHORT_DATA = {"wording": "testbed", "min_length": 240, "max_length": 300}
 
@@ -451,6 +456,42 @@ def test_a_step_of_several_contexts_averages_their_gradients(short_recipe, retri
 
     together = gradient(0, 3)
     torch.testing.assert_close(together, sum(gradient(index, 1) for index in range(3)) / 3)
+
+
+def test_a_context_is_gone_before_the_next_one_is_run(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    """At once: nothing waits for the garbage collector."""
+    original, contexts = step.run_context_pass, []
+
+    def watching(*given, **options):
+        assert not [context for context in contexts if context() is not None]
+        context = original(*given, **options)
+        contexts.append(weakref.ref(context))
+        return context
+
+    monkeypatch.setattr(step, "run_context_pass", watching)
+    gc.disable()
+    try:
+        train_one(short_recipe(batch_size=2), tmp_path, model_override=str(retriever_folder))
+    finally:
+        gc.enable()
+    assert len(contexts) == 26
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_layers_on_two_devices_train_the_same_mask(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    def load_spread(*given):
+        subject = load_subject(*given)
+        places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+        places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+        return replace(subject, model=accelerate.dispatch_model(subject.model, device_map=places))
+
+    recipe, model = short_recipe(batch_size=2), str(retriever_folder)
+    for name in ("a", "b"):
+        train_one(recipe, tmp_path / name, device="cuda", model_override=model)
+        monkeypatch.setattr(loop, "load_subject", load_spread)
+    one, other = (load_state(TrainingDirectory(tmp_path / name).state) for name in "ab")
+    torch.testing.assert_close(one.scaling_factors, other.scaling_factors, rtol=1e-3, atol=1e-4)
 
 
 def test_context_in_host_memory_trains_the_same_mask(short_recipe, retriever_folder, tmp_path):
