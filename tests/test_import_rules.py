@@ -13,13 +13,14 @@ RANKS = [
     {"architectures", "recipe", "head_layout", "safetensors_file", "cache_bytes", "device"},
     {"checkpoint_io", "mask", "testbed", "recipe_listing"},
     {"data"},
-    {"train", "export"},
+    {"train", "methods", "export"},
     {"verify", "inspection", "hub", "evaluate", "benchmark"},
     {"cli", "options"},
     {"__main__"},
 ]
 NEVER_EACH_OTHER = [
     ("train", "export"),
+    ("methods", "export"),
     ("verify", "evaluate"),
     ("evaluate", "benchmark"),
     ("recipe", "architectures"),

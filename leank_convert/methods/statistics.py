@@ -1,0 +1,147 @@
+"""What one dense pass over a prompt tells of a model's channels, from queries and keys after RoPE.
+
+Letters: L layers, H query heads, H_kv KV heads, G = H / H_kv, N tokens, W tokens of the observation window,
+D head_dim. Channels i and i + D/2 are one RoPE pair, whose frequency falls with i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from leank_convert.errors import LeanKError
+from leank_convert.train.fusion import uncompiled
+
+MEASURING_ATTENTION_NAME = "leank_measure"
+# Queries of the paper's observation window, "the last part of the input"; as many as ThinK takes.
+OBSERVATION_WINDOW = 32
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Statistics of one prompt, float32 on the CPU.
+
+    Attributes:
+        channel_norms: The paper's r_i (appendix "Quantifying K Channel Staticity"): ||Q_i K_i^T|| / ||Q K^T||
+            in the Frobenius norm, Q the last 32 queries, K all keys; the mean over a KV head's G query heads
+            [L, H_kv, D].
+        high_frequency_ratio: The paper's w_hf (section "High Frequency Ratio of Each Head"): ||q_high
+            K_high^T|| / ||q K^T||, q the prompt's last query, "high" the faster half of the RoPE pairs; one
+            ratio over the G query heads, whose logits are stacked [L, H_kv].
+        product_magnitudes: The mean over tokens and the G query heads of |q_i k_i|, each token's query with
+            its own key [L, H_kv, D].
+    """
+
+    channel_norms: Tensor
+    high_frequency_ratio: Tensor
+    product_magnitudes: Tensor
+
+
+@dataclass
+class _Measurement:
+    """Statistics of the layers that have run, one tensor a layer."""
+
+    channel_norms: list[Tensor] = field(default_factory=list)
+    high_frequency_ratio: list[Tensor] = field(default_factory=list)
+    product_magnitudes: list[Tensor] = field(default_factory=list)
+
+    def add(self, query: Tensor, key: Tensor) -> None:
+        """Measure a layer by its queries [H, N, D] and keys [H_kv, N, D]."""
+        # By KV head: the products of a long prompt, in float32, are the largest thing there is.
+        grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
+        measured = [_measure_head(queries, keys.float()) for queries, keys in zip(grouped, key, strict=True)]
+        norms, ratios, products = (torch.stack(values).cpu() for values in zip(*measured, strict=True))
+        self.channel_norms.append(norms)
+        self.high_frequency_ratio.append(ratios)
+        self.product_magnitudes.append(products)
+
+
+@torch.no_grad()
+def measure_attention(model: PreTrainedModel, input_ids: Tensor) -> AttentionStatistics:
+    """Measure queries and keys of one dense pass over a prompt.
+
+    Args:
+        model: A causal language model, as `train.subject.load_subject` loads it.
+        input_ids: The prompt [N].
+
+    Raises:
+        LeanKError: If a statistic is not finite.
+    """
+    measurement = _Measurement()
+    device = next(model.parameters()).device
+    with _attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
+        model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measurement=measurement)
+    statistics = AttentionStatistics(
+        torch.stack(measurement.channel_norms),
+        torch.stack(measurement.high_frequency_ratio),
+        torch.stack(measurement.product_magnitudes),
+    )
+    for name, values in vars(statistics).items():
+        if not bool(torch.isfinite(values).all()):
+            raise LeanKError(
+                f"`{name}` of a prompt of {len(input_ids)} tokens is not finite",
+                hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
+                exit_code=1,
+            )
+    return statistics
+
+
+def high_frequency_channels(head_dim: int) -> Tensor:
+    """Bool [D]: True for the faster half of the RoPE pairs, channels i and i + D/2 with i < D/4."""
+    return torch.arange(head_dim) % (head_dim // 2) < head_dim // 4
+
+
+def _measure_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm ratios [D], high-frequency ratio and product magnitudes [D] of queries [G, N, D], keys [N, D]."""
+    window = queries[:, -OBSERVATION_WINDOW:].float()
+    # The outer product of two vectors has the product of their norms.
+    channels = torch.linalg.vector_norm(window, dim=1) * torch.linalg.vector_norm(keys, dim=0)
+    logits = window @ keys.T  # [G, W, N]
+    norms = channels / torch.linalg.vector_norm(logits, dim=(1, 2))[:, None]
+
+    high = high_frequency_channels(keys.shape[-1]).to(keys.device)
+    high_logits = window[:, -1, high] @ keys[:, high].T
+    ratio = torch.linalg.vector_norm(high_logits) / torch.linalg.vector_norm(logits[:, -1])
+
+    products = torch.stack([(query.float() * keys).abs().mean(0) for query in queries])
+    return norms.mean(0), ratio, products.mean(0)
+
+
+def _measuring_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    leank_measurement: _Measurement | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """One layer's dense attention, which leaves its statistics; transformers' attention signature."""
+    if leank_measurement is None or attention_mask is not None:
+        raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measurement` and takes no mask")
+    leank_measurement.add(query[0], key[0])
+    output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
+    return output, None
+
+
+AttentionInterface.register(MEASURING_ATTENTION_NAME, _measuring_attention)
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a model attend by another registered function within this context."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,125 @@
+"""Statistics of a prompt against their formulas, written out element by element."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from leank_convert.errors import LeanKError
+from leank_convert.methods.statistics import high_frequency_channels, measure_attention
+from leank_convert.train.attention import ATTENTION_NAME
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 8
+GROUPS = HEADS // KV_HEADS
+
+
+def build(family):
+    config = FAMILIES[family](
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=50,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval().requires_grad_(False)
+
+
+def draw_prompt(length):
+    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(4))
+
+
+def queries_and_keys(model, input_ids):
+    """Of each layer, after RoPE: [H, N, D] and [H_kv, N, D], float64, from transformers' own attention."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        seen.append((query[0].double(), key[0].double()))
+        return sdpa_attention_forward(module, query, key, value, None, is_causal=True, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    model.set_attn_implementation("spy")
+    model(input_ids[None], use_cache=False)
+    model.set_attn_implementation(ATTENTION_NAME)
+    assert len(seen) == LAYERS
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [50, 9])  # longer and shorter than the observation window
+def test_channel_norms_are_ratios_of_frobenius_norms_of_the_last_32_queries(family, length):
+    model, ids = build(family), draw_prompt(length)
+    found = measure_attention(model, ids).channel_norms
+    expected = torch.zeros(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    for layer, (query, key) in enumerate(queries_and_keys(model, ids)):
+        for head in range(HEADS):
+            window, keys = query[head, -32:], key[head // GROUPS]
+            whole = sum(float(q @ k) ** 2 for q in window for k in keys) ** 0.5
+            for channel in range(HEAD_DIM):
+                one = sum(float(q[channel] * k[channel]) ** 2 for q in window for k in keys) ** 0.5
+                expected[layer, head // GROUPS, channel] += one / whole / GROUPS
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_high_frequency_ratio_takes_the_faster_half_of_the_pairs_and_all_query_heads_at_once(family):
+    model, ids = build(family), draw_prompt(40)
+    found = measure_attention(model, ids).high_frequency_ratio
+    high = [0, 1, 4, 5]  # i and i + D/2 for i < D/4, with D 8
+    for layer, (query, key) in enumerate(queries_and_keys(model, ids)):
+        for kv_head in range(KV_HEADS):
+            fast = whole = 0.0
+            for head in range(kv_head * GROUPS, (kv_head + 1) * GROUPS):
+                for k in key[kv_head]:
+                    products = query[head, -1] * k
+                    fast += float(sum(products[i] for i in high)) ** 2
+                    whole += float(products.sum()) ** 2
+            assert found[layer, kv_head].item() == pytest.approx((fast / whole) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_product_magnitudes_are_means_of_each_query_with_its_own_key(family):
+    model, ids = build(family), draw_prompt(40)
+    found = measure_attention(model, ids).product_magnitudes
+    for layer, (query, key) in enumerate(queries_and_keys(model, ids)):
+        for kv_head in range(KV_HEADS):
+            for channel in range(HEAD_DIM):
+                values = [
+                    abs(float(query[head, token, channel] * key[kv_head, token, channel]))
+                    for head in range(kv_head * GROUPS, (kv_head + 1) * GROUPS)
+                    for token in range(40)
+                ]
+                expected = sum(values) / len(values)
+                assert found[layer, kv_head, channel].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_high_frequency_channels_are_those_that_rope_turns_fastest():
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    frequencies = LlamaRotaryEmbedding(LlamaConfig(head_dim=HEAD_DIM)).inv_freq.repeat(2)
+    fastest = torch.zeros(HEAD_DIM, dtype=torch.bool)
+    fastest[frequencies.argsort(descending=True)[: HEAD_DIM // 2]] = True
+    assert torch.equal(high_frequency_channels(HEAD_DIM), fastest)
+
+
+def test_model_attends_as_before_when_it_has_been_measured():
+    model = build("llama")
+    measure_attention(model, draw_prompt(20))
+    assert model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_statistics_that_are_not_finite_are_refused():
+    model = build("llama")
+    model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("inf")
+    with pytest.raises(LeanKError, match=r"`channel_norms` of a prompt of 20 tokens is not finite"):
+        measure_attention(model, draw_prompt(20))
