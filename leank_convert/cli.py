@@ -158,6 +158,8 @@ def train(
         # Before hours of training, not after. Only a run that is resumed may replace a checkpoint beside it.
         for folder in folders:
             recover(folder)
+        if not resume:
+            directory.check_unused()
         resumed = resume and directory.state.exists()
         for folder in folders:
             check_exportable(model, folder, config_overrides=changed, overwrite=resumed)

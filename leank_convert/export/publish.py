@@ -119,7 +119,8 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise LeanKError(
-            f"`{out}` already holds a checkpoint", hint="name another folder, or pass `--overwrite`"
+            f"`{out}` already holds a checkpoint",
+            hint="name another folder; `leank-convert export` replaces it by `--overwrite`",
         )
 
 

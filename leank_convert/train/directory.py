@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.recipe import Recipe
 from leank_convert.train.state import STATE_FILE_NAME
@@ -39,6 +40,18 @@ class TrainingDirectory:
     def mask(self) -> Path:
         """The result."""
         return self.out / MASK_FILE_NAME
+
+    def check_unused(self) -> None:
+        """Refuse to begin a run where there is one.
+
+        Raises:
+            LeanKError: If there is.
+        """
+        if self.folder.exists():
+            raise LeanKError(
+                f"`{self.folder}` already holds a training run",
+                hint="go on with it by `--resume`, or train into another folder",
+            )
 
     def results(self, recipe: Recipe) -> dict[float, TrainingDirectory]:
         """Where the mask of each asked ratio goes: `out/`, or `out/ratio-0.5/` and its like of several."""

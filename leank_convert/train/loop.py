@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from leank_convert.checkpoint_io import CONFIG_NAME, write_atomically
+from leank_convert.checkpoint_io import CONFIG_NAME, first_line, write_atomically
 from leank_convert.data import SampleSource, SampleStream
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, save_mask
@@ -67,13 +67,7 @@ def train_masks(
     with join_ranks(device) as ranks:
         ranks.on_first(lambda: check_run(recipe, ranks))
         saved = ranks.on_first(lambda: _find_state(recipe, directory, resume))
-        check_trackers(recipe.trackers)
-        subject = load_subject(recipe, ranks.device, model_override)
-        samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
-        samples.check()
-        run = Run(recipe, subject, ranks, fingerprint_run(recipe, subject, samples))
-        if saved is not None:
-            run.restore(saved, directory.state)
+        run, samples = ranks.on_all(lambda: _set_up(recipe, ranks, saved, directory, model_override))
         if not run.is_done:
             ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
         _train(run, samples, directory, progress)
@@ -84,6 +78,32 @@ def train_masks(
         result.out: _write_result(masks[ratio], result, recipe, directory)
         for ratio, result in directory.results(recipe).items()
     }
+
+
+def _set_up(
+    recipe: Recipe,
+    ranks: Ranks,
+    saved: TrainingState | None,
+    directory: TrainingDirectory,
+    model_override: str | None,
+) -> tuple[Run, SampleSource]:
+    check_trackers(recipe.trackers)
+    try:
+        subject = load_subject(recipe, ranks.device, model_override)
+    except torch.OutOfMemoryError as error:
+        raise LeanKError(
+            f"memory does not suffice for the weights of model `{model_override or recipe.model.id}`: "
+            f"{first_line(error)}",
+            hint="spread them over all GPUs of one process by `--set model.device_map=auto`; `--dry-run` "
+            "tells what a run needs",
+            exit_code=1,
+        ) from error
+    samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
+    samples.check()
+    run = Run(recipe, subject, ranks, fingerprint_run(recipe, subject, samples))
+    if saved is not None:
+        run.restore(saved, directory.state)
+    return run, samples
 
 
 def _train(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:
@@ -167,11 +187,8 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
 
 def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> TrainingState | None:
     """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
-    if directory.folder.exists() and not resume:
-        raise LeanKError(
-            f"`{directory.folder}` already holds a training run",
-            hint="go on with it by `--resume`, or train into another folder",
-        )
+    if not resume:
+        directory.check_unused()
     if directory.state.exists():
         return load_state(directory.state)
     _refuse_foreign_masks(recipe, directory)

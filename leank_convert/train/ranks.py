@@ -83,11 +83,28 @@ class Ranks:
         result: _T = shared[0]
         return result
 
+    def on_all(self, function: Callable[[], _T]) -> _T:
+        """What a function returns on this rank, once it has returned on all of them.
+
+        Raises:
+            LeanKError: As `check`, what the function raised on any rank.
+        """
+        result: Any = None
+        error = None
+        try:
+            result = function()
+        except LeanKError as found:
+            error = found
+        self.check(error)
+        returned: _T = result
+        return returned
+
     def check(self, error: LeanKError | None) -> None:
         """Go on only if no rank has met an error.
 
         Raises:
-            LeanKError: On the first rank, the error of the lowest rank that has one. The others exit.
+            LeanKError: On the first rank, the error of the lowest rank that has one, and which rank that is
+                unless all have the same. The others exit.
         """
         if not self.any(error is not None):
             return
@@ -101,7 +118,8 @@ class Ranks:
             (rank, facts) for rank, facts in enumerate(gathered) if facts is not None
         )
         if self.is_first:
-            raise LeanKError(f"rank {rank}: {message}", hint, exit_code)
+            shared = all(facts == gathered[0] for facts in gathered)
+            raise LeanKError(message if shared else f"rank {rank}: {message}", hint, exit_code)
         raise SystemExit(exit_code)
 
 

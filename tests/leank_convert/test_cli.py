@@ -180,10 +180,11 @@ def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch
     assert "overlaps" in result.stderr
 
 
-def test_resume_does_not_replace_a_checkpoint_that_no_run_made(run, tmp_path, exported):
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_training_does_not_replace_a_checkpoint_that_no_run_made(run, tmp_path, exported, options):
     out = shutil.copytree(exported, tmp_path / "out")
     before = sorted(path.name for path in out.iterdir())
-    result = run("train", "testbed", "-o", out, "--resume")
+    result = run("train", "testbed", "-o", out, *options)
     assert result.exit_code == 2
     assert "already holds a checkpoint" in result.stderr
     assert sorted(path.name for path in out.iterdir()) == before
@@ -228,7 +229,8 @@ def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
     assert (out / "leank" / "log.csv").exists()
     result = run("train", "testbed", "-o", out, *settings)
     assert result.exit_code == 2
-    assert "already holds a checkpoint" in result.stderr
+    assert f"`{out / 'leank'}` already holds a training run" in result.stderr
+    assert "by `--resume`" in result.stderr
 
 
 def test_training_into_a_foreign_folder_is_refused_before_it_begins(run, tmp_path):

@@ -34,12 +34,18 @@ def eventful(self, samples):
     if event and (self.ranks.rank, self.step) == (int(rank), int(at)):
         if event == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        else:
+        elif event == "memory":
             run.distil = exhaust
+        else:
+            samples = draw_nothing()
     return advance(self, samples)
 
 def exhaust(*given, **options):
     raise torch.OutOfMemoryError("CUDA out of memory.")
+
+def draw_nothing():
+    raise LeanKError("no sample")
+    yield
 
 run.Run.advance = eventful
 try:
@@ -111,7 +117,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(recipe, alone, re
         assert float(ours["distillation"]) == pytest.approx(float(theirs["distillation"]), rel=1e-4)
 
 
-@pytest.mark.parametrize(("event", "rank", "code"), [("signal", 1, 143), ("memory", 1, 1)])
+@pytest.mark.parametrize(("event", "rank", "code"), [("signal", 1, 143), ("memory", 1, 1), ("sample", 1, 2)])
 def test_what_ends_one_rank_ends_all_with_the_state_saved(
     event, rank, code, recipe, alone, retriever_folder, tmp_path
 ):
@@ -126,7 +132,8 @@ def test_what_ends_one_rank_ends_all_with_the_state_saved(
         ]
     else:
         assert len(told) == 1
-        assert told[0].startswith("rank 1: step 4: memory does not suffice")
+        message = "no sample" if event == "sample" else "step 4: memory does not suffice"
+        assert told[0].startswith(f"rank 1: {message}")
     assert re.search(rf"exitcode\s*: {code}", ended.stderr)
     assert load_state(TrainingDirectory(out).state).step == steps
     # Another number of ranks may go on with it.
@@ -139,6 +146,15 @@ def test_an_error_of_the_first_rank_is_told_once(recipe, retriever_folder, tmp_p
     ended = launch(recipe.model_copy(update={"mask": "a.pth"}), retriever_folder, tmp_path / "out")
     assert ended.returncode != 0
     assert len(re.findall("told: the recipe has `mask: a.pth`", ended.stdout)) == 1
+
+
+def test_an_error_that_all_ranks_meet_is_told_once(recipe, retriever_folder, tmp_path):
+    wide = recipe.model_copy(update={"width_multiple": 32})
+    ended = launch(wide, retriever_folder, tmp_path / "out")
+    assert ended.returncode != 0
+    assert re.findall("told: (.*)", ended.stdout)[0].startswith("`width_multiple` 32 exceeds")
+    assert ended.stdout.count("told:") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(recipe, retriever_folder, tmp_path):

@@ -494,6 +494,19 @@ def test_layers_on_two_devices_train_the_same_mask(short_recipe, retriever_folde
     torch.testing.assert_close(one.scaling_factors, other.scaling_factors, rtol=1e-3, atol=1e-4)
 
 
+def test_weights_that_memory_does_not_hold_are_told_with_what_to_change(
+    short_recipe, retriever_folder, tmp_path, monkeypatch
+):
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(loop, "load_subject", exhaust)
+    with pytest.raises(LeanKError, match=r"for the weights of model `.*`: CUDA out of memory") as caught:
+        train_one(short_recipe(), tmp_path / "out", model_override=str(retriever_folder))
+    assert "model.device_map=auto" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
 def test_context_in_host_memory_trains_the_same_mask(short_recipe, retriever_folder, tmp_path):
     model = str(retriever_folder)
     first = train_one(short_recipe(), tmp_path / "a", model_override=model)
