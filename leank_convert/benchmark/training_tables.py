@@ -153,6 +153,7 @@ def print_schedule(report: Report, found: Sequence[dict[str, Any]]) -> None:
         [
             "lengths: uniform over the range, one from each of as many equal parts as steps are measured",
             "several questions per context: as many answers in as many fewer steps",
+            "left out: start, compilation, saved states, and samples, drawn beside the steps in training",
         ],
     )
 
