@@ -196,7 +196,7 @@ class RunPlan:
         yield "trained", f"{self.num_factors:,} scaling factors; the weights stay as they are"
         phases = [
             f"{phase.steps:,} of stage {phase.stage}"
-            + ("" if phase.pruning_ratio is None else f" at {phase.pruning_ratio:.0%}")
+            + ("" if phase.pruning_ratio is None else f" at {100 * phase.pruning_ratio:g}%")
             for phase in Schedule(recipe).phases
         ]
         yield "steps", f"{self.num_steps:,}: " + (", ".join(phases) or "nothing is trained")
@@ -211,7 +211,8 @@ class RunPlan:
             f"{data.questions_per_context} a context, {self.num_questions:,} in all; tasks in turn: {tasks}",
         )
         total = self.tokens_per_step * self.num_steps
-        yield "tokens", f"{self.tokens_per_step:,.0f} a step on average, {total / 1e6:,.1f} million in all"
+        in_all = f"{total / 1e6:,.1f} million" if total >= 1e6 else f"{total:,.0f}"
+        yield "tokens", f"{self.tokens_per_step:,.0f} a step on average, {in_all} in all"
         how = "measured" if memory.is_measured else "estimated"
         stored = "K/V of one layer" if recipe.offload_context else f"K/V of {data.max_length:,} tokens"
         yield (

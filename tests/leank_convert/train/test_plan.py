@@ -74,6 +74,12 @@ def test_ratios_batches_questions_and_processes_count(plan_llama):
     assert "with 2 processes, by this device's measured pace" in text
 
 
+def test_a_short_run_is_told_as_exactly_as_a_long_one(plan_llama):
+    text = plan_llama("stage1.steps=2", "stage2.steps=1", "pruning_ratio=0.625").render()
+    assert "3: 2 of stage 1, 1 of stage 2 at 62.5%" in text
+    assert "57,344 a step on average, 172,032 in all" in text
+
+
 def test_memory_is_weights_keys_and_values_and_a_block_through_one_layer(plan_llama):
     memory = plan_llama().memory
     assert memory.weights == WEIGHTS

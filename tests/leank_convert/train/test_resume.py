@@ -14,7 +14,7 @@ import torch
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe
-from leank_convert.train import TrainingDirectory, train_masks
+from leank_convert.train import TrainingDirectory, run, train_masks
 from leank_convert.train.state import load_state
 
 # Arguments: recipe as JSON, model, out, where to die, at which call.
@@ -126,6 +126,29 @@ def test_two_runs_of_one_seed_are_bit_identical_and_of_two_seeds_differ(
     out = tmp_path / "other"
     mask = train_masks(other, out, progress=False, model_override=str(retriever_folder))[out]
     assert not torch.equal(mask.scaling_factors, load_mask(same).scaling_factors)
+
+
+@pytest.mark.parametrize("at", [7, 10, 13, 15])  # the beginning of each ratio's stage 2, and within it
+def test_a_run_of_several_ratios_goes_on_from_any_of_them(
+    at, recipe, retriever_folder, uninterrupted, tmp_path, monkeypatch
+):
+    several = recipe.model_copy(update={"pruning_ratio": (0.5, 0.7)})
+    original, calls = run.distil, 0
+
+    def failing(*given, **options):
+        nonlocal calls
+        calls += 1
+        if calls == at + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*given, **options)
+
+    monkeypatch.setattr(run, "distil", failing)
+    with pytest.raises(LeanKError, match=f"step {at + 1}: memory does not suffice"):
+        train_masks(several, tmp_path, progress=False, model_override=str(retriever_folder))
+    masks = train_masks(several, tmp_path, resume=True, progress=False, model_override=str(retriever_folder))
+    expected = load_mask(TrainingDirectory(uninterrupted).mask)
+    assert torch.equal(masks[tmp_path / "ratio-0.7"].scaling_factors, expected.scaling_factors)
+    assert not torch.equal(masks[tmp_path / "ratio-0.5"].scaling_factors, expected.scaling_factors)
 
 
 def test_finished_run_resumed_gives_its_mask_again(recipe, retriever_folder, uninterrupted):
