@@ -161,7 +161,7 @@ def _context_attention(
     mask = (
         causal_lower_right(num_queries, num_keys)
         if query.is_cuda
-        else torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        else query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     )
     output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2)

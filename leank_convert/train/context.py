@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,9 +54,12 @@ class StoredContext:
             return key, value
         device = self._devices[layer]
         blocks = self._offloaded[layer]
+        if stop is not None:
+            ends = accumulate(block[0].shape[2] for block in blocks)
+            blocks = [block for block, end in zip(blocks, ends, strict=True) if end <= stop]
         keys = torch.cat([block[0].to(device, non_blocking=True) for block in blocks], dim=2)
         values = torch.cat([block[1].to(device, non_blocking=True) for block in blocks], dim=2)
-        return keys[:, :, :stop], values[:, :, :stop]
+        return keys, values
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import (
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.context import StoredContext
 from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
@@ -186,6 +187,20 @@ def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, of
     monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
     blocks = run_passes(model, sample, windows, factors, offload=offload)
     torch.testing.assert_close(blocks, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_blocks_before_a_token_are_loaded_from_host_memory_without_those_after_it():
+    context = StoredContext(6, offload=True)
+    for start in (0, 2, 4):
+        context.num_seen = start
+        block = torch.full((1, KV_HEADS, 2, HEAD_DIM), float(start))
+        context.store(0, block, -block)
+    for stop in (2, 4, 6, None):
+        length = stop or 6
+        key, value = context.load(0, stop)
+        assert key[0, 0, :, 0].tolist() == [0.0, 0.0, 2.0, 2.0, 4.0, 4.0][:length]
+        assert torch.equal(value, -key)
+        assert key.untyped_storage().nbytes() == KV_HEADS * length * HEAD_DIM * 4
 
 
 GROWING = {
