@@ -58,4 +58,4 @@ class TrainingDirectory:
         ratios = recipe.pruning_ratios
         if len(ratios) == 1:
             return {ratios[0]: self}
-        return {ratio: TrainingDirectory(self.out / f"ratio-{ratio:g}") for ratio in ratios}
+        return {ratio: TrainingDirectory(self.out / f"ratio-{ratio}") for ratio in ratios}
