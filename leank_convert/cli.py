@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from leank_convert.analyze.commands import analyze
 from leank_convert.benchmark.commands import benchmark, warmup
 from leank_convert.errors import LeanKError
 from leank_convert.options import (
@@ -301,6 +302,7 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
     click.echo(render(name, keys=keys, as_json=as_json), nl=as_json)
 
 
+main.add_command(analyze)
 main.add_command(benchmark)
 main.add_command(warmup)
 

@@ -14,7 +14,7 @@ RANKS = [
     {"checkpoint_io", "mask", "testbed", "recipe_listing"},
     {"data"},
     {"train", "methods", "export"},
-    {"verify", "inspection", "hub", "evaluate", "benchmark"},
+    {"verify", "inspection", "hub", "evaluate", "benchmark", "analyze"},
     {"cli", "options"},
     {"__main__"},
 ]

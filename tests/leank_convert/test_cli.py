@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
 
-COMMANDS = ["benchmark", "evaluate", "export", "inspect", "recipes", "train", "verify", "warmup"]
+COMMANDS = ["analyze", "benchmark", "evaluate", "export", "inspect", "recipes", "train", "verify", "warmup"]
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""How a mask's channels are distributed: over RoPE pairs, layers and heads, and what that saves."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from leank_convert.cache_bytes import BytesPerToken, count_cache_bytes
+from leank_convert.mask import ChannelMask
+
+# Pairs at each side that a pair is compared with: few, since what is kept rises steeply with the index.
+_NEIGHBOURS = 3
+# Of normally distributed differences, one in 500 million would be that far out.
+_OUTLIER_SCORE = 6.0
+OUTLIER_RULE = (
+    f"A pair is an outlier where its kept share less the median of its {_NEIGHBOURS} neighbours at each side "
+    f"lies more than {_OUTLIER_SCORE:g} robust standard deviations (1.4826 times the median absolute "
+    "deviation, over all pairs) from the median of these differences."
+)
+
+
+@dataclass(frozen=True)
+class OutlierPair:
+    """A RoPE pair of which far more or less is kept than of its neighbours.
+
+    Attributes:
+        pair: Its index i: channels i and i + D/2.
+        kept: Share of its channels that is kept, over all heads.
+        neighbours: The median share of its neighbours.
+        score: How far out it is, in robust standard deviations.
+    """
+
+    pair: int
+    kept: float
+    neighbours: float
+    score: float
+
+
+@dataclass(frozen=True)
+class MaskAnalysis:
+    """The distribution of a mask's channels; heads in the model's own order, shares in [0, 1].
+
+    Attributes:
+        model: What the mask was made for, None if that is not known.
+        head_dim: D.
+        element_bytes: Bytes of one number in the cache.
+        kept: Share of all channels.
+        kept_by_pair: Of each RoPE pair's two channels in all heads [D/2].
+        neighbours_by_pair: The median of each pair's neighbours [D/2].
+        outliers: Pairs that `OUTLIER_RULE` names, the farthest first.
+        kept_by_layer: [L].
+        widths: Kept channels of each head [L][H_kv].
+        cache: Bytes of one token.
+    """
+
+    model: str | None
+    head_dim: int
+    element_bytes: int
+    kept: float
+    kept_by_pair: tuple[float, ...]
+    neighbours_by_pair: tuple[float, ...]
+    outliers: tuple[OutlierPair, ...]
+    kept_by_layer: tuple[float, ...]
+    widths: tuple[tuple[int, ...], ...]
+    cache: BytesPerToken
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of all layers together."""
+        return sum(len(layer) for layer in self.widths)
+
+    @property
+    def heads_per_width(self) -> dict[int, int]:
+        """How many heads have each width that occurs, the narrowest first."""
+        return dict(sorted(Counter(width for layer in self.widths for width in layer).items()))
+
+    @property
+    def empty_by_layer(self) -> tuple[int, ...]:
+        """Heads of width 0 in each layer [L]."""
+        return tuple(layer.count(0) for layer in self.widths)
+
+    @property
+    def empty_heads(self) -> int:
+        """Heads of width 0."""
+        return sum(self.empty_by_layer)
+
+    @property
+    def empty_share(self) -> float:
+        """Heads of width 0 among all."""
+        return self.empty_heads / self.num_heads
+
+    @property
+    def empty_by_quarter(self) -> tuple[int, ...]:
+        """Heads of width 0 in each quarter of the layers, shallow ones first; borders are rounded."""
+        layers = len(self.widths)
+        borders = [(quarter * layers + 2) // 4 for quarter in range(5)]
+        return tuple(sum(self.empty_by_layer[a:b]) for a, b in itertools.pairwise(borders))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The analysis as JSON-ready data."""
+        return {
+            "model": self.model,
+            "num_hidden_layers": len(self.widths),
+            "num_key_value_heads": len(self.widths[0]),
+            "head_dim": self.head_dim,
+            "kept": self.kept,
+            "kept_by_pair": list(self.kept_by_pair),
+            "outlier_rule": OUTLIER_RULE,
+            "outlier_pairs": [asdict(outlier) for outlier in self.outliers],
+            "kept_by_layer": list(self.kept_by_layer),
+            "widths": [list(layer) for layer in self.widths],
+            "heads_per_width": {str(width): heads for width, heads in self.heads_per_width.items()},
+            "empty_heads": self.empty_heads,
+            "empty_share": self.empty_share,
+            "empty_by_layer": list(self.empty_by_layer),
+            "empty_by_quarter": list(self.empty_by_quarter),
+            "element_bytes": self.element_bytes,
+            "bytes_per_token": {**asdict(self.cache), "saved": self.cache.saved},
+        }
+
+
+def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
+    """Find out how a mask's channels are distributed.
+
+    Args:
+        mask: The mask.
+        element_bytes: Bytes of one number in the cache.
+    """
+    kept = mask.channel_mask.double()
+    half = kept.shape[-1] // 2
+    by_pair = kept[..., : 2 * half].mean((0, 1)).view(2, half).mean(0).tolist()
+    neighbours = [_neighbours_median(by_pair, pair) for pair in range(half)]
+    return MaskAnalysis(
+        model=mask.provenance.model if mask.provenance else None,
+        head_dim=kept.shape[-1],
+        element_bytes=element_bytes,
+        kept=kept.mean().item(),
+        kept_by_pair=tuple(by_pair),
+        neighbours_by_pair=tuple(neighbours),
+        outliers=_find_outliers(by_pair, neighbours, smallest_step=1 / (2 * kept.shape[0] * kept.shape[1])),
+        kept_by_layer=tuple(kept.mean((1, 2)).tolist()),
+        widths=mask.widths,
+        cache=count_cache_bytes(mask.widths, kept.shape[-1], element_bytes),
+    )
+
+
+def _neighbours_median(by_pair: Sequence[float], pair: int) -> float:
+    around = [*by_pair[max(0, pair - _NEIGHBOURS) : pair], *by_pair[pair + 1 : pair + 1 + _NEIGHBOURS]]
+    return float(np.median(around)) if around else by_pair[pair]
+
+
+def _find_outliers(
+    by_pair: Sequence[float], neighbours: Sequence[float], smallest_step: float
+) -> tuple[OutlierPair, ...]:
+    if not by_pair:
+        return ()
+    differences = np.subtract(by_pair, neighbours)
+    differences -= np.median(differences)
+    # Never under the step that one channel of one head makes: most differences of an even mask are 0.
+    spread = max(1.4826 * float(np.median(np.abs(differences))), smallest_step)
+    scores = differences / spread
+    order = sorted(range(len(scores)), key=lambda pair: -abs(scores[pair]))
+    return tuple(
+        OutlierPair(pair, by_pair[pair], neighbours[pair], float(scores[pair]))
+        for pair in order
+        if abs(scores[pair]) > _OUTLIER_SCORE
+    )

@@ -1,0 +1,109 @@
+"""Figures of an analysis; each function draws one into the axes it is given, in `train.figures`' style."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from leank_convert.analyze.distribution import MaskAnalysis
+from leank_convert.train.figures import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    add_colorbar,
+    draw_kept_by_pair,
+    label_layers,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_pairs(axes: Axes, channel_mask: Tensor, analysis: MaskAnalysis) -> None:
+    """Bars of the share that is kept of each RoPE pair, outliers named and in another colour."""
+    draw_kept_by_pair(axes, channel_mask)
+    bars = list(axes.patches)
+    axes.plot(
+        range(len(bars)),
+        [100 * share for share in analysis.neighbours_by_pair],
+        color=GREEN,
+        linewidth=1.6,
+        label="median of the neighbours",
+    )
+    for outlier in analysis.outliers:
+        bars[outlier.pair].set_facecolor(ORANGE)
+        axes.annotate(
+            f"pair {outlier.pair}: {outlier.kept:.0%}",
+            (outlier.pair, 100 * outlier.kept),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=ORANGE,
+            fontweight="bold",
+        )
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0, borderaxespad=0.2)
+    axes.margins(y=0.14)
+
+
+def draw_layers_by_pair(axes: Axes, channel_mask: Tensor) -> None:
+    """Heat map of the share that each layer keeps of each RoPE pair."""
+    num_layers, _, head_dim = channel_mask.shape
+    half = head_dim // 2
+    kept = channel_mask[..., : 2 * half].double().mean(1).view(num_layers, 2, half).mean(1)
+    image = axes.imshow(
+        100 * kept.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=100, cmap="viridis"
+    )
+    label_layers(axes, num_layers, 1)
+    axes.set(title="Kept by layer and RoPE pair", xlabel=f"pair i: channels i and i + {half}")
+    add_colorbar(axes, image, "kept (%)", range(0, 101, 25))
+
+
+def draw_empty_by_layer(axes: Axes, analysis: MaskAnalysis) -> None:
+    """Bars of the heads of width 0 in each layer, the first layer on top."""
+    from matplotlib.ticker import MaxNLocator
+
+    empty = analysis.empty_by_layer
+    axes.barh(range(len(empty)), empty, height=0.8, color=ORANGE)
+    axes.set(
+        title="Heads of width 0",
+        xlabel=f"of {len(analysis.widths[0])} KV heads",
+        xlim=(0, len(analysis.widths[0])),
+        ylim=(len(empty) - 0.5, -0.5),
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="x")
+    label_layers(axes, len(empty), 1)
+
+
+def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
+    """Bars of the bytes of one token in K and V: what is kept of it, and what is saved."""
+    cache = analysis.cache
+    rows = [
+        ("K", cache.key_pruned, cache.key_dense),
+        ("V", cache.value_pruned, cache.value_dense),
+        ("K + V", cache.key_pruned + cache.value_pruned, cache.key_dense + cache.value_dense),
+    ]
+    names = [name for name, _, _ in rows]
+    axes.barh(names, [pruned / 1024 for _, pruned, _ in rows], color=BLUE, label="kept")
+    axes.barh(
+        names,
+        [(dense - pruned) / 1024 for _, pruned, dense in rows],
+        left=[pruned / 1024 for _, pruned, _ in rows],
+        color=INK,
+        alpha=0.25,
+        label="saved",
+    )
+    for place, (_, pruned, dense) in enumerate(rows):
+        axes.annotate(
+            f"{1 - pruned / dense:.1%} saved",
+            (dense / 1024, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
+    axes.margins(x=0.22)
+    axes.grid(axis="x")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0, borderaxespad=0.2)

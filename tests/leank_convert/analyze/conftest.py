@@ -1,0 +1,31 @@
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+
+
+@pytest.fixture(scope="session")
+def run():
+    """Runs a command of the command line."""
+    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def real_mask():
+    """Finds one of the two masks that were published with the paper; they lie outside the repository."""
+    folders = [
+        Path(folder)
+        for folder in (os.environ.get("LEANK_MASKS"), Path(__file__).parents[4] / "shared/masks")
+        if folder
+    ]
+
+    def find(name):
+        found = [folder / name for folder in folders if (folder / name).exists()]
+        if not found:
+            pytest.skip(f"no mask `{name}` here: set LEANK_MASKS to its folder")
+        return found[0]
+
+    return find

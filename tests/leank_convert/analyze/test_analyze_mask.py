@@ -1,0 +1,183 @@
+"""The `analyze` command on a mask alone: text, JSON, page and pictures."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy
+import pytest
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from leank_convert.analyze.distribution import analyze_mask
+from leank_convert.analyze.figures import draw_cache, draw_empty_by_layer, draw_layers_by_pair, draw_pairs
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.train.figures import BLUE, ORANGE
+
+PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
+
+
+@pytest.fixture
+def outlying():
+    """Pair 5 of 16 is kept in every head, of others a quarter; the last layer has two empty heads."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(4, 4, 32, generator=generator) < 0.25
+    mask[..., [5, 21]] = True
+    mask[3, 1:3] = False
+    return mask
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(mask):
+        numpy.save(tmp_path / "mask.npy", mask.numpy())
+        return tmp_path / "mask.npy"
+
+    return write
+
+
+@pytest.fixture
+def axes():
+    return Figure().subplots()
+
+
+def test_text_names_outliers_empty_heads_and_savings(run, save, outlying, tmp_path):
+    result = run("analyze", save(outlying))
+    assert result.exit_code == 0, result.stderr
+    assert "4 layers, 4 KV heads, head_dim 32" in result.stdout
+    assert "2 of 16 (12.5%)" in result.stdout
+    assert "pair 5, 87.5% kept" in result.stdout
+    assert "87.5*" in result.stdout
+    assert "V 12.5%" in result.stdout
+    widths = outlying.sum(-1)[2].tolist()
+    (row,) = re.findall(r"^ +2 +[\d.]+ +0 +(.*)$", result.stdout, re.MULTILINE)[-1:]
+    assert [int(width) for width in row.split()] == widths
+    assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
+
+
+def test_json_is_one_document_of_the_same_numbers(run, save, outlying):
+    result = run("analyze", save(outlying), "--json")
+    assert json.loads(result.stdout) == analyze_mask(ChannelMask(outlying)).to_dict()
+
+
+def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_path):
+    result = run("analyze", save(outlying), "-o", tmp_path / "new" / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    out = tmp_path / "new" / "out"
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["analysis.html", "analysis.json", *PICTURES]
+    )
+    assert json.loads((out / "analysis.json").read_text()) == json.loads(result.stdout)
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert str(out / "analysis.html") in result.stderr
+
+
+def test_page_needs_nothing_beside_it(run, save, outlying, tmp_path):
+    run("analyze", save(outlying), "-o", tmp_path / "out")
+    page = (tmp_path / "out" / "analysis.html").read_text(encoding="utf-8")
+    figures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(figures) == 4
+    for figure in figures:
+        assert ElementTree.fromstring(figure).get("aria-label")
+    assert "<script" not in page
+    assert all(
+        link.startswith(("#", "data:image/png;base64,"))
+        for link in re.findall(r'(?:href|src)="([^"]*)"', page)
+    )
+    assert re.findall(r"url\((?!#)|@import", page) == []
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert "pair 5: 88%" in page
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 7), (70, 1, 6)], ids=str)
+def test_odd_masks_are_drawn_and_told(run, save, tmp_path, shape, kept):
+    result = run("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "analysis.html").exists()
+    assert f"K {0 if kept else 100}.0%" in result.stdout
+
+
+def test_many_widths_are_told_as_a_range(run, save):
+    mask = torch.arange(32) < torch.arange(32)[None, :, None]
+    assert "32 widths from 0 to 31" in run("analyze", save(mask)).stdout
+
+
+def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(run, source_model, tmp_path):
+    mask = torch.zeros(3, 4, 12, dtype=torch.bool)
+    mask[0, 0] = True
+    mask[2, 1, :5] = True
+    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "ckpt")
+    found = json.loads(run("analyze", out, "--json").stdout)
+    assert found["widths"] == [[12, 0, 0, 0], [0, 0, 0, 0], [0, 5, 0, 0]]
+    assert found["element_bytes"] == 4
+    assert found["model"] == "llama-model"
+
+
+def test_an_existing_output_is_left_as_it_is(run, save, outlying, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    for out in (tmp_path / "out", tmp_path / "out" / "thesis.tex"):
+        result = run("analyze", save(outlying), "-o", out)
+        assert result.exit_code == 2
+        assert "already exists" in result.stderr
+        assert "hint: " in result.stderr
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "out"]
+
+
+def test_output_that_cannot_be_written_leaves_nothing(run, save, outlying, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("leank_convert.checkpoint_io.os.fsync", fail)
+    result = run("analyze", save(outlying), "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "No space left on device" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
+
+
+def test_what_is_no_mask_is_refused_with_a_remedy(run, tmp_path, source_model):
+    (tmp_path / "notes.txt").write_text("no mask")
+    for artifact, message in (
+        (tmp_path / "nope.npy", "does not exist"),
+        (tmp_path / "notes.txt", "unknown file type `.txt`"),
+        (source_model(), "holds no `channel_mask.safetensors`"),
+    ):
+        result = run("analyze", artifact, "-o", tmp_path / "out")
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "hint: " in result.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_outliers_stand_out_among_the_bars(axes, outlying):
+    draw_pairs(axes, outlying, analyze_mask(ChannelMask(outlying)))
+    colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
+    assert colours == [ORANGE if pair == 5 else BLUE for pair in range(16)]
+    assert [text.get_text() for text in axes.texts] == ["pair 5: 88%"]
+
+
+def test_heat_map_by_layer_and_pair_is_the_mean_over_heads_and_both_channels(axes):
+    mask = torch.zeros(2, 2, 4, dtype=torch.bool)
+    mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
+    draw_layers_by_pair(axes, mask)
+    assert axes.images[0].get_array().tolist() == [[0, 50], [25, 0]]
+
+
+def test_bars_of_empty_heads_and_of_bytes(axes, outlying):
+    analysis = analyze_mask(ChannelMask(outlying))
+    draw_empty_by_layer(axes, analysis)
+    assert [bar.get_width() for bar in axes.patches] == [0, 0, 0, 2]
+    other = Figure().subplots()
+    draw_cache(other, analysis)
+    cache = analysis.cache
+    kept, saved = ([bar.get_width() * 1024 for bar in bars] for bars in other.containers)
+    assert kept == [cache.key_pruned, cache.value_pruned, cache.key_pruned + cache.value_pruned]
+    assert [a + b for a, b in zip(kept, saved, strict=True)] == [
+        cache.key_dense, cache.value_dense, 2 * cache.key_dense
+    ]  # fmt: skip
