@@ -10,6 +10,31 @@ import click
 
 @click.command()
 @click.argument("artifact", metavar="MASK|CKPT")
+@click.option("--model", help="The mask's model: measures its queries and keys, too.")
+@click.option(
+    "--impact",
+    is_flag=True,
+    help="With --model: remove four channels at a time and see what that costs. A pass over every prompt for "
+    "each four.",
+)
+@click.option(
+    "-n",
+    "--num-samples",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Prompts of each task at each of four lengths.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out prompts."
+)
+@click.option(
+    "--recipe", metavar="NAME|FILE", help="Whose tasks and lengths. Default: the run's, else the model's."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
+)
+@click.option("--device", help="Device to measure on. Default: cuda if there is one, else cpu.")
 @click.option(
     "-o",
     "--out",
@@ -17,14 +42,30 @@ import click
     help="Folder to write: a page that opens offline, its figures as PNG, the numbers as JSON.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
-def analyze(artifact: str, out: Path | None, as_json: bool) -> None:
+def analyze(
+    artifact: str,
+    model: str | None,
+    impact: bool,
+    num_samples: int,
+    seed: int,
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    device: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
     """Tell how a mask's channels are distributed: over RoPE pairs, layers and heads, and what that saves.
 
-    MASK|CKPT is a mask file, a training run, a converted checkpoint, or the hub id of one. Writes files only
-    with --out.
+    MASK|CKPT is a mask file, a training run, a converted checkpoint, or the hub id of one. With --model: also
+    whether the same channels are large in every task and at every length, and which heads live on high
+    frequencies. Writes files only with --out.
     """
+    if model is None:
+        for name, given in (("--impact", impact), ("--recipe", recipe), ("--set", overrides)):
+            if given:
+                raise click.UsageError(f"{name} goes with --model")
     from leank_convert.analyze.distribution import analyze_mask
-    from leank_convert.analyze.report import check_writable, describe, write_analysis
+    from leank_convert.analyze.report import check_writable, describe, to_dict, write_analysis
     from leank_convert.analyze.source import load_artifact
     from leank_convert.analyze.text import render_analysis
 
@@ -32,10 +73,24 @@ def analyze(artifact: str, out: Path | None, as_json: bool) -> None:
         check_writable(out)
     mask, element_bytes = load_artifact(artifact)
     analysis = analyze_mask(mask, element_bytes)
+    measured = None
+    if model is not None:
+        from leank_convert.analyze.session import choose_recipe, measure
+
+        measured = measure(
+            mask,
+            artifact,
+            choose_recipe(artifact, model, recipe, overrides),
+            model,
+            num_samples=num_samples,
+            seed=seed,
+            device=device,
+            impact=impact,
+        )
     if out is not None:
-        for path in write_analysis(mask, analysis, artifact, out):
+        for path in write_analysis(mask, analysis, measured, artifact, out):
             click.echo(path, err=True)
     if as_json:
-        click.echo(json.dumps(analysis.to_dict()))
+        click.echo(json.dumps(to_dict(analysis, measured)))
     else:
-        click.echo(render_analysis(describe(analysis, artifact), analysis), nl=False)
+        click.echo(render_analysis(describe(analysis, measured, artifact), analysis), nl=False)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leank_convert.analyze.distribution import OUTLIER_RULE, MaskAnalysis, OutlierPair
 from leank_convert.analyze.figures import (
@@ -16,6 +16,15 @@ from leank_convert.analyze.figures import (
     draw_empty_by_layer,
     draw_layers_by_pair,
     draw_pairs,
+)
+from leank_convert.analyze.impact import GROUP_SIZE
+from leank_convert.analyze.measurement import Measurement
+from leank_convert.analyze.model_figures import (
+    draw_correlation,
+    draw_impact,
+    draw_impact_by_group,
+    draw_ratio_by_head,
+    draw_ratio_by_width,
 )
 from leank_convert.checkpoint_io import write_atomically
 from leank_convert.errors import LeanKError
@@ -64,12 +73,15 @@ def check_writable(out: Path) -> None:
         raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
 
 
-def write_analysis(mask: ChannelMask, analysis: MaskAnalysis, origin: str, out: Path) -> list[Path]:
+def write_analysis(
+    mask: ChannelMask, analysis: MaskAnalysis, measured: Measurement | None, origin: str, out: Path
+) -> list[Path]:
     """Write page, figures and numbers into a folder that appears whole or not at all.
 
     Args:
         mask: The mask.
         analysis: What was found of it.
+        measured: What was measured on its model, None if nothing was.
         origin: What the user called it.
         out: The folder.
 
@@ -88,21 +100,32 @@ def write_analysis(mask: ChannelMask, analysis: MaskAnalysis, origin: str, out: 
     partial.mkdir(parents=True)
     try:
         sections = _list_sections(mask, analysis)
+        if measured is not None:
+            sections += _list_measured_sections(mask, measured)
         with matplotlib.style.context(["default", STYLE]):
             shown = [render_section(s.heading, s.name, s.draw(), s.caption) for s in sections]
-        page = render_page(f"Analysis of {analysis.model or origin}", describe(analysis, origin), shown)
+        page = render_page(
+            f"Analysis of {analysis.model or origin}", describe(analysis, measured, origin), shown
+        )
         write_atomically(partial / PAGE_NAME, page.encode())
         with matplotlib.style.context(["default", _PNG_STYLE]):
             for section in sections:
                 write_atomically(partial / f"{section.name}.png", _render_png(section.draw()))
-        write_atomically(partial / NUMBERS_NAME, (json.dumps(analysis.to_dict(), indent=1) + "\n").encode())
+        write_atomically(
+            partial / NUMBERS_NAME, (json.dumps(to_dict(analysis, measured), indent=1) + "\n").encode()
+        )
         partial.replace(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return [out / name for name in (PAGE_NAME, *(f"{s.name}.png" for s in sections), NUMBERS_NAME)]
 
 
-def describe(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]:
+def to_dict(analysis: MaskAnalysis, measured: Measurement | None) -> dict[str, Any]:
+    """Both as JSON-ready data."""
+    return {**analysis.to_dict(), "measured": None if measured is None else measured.to_dict()}
+
+
+def describe(analysis: MaskAnalysis, measured: Measurement | None, origin: str) -> list[tuple[str, str]]:
     """The analysis in short, as names and values."""
     layers, heads = len(analysis.widths), len(analysis.widths[0])
     cache = analysis.cache
@@ -126,7 +149,43 @@ def describe(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]:
             f"in the pruned region, at {analysis.element_bytes} bytes a number",
         ),
     ]
-    return facts if analysis.model is None else [("model", analysis.model), *facts]
+    if analysis.model is not None:
+        facts.insert(0, ("model", analysis.model))
+    return facts if measured is None else [*facts, *_describe_measured(measured)]
+
+
+def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
+    facts = [
+        (
+            "measured on",
+            f"{', '.join(measured.tasks)} at {_list_lengths(measured)} tokens, "
+            f"{measured.num_samples} of each",
+        )
+    ]
+    for name, table in (("tasks", measured.between_tasks), ("lengths", measured.between_lengths)):
+        others = [value for row, values in enumerate(table) for value in values[:row]]
+        if others:
+            text = f"Pearson correlation of channel norms {min(others):.3f} to {max(others):.3f}"
+            facts.append((f"between {name}", text))
+    means = [
+        f"{value:.3f} of heads {name}"
+        for name, value in (
+            ("of width 0", measured.ratio_of_empty),
+            ("with channels", measured.ratio_of_others),
+        )
+        if value is not None
+    ]
+    facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
+    if measured.impact:
+        worst = max(measured.impact, key=lambda group: group.lost)
+        last = worst.first + GROUP_SIZE - 1
+        text = f"removing channels {worst.first} to {last} costs most: {100 * worst.lost:.1f} points"
+        facts.append(("impact", text))
+    return facts
+
+
+def _list_lengths(measured: Measurement) -> str:
+    return ", ".join(f"{length:,}" for length in measured.lengths)
 
 
 def _describe_widths(analysis: MaskAnalysis) -> str:
@@ -202,6 +261,62 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
             "Tokens in sink and recent window stay whole.",
         ),
     ]
+
+
+def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[_Section]:
+    layers = len(mask.channel_mask)
+
+    def staticity() -> Figure:
+        rows = max(len(measured.tasks), len(measured.lengths))
+        figure = new_figure(0.5 * rows + 1.2)
+        tasks, lengths = figure.subplots(1, 2)
+        draw_correlation(tasks, measured.between_tasks, measured.tasks, "Between tasks")
+        names = [f"{length:,}" for length in measured.lengths]
+        draw_correlation(lengths, measured.between_lengths, names, "Between lengths (tokens)")
+        return figure
+
+    def frequencies() -> Figure:
+        figure = new_figure(min(9.0, max(3.2, 0.22 * layers + 1.2)))
+        by_head, by_width = figure.subplots(1, 2)
+        draw_ratio_by_head(by_head, measured.high_frequency_ratio)
+        draw_ratio_by_width(by_width, measured.high_frequency_ratio, mask.channel_mask.sum(-1))
+        return figure
+
+    def impact() -> Figure:
+        figure = new_figure(3.6)
+        against_norm, by_channel = figure.subplots(1, 2)
+        draw_impact(against_norm, measured.impact or ())
+        draw_impact_by_group(by_channel, measured.impact or ())
+        return figure
+
+    sections = [
+        _Section(
+            "Are the same channels large everywhere?",
+            "staticity",
+            staticity,
+            "Pearson correlation of the channels' norm ratios over all layers and heads: a channel's part in "
+            "the products of the last 32 queries with all keys. Near 1, one mask can serve all.",
+        ),
+        _Section(
+            "High frequencies",
+            "frequencies",
+            frequencies,
+            "The norm of a head's attention logits from the faster half of the RoPE pairs alone, against "
+            "that of all. By the paper, heads with a high ratio look at what is near and matter little far "
+            "away.",
+        ),
+    ]
+    if measured.impact:
+        sections.append(
+            _Section(
+                "Norm against impact",
+                "impact",
+                impact,
+                f"{GROUP_SIZE} channels at a time are removed from every head of every layer, in prompt and "
+                "answer. A group far right and low has a large norm and little use.",
+            )
+        )
+    return sections
 
 
 def _render_png(figure: Figure) -> bytes:

@@ -59,7 +59,8 @@ def test_text_names_outliers_empty_heads_and_savings(run, save, outlying, tmp_pa
 
 def test_json_is_one_document_of_the_same_numbers(run, save, outlying):
     result = run("analyze", save(outlying), "--json")
-    assert json.loads(result.stdout) == analyze_mask(ChannelMask(outlying)).to_dict()
+    expected = {**analyze_mask(ChannelMask(outlying)).to_dict(), "measured": None}
+    assert json.loads(result.stdout) == expected
 
 
 def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_path):
@@ -94,7 +95,7 @@ def test_page_needs_nothing_beside_it(run, save, outlying, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 7), (70, 1, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 7), (20, 1, 6)], ids=str)
 def test_odd_masks_are_drawn_and_told(run, save, tmp_path, shape, kept):
     result = run("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output

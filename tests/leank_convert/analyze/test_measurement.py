@@ -1,0 +1,148 @@
+"""What is measured on a model: prompts, correlations, ratios and the impact of removed channels."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from leank_convert.analyze.impact import _removing_attention, count_passes, measure_impact
+from leank_convert.analyze.measurement import correlate, measure_model
+from leank_convert.analyze.prompts import choose_lengths, draw_prompts
+from leank_convert.mask import ChannelMask
+from leank_convert.methods.statistics import measure_attention
+from leank_convert.recipe import DataSection, load_recipe
+from leank_convert.train.subject import load_subject
+
+DATA = DataSection(
+    tasks=("retrieval", "multi_value", "retrieval"),
+    wording="testbed",
+    min_length=160,
+    max_length=220,
+    questions_per_context=2,
+)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    """The shipped model, on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_subject(load_recipe("quickstart"), torch.device("cpu"))
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(subject):
+    return draw_prompts(subject.tokenizer, DATA, num_samples=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "lengths"),
+    [
+        (256, 2048, (256, 512, 1024, 2048)),
+        (300, 300, (300,)),
+        (10, 11, (10, 11)),
+        (4096, 32768, (4096, 8192, 16384, 32768)),
+    ],
+)
+def test_lengths_grow_by_one_factor_from_shortest_to_longest(shortest, longest, lengths):
+    assert choose_lengths(DataSection(min_length=shortest, max_length=longest)) == lengths
+
+
+def test_every_task_is_drawn_as_often_at_every_length(prompts):
+    drawn = [(prompt.length, prompt.task) for prompt in prompts]
+    expected = [(n, task) for n in choose_lengths(DATA) for task in ("retrieval", "multi_value")]
+    assert drawn == [case for case in expected for _ in range(2)]
+    for prompt in prompts:
+        assert 0.7 * prompt.length < len(prompt.input_ids) + len(prompt.answer_ids) <= prompt.length
+    assert len({tuple(prompt.input_ids.tolist()) for prompt in prompts}) == len(prompts)
+
+
+def test_correlation_is_pearsons():
+    def pearson(x, y):
+        x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
+        covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
+        return covariance / math.sqrt(sum((a - x_mean) ** 2 for a in x) * sum((b - y_mean) ** 2 for b in y))
+
+    vectors = torch.rand(3, 2, 2, 5, generator=torch.Generator().manual_seed(0))
+    table = correlate(list(vectors))
+    for row, x in enumerate(vectors):
+        for column, y in enumerate(vectors):
+            expected = pearson(x.flatten().tolist(), y.flatten().tolist())
+            assert table[row][column] == pytest.approx(expected, abs=1e-12)
+    assert correlate([vectors[0]]) == ((pytest.approx(1),),)
+
+
+def test_tasks_are_compared_over_all_lengths_and_lengths_over_all_tasks(subject, prompts):
+    mask = torch.ones(4, 4, 64, dtype=torch.bool)
+    mask[0, 1] = mask[2, 3] = False
+    found = measure_model(subject.model, ChannelMask(mask), prompts)
+    norms, ratios = {}, []
+    for prompt in prompts:
+        statistics = measure_attention(subject.model, prompt.input_ids)
+        norms.setdefault(prompt.task, []).append(statistics.channel_norms)
+        norms.setdefault(prompt.length, []).append(statistics.channel_norms)
+        ratios.append(statistics.high_frequency_ratio)
+    means = {key: sum(values) / len(values) for key, values in norms.items()}
+    for keys, table in ((found.tasks, found.between_tasks), (found.lengths, found.between_lengths)):
+        for row, one in enumerate(keys):
+            for column, other in enumerate(keys):
+                pair = torch.stack([means[one].flatten(), means[other].flatten()]).double()
+                assert table[row][column] == pytest.approx(torch.corrcoef(pair)[0, 1].item(), abs=1e-5)
+    assert found.num_samples == 2
+    ratio = sum(ratios) / len(ratios)
+    torch.testing.assert_close(found.high_frequency_ratio, ratio)
+    assert found.ratio_of_empty == pytest.approx((ratio[0, 1] + ratio[2, 3]).item() / 2, rel=1e-5)
+    others = ratio.sum() - ratio[0, 1] - ratio[2, 3]
+    assert found.ratio_of_others == pytest.approx(others.item() / 14, rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
+def test_a_mean_over_no_heads_is_left_out(subject, prompts, kept):
+    found = measure_model(subject.model, ChannelMask(torch.full((4, 4, 64), kept)), prompts[:1])
+    assert (found.ratio_of_empty is None, found.ratio_of_others is None) == (kept, not kept)
+    assert found.between_tasks == ((pytest.approx(1),),)
+
+
+def test_removed_channels_are_in_no_product_of_query_and_key():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    kept = torch.ones(8)
+    kept[4:] = 0
+    output, _ = _removing_attention(
+        SimpleNamespace(num_key_value_groups=2, is_causal=True),
+        query, key, value, None, scaling=0.3, leank_kept_channels=kept,
+    )  # fmt: skip
+    for head in range(4):
+        for token in range(6):
+            keys, values = key[0, head // 2, : token + 1], value[0, head // 2, : token + 1]
+            logits = torch.stack([(query[0, head, token, :4] * k[:4]).sum() * 0.3 for k in keys])
+            torch.testing.assert_close(output[0, token, head], logits.softmax(0) @ values)
+
+
+def test_impact_is_what_is_answered_worse_than_by_greedy_decoding_of_the_dense_model(subject, prompts):
+    norms = torch.rand(4, 4, 64, generator=torch.Generator().manual_seed(0))
+    calls = []
+    before = subject.model.config._attn_implementation
+    try:
+        groups = measure_impact(subject.model, norms, prompts[:4], advance=lambda: calls.append(1))
+        subject.model.set_attn_implementation("sdpa")
+        right = 0
+        for prompt in prompts[:4]:
+            num = len(prompt.answer_ids)
+            ids = prompt.input_ids[None]
+            made = subject.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, min_new_tokens=num,
+                do_sample=False, pad_token_id=0,
+            )[0, -num:]  # fmt: skip
+            right += bool((made == prompt.answer_ids).all())
+    finally:
+        subject.model.set_attn_implementation(before)
+    assert len(calls) == count_passes(64, 4) == 17 * 4
+    assert [group.first for group in groups] == list(range(0, 64, 4))
+    for group in groups:
+        assert group.exact_match + group.lost == pytest.approx(right / 4)
+        chosen = norms[:, :, group.first : group.first + 4]
+        assert group.norm == pytest.approx(chosen.mean().item(), rel=1e-5)
+    assert len({group.lost for group in groups}) > 1
