@@ -61,7 +61,8 @@ def analyze(
     frequencies. Writes files only with --out.
     """
     if model is None:
-        for name, given in (("--impact", impact), ("--recipe", recipe), ("--set", overrides)):
+        options = {"--impact": impact, "--recipe": recipe, "--set": overrides, "--device": device}
+        for name, given in options.items():
             if given:
                 raise click.UsageError(f"{name} goes with --model")
     from leank_convert.analyze.distribution import analyze_mask

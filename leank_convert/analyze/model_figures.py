@@ -68,16 +68,25 @@ def draw_impact(axes: Axes, groups: Sequence[GroupImpact]) -> None:
     norms, lost = [group.norm for group in groups], [100 * group.lost for group in groups]
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.scatter(norms, lost, s=34, color=BLUE, alpha=0.8, linewidths=0)
+    half = (groups[-1].first + GROUP_SIZE) / 2
     for group, norm, points in zip(groups, norms, lost, strict=True):
         if norm > _NAMED_SHARE * max(norms) or abs(points) > _NAMED_SHARE * max(map(abs, lost)):
-            name = f"{group.first}-{group.first + GROUP_SIZE - 1}"
-            axes.annotate(name, (norm, points), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            # RoPE's other half of the same pairs mostly lies close by: its name goes to the other side.
+            side, place = (-5, "right") if group.first < half else (5, "left")
+            axes.annotate(
+                f"{group.first}-{group.first + GROUP_SIZE - 1}",
+                (norm, points),
+                xytext=(side, 4),
+                textcoords="offset points",
+                ha=place,
+                fontsize=8,
+            )
     axes.set(
         title="Norm against impact",
         xlabel=f"mean norm ratio of {GROUP_SIZE} channels",
         ylabel="exact matches lost (points)",
     )
-    axes.margins(0.1)
+    axes.margins(0.12)
     axes.grid()
 
 

@@ -78,6 +78,7 @@ def test_without_impact_no_channel_is_removed(run, mask_file):
     [
         (["--impact"], "--impact goes with --model"),
         (["--set", "data.max_length=9"], "--set goes with --model"),
+        (["--device", "cpu"], "--device goes with --model"),
         (["--model", "someone/some-model"], "no packaged recipe for `someone/some-model`"),
         (["--model", "testbed", "--device", "toaster"], "toaster"),
         (
