@@ -22,6 +22,7 @@ from leank_convert.options import (
     finish_export,
     hub_options,
     json_option,
+    method_options,
     out_option,
     overwrite_option,
     recipe_option,
@@ -80,6 +81,7 @@ def main(debug: bool) -> None:
 )
 @recipe_option
 @set_option
+@method_options
 @click.option(
     "--pruning-ratio",
     "pruning_ratios",
@@ -88,7 +90,7 @@ def main(debug: bool) -> None:
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
 @window_options
-@click.option("--seed", type=click.IntRange(0), help="Seed of the training samples.")
+@click.option("--seed", type=click.IntRange(0), help="Seed of the samples, and of a random mask.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
 @click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
@@ -104,6 +106,8 @@ def train(
     out: Path | None,
     recipe_name: str | None,
     overrides: tuple[str, ...],
+    method: str | None,
+    budget: str | None,
     pruning_ratios: tuple[float, ...],
     sink_size: int | None,
     recent_size: int | None,
@@ -128,6 +132,8 @@ def train(
         raise click.UsageError("--json goes with --dry-run")
     check_hub_options(repo_id, private)
     flags = {
+        "method": method,
+        "budget": budget,
         "pruning_ratio": pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None,
         "windows.sink_size": sink_size,
         "windows.recent_size": recent_size,
@@ -150,7 +156,8 @@ def train(
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
     from leank_convert.export import check_exportable, export_checkpoint, recover
-    from leank_convert.train import TrainingDirectory, train_masks
+    from leank_convert.methods import make_masks
+    from leank_convert.train import TrainingDirectory
 
     directory = TrainingDirectory(out)
     changed = recipe.model.config_overrides
@@ -159,12 +166,11 @@ def train(
         # Before hours of training, not after. Only a run that is resumed may replace a checkpoint beside it.
         for folder in folders:
             recover(folder)
-        if not resume:
-            directory.check_unused()
+        directory.check_usable(recipe, resume=resume)
         resumed = resume and directory.state.exists()
         for folder in folders:
             check_exportable(model, folder, config_overrides=changed, overwrite=resumed)
-    masks = train_masks(recipe, out, resume=resume, device=device, model_override=model)
+    masks = make_masks(recipe, out, resume=resume, device=device, model_override=model)
     for folder, mask in masks.items():
         if mask_only:
             click.echo(TrainingDirectory(folder).mask)

@@ -23,6 +23,22 @@ set_option = click.option(
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
 
 
+def method_options(command: _Command) -> _Command:
+    """`--method`, `--budget`: the recipe checks what they may be."""
+    command = click.option(
+        "--budget",
+        metavar="uniform|global",
+        help="Every head keeps as many channels, or the whole model's best are kept. Default: global for "
+        "leank, magnitude-alpha and high-frequency-ratio (which takes no other), uniform for the rest.",
+    )(command)
+    return click.option(
+        "--method",
+        metavar="NAME",
+        help="leank (default); magnitude-alpha, which is its stage 1 alone; or without training static-norm, "
+        "double-sparsity, random or high-frequency-ratio.",
+    )(command)
+
+
 def window_options(command: _Command) -> _Command:
     """`--sink-size`, `--recent-size`, `--flush-size`."""
     for name, text in (

@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
 Tracker = Literal["tensorboard", "wandb"]
+Method = Literal[
+    "leank", "magnitude-alpha", "static-norm", "double-sparsity", "random", "high-frequency-ratio"
+]
+Budget = Literal["uniform", "global"]
+
+_TRAINED_METHODS = ("leank", "magnitude-alpha")
+_UNIFORM_METHODS = ("static-norm", "double-sparsity", "random")
 
 
 def _refuse_bool(value: object) -> object:
@@ -160,6 +167,19 @@ class Recipe(_Section):
     model: ModelSection = Field(default_factory=ModelSection)
     mask: str | None = Field(None, description="a mask to export instead of training one: path or hub id")
     windows: WindowsSection = Field(default_factory=WindowsSection)
+    method: Method = Field(
+        "leank",
+        description="what chooses channels; `magnitude-alpha` is `leank` without stage 2, the others train "
+        "nothing",
+    )
+    budget: Budget | None = Field(
+        None,
+        description="`uniform`: every head keeps as many channels; `global`: the whole model's best; null: "
+        f"uniform for {', '.join(_UNIFORM_METHODS)}, else global",
+    )
+    calibration_prompts: _PositiveInt = Field(
+        16, description="prompts that static-norm and double-sparsity average over; others ignore it"
+    )
     pruning_ratio: _Fractions = Field(
         0.7,
         description="fraction of the whole model's K channels that is removed; a list: a mask for each",
@@ -186,8 +206,28 @@ class Recipe(_Section):
 
     _text: str | None = PrivateAttr(default=None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_stage2(cls, document: Any) -> Any:
+        if isinstance(document, Mapping) and document.get("method") == "magnitude-alpha":
+            stage2 = document.get("stage2") or {}
+            if isinstance(stage2, Mapping | Stage2Section):
+                return {**document, "stage2": {**dict(stage2), "steps": 0}}
+        return document
+
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        if self.method == "high-frequency-ratio":
+            if self.budget == "uniform":
+                raise ValueError(
+                    "`budget: uniform` does not go with `method: high-frequency-ratio`, whose heads keep all "
+                    "channels or none; leave it out"
+                )
+            if self.max_width is not None:
+                raise ValueError(
+                    f"`max_width` {self.max_width} does not go with `method: high-frequency-ratio`, whose "
+                    "heads keep all channels or none; set it to null"
+                )
         if len(set(self.pruning_ratios)) < len(self.pruning_ratios):
             raise ValueError(f"`pruning_ratio` {list(self.pruning_ratios)} names a ratio twice")
         if len(set(self.trackers)) < len(self.trackers):
@@ -205,6 +245,16 @@ class Recipe(_Section):
     def pruning_ratios(self) -> tuple[float, ...]:
         """Every asked ratio, one or more."""
         return self.pruning_ratio if isinstance(self.pruning_ratio, tuple) else (self.pruning_ratio,)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its method learns scaling factors, step by step."""
+        return self.method in _TRAINED_METHODS
+
+    @property
+    def resolved_budget(self) -> Budget:
+        """`budget`, or where it is null the method's own."""
+        return self.budget or ("uniform" if self.method in _UNIFORM_METHODS else "global")
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ D head_dim. Channels i and i + D/2 are one RoPE pair, whose frequency falls with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +91,16 @@ def measure_attention(model: PreTrainedModel, input_ids: Tensor) -> AttentionSta
                 exit_code=1,
             )
     return statistics
+
+
+def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatistics:
+    """The mean over prompts, each of which weighs the same whatever its length."""
+    return AttentionStatistics(
+        *(
+            torch.stack(values).mean(0)
+            for values in zip(*(vars(one).values() for one in measured), strict=True)
+        )
+    )
 
 
 def high_frequency_channels(head_dim: int) -> Tensor:

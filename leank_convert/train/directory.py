@@ -41,16 +41,23 @@ class TrainingDirectory:
         """The result."""
         return self.out / MASK_FILE_NAME
 
-    def check_unused(self) -> None:
-        """Refuse to begin a run where there is one.
+    def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
+        """Refuse to begin where there is a run, and to go on with a method that saves no state.
 
         Raises:
-            LeanKError: If there is.
+            LeanKError: If it is either.
         """
-        if self.folder.exists():
+        if resume and not recipe.is_trained:
+            raise LeanKError(
+                f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
+                hint="leave `--resume` out: the method begins anew, in seconds to minutes",
+            )
+        if not resume and self.folder.exists():
             raise LeanKError(
                 f"`{self.folder}` already holds a training run",
-                hint="go on with it by `--resume`, or train into another folder",
+                hint="go on with it by `--resume`, or train into another folder"
+                if recipe.is_trained
+                else "choose another folder; `leank-convert export` makes a checkpoint of the mask in it",
             )
 
     def results(self, recipe: Recipe) -> dict[float, TrainingDirectory]:

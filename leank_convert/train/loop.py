@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from leank_convert.checkpoint_io import CONFIG_NAME, first_line, write_atomically
+from leank_convert.checkpoint_io import first_line, write_atomically
 from leank_convert.data import SampleSource, SampleStream
 from leank_convert.errors import LeanKError
-from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
 from leank_convert.train.directory import TrainingDirectory
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.journal import LOG_NAME, Journal, check_trackers
 from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.report import REPORT_NAME, write_report
+from leank_convert.train.results import refuse_foreign_masks, refuse_given_mask, write_result
 from leank_convert.train.run import Run
 from leank_convert.train.state import TrainingState, fingerprint_run, load_state, save_state
 from leank_convert.train.subject import load_subject
@@ -57,11 +57,11 @@ def train_masks(
         is for an export to replace.
 
     Raises:
-        LeanKError: If the recipe names a mask, `out/leank/` exists and `resume` is not given, a folder holds
-            a mask of another origin, the saved state belongs to another recipe, model or data, the model
-            cannot be trained on, the device cannot be used, memory does not suffice, or the loss is not
-            finite. Also when Ctrl-C or SIGTERM ends the run, after the step under way and with its state
-            saved (exit code 130 or 143). Processes but the first exit where that one raises.
+        LeanKError: If the recipe names a mask or trains nothing, `out/leank/` exists and `resume` is not
+            given, a folder holds a mask of another origin, the saved state belongs to another recipe, model
+            or data, the model cannot be trained on, the device cannot be used, memory does not suffice, or
+            the loss is not finite. Also when Ctrl-C or SIGTERM ends the run, after the step under way and
+            with its state saved (exit code 130 or 143). Processes but the first exit where that one raises.
     """
     directory = TrainingDirectory(Path(out))
     with join_ranks(device) as ranks:
@@ -69,13 +69,13 @@ def train_masks(
         saved = ranks.on_first(lambda: _find_state(recipe, directory, resume))
         run, samples = ranks.on_all(lambda: _set_up(recipe, ranks, saved, directory, model_override))
         if not run.is_done:
-            ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
+            ranks.on_first(lambda: refuse_foreign_masks(recipe, directory))
         _train(run, samples, directory, progress)
         if not ranks.is_first:
             return {}
     masks = run.masks()
     return {
-        result.out: _write_result(masks[ratio], result, recipe, directory)
+        result.out: write_result(masks[ratio], result, recipe, directory.folder / LOG_NAME)
         for ratio, result in directory.results(recipe).items()
     }
 
@@ -147,29 +147,17 @@ def _train(run: Run, samples: SampleSource, directory: TrainingDirectory, progre
             ranks.check(ended if ending.reason else None)
 
 
-def _write_result(
-    mask: ChannelMask, result: TrainingDirectory, recipe: Recipe, run: TrainingDirectory
-) -> ChannelMask:
-    result.folder.mkdir(parents=True, exist_ok=True)
-    if not (result.out / CONFIG_NAME).exists():
-        save_mask(mask, result.mask)
-    if result != run:
-        # Whoever finds the checkpoint alone finds out what it was trained by.
-        write_atomically(result.recipe, recipe.to_yaml().encode())
-    write_report(mask, run.folder / LOG_NAME, result.folder / REPORT_NAME)
-    return mask
-
-
 def check_run(recipe: Recipe, ranks: Ranks) -> None:
     """Refuse what can be refused without the model and a folder.
 
     Raises:
-        LeanKError: If the recipe brings its mask, or cannot be shared by so many processes.
+        LeanKError: If the recipe brings its mask or trains nothing, or cannot be shared by so many processes.
     """
-    if recipe.mask is not None:
+    refuse_given_mask(recipe)
+    if not recipe.is_trained:
         raise LeanKError(
-            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
-            hint="use `leank-convert export`, or remove the key",
+            f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
+            hint="`leank-convert train` without `--dry-run` makes its mask",
         )
     if recipe.batch_size % ranks.num_ranks:
         raise LeanKError(
@@ -187,21 +175,10 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
 
 def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> TrainingState | None:
     """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
-    if not resume:
-        directory.check_unused()
+    directory.check_usable(recipe, resume=resume)
     if directory.state.exists():
         return load_state(directory.state)
-    _refuse_foreign_masks(recipe, directory)
+    refuse_foreign_masks(recipe, directory)
     if resume:
         _logger.warning("no run in `%s`; starting one", directory.out)
     return None
-
-
-def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
-    """A run writes its masks when it is done: one that is there before is of another origin."""
-    for result in directory.results(recipe).values():
-        if result.mask.exists():
-            raise LeanKError(
-                f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
-                hint="train into another folder, or move the mask away",
-            )

@@ -9,14 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import first_line, model_name
+from leank_convert.checkpoint_io import first_line
 from leank_convert.data import TrainingSample
 from leank_convert.errors import LeanKError
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
 from leank_convert.train.journal import StepRecord
 from leank_convert.train.objective import l1_penalty
 from leank_convert.train.ranks import Ranks
+from leank_convert.train.results import describe_origin
 from leank_convert.train.scaling import initial_scaling_factors, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels
@@ -24,8 +25,6 @@ from leank_convert.train.split_attention import Windows
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.step import Student, distil
 from leank_convert.train.subject import Subject
-
-METHOD = "leank"
 
 
 class Run:
@@ -159,25 +158,13 @@ class Run:
 
     def masks(self) -> dict[float, ChannelMask]:
         """The mask of every asked ratio, of a run that is done."""
-        windows = self.recipe.windows
         unfinished = self._factors.detach() if self._stage1_factors is None else self._stage1_factors
         factors = self._finished or [unfinished] * len(self.recipe.pruning_ratios)
         return {
             ratio: ChannelMask(
                 channel_mask=self._select(learned, ratio).cpu(),
                 scaling_factors=learned.cpu(),
-                provenance=MaskProvenance.for_model(
-                    model_name(self.subject.name),
-                    self.subject.facts,
-                    method=METHOD,
-                    sink_size=windows.sink_size,
-                    recent_size=windows.recent_size,
-                    flush_size=windows.flush_size,
-                    pruning_ratio_asked=ratio,
-                    width_multiple=self.recipe.width_multiple,
-                    recipe=self.recipe.text,
-                    seed=self.recipe.seed,
-                ),
+                provenance=describe_origin(self.recipe, ratio, self.subject.name, self.subject.facts),
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
         }
@@ -192,6 +179,7 @@ class Run:
             width_multiple=self.recipe.width_multiple,
             max_width=self.recipe.max_width,
             rounding=self.recipe.rounding,
+            budget=self.recipe.resolved_budget,
         )
 
     def _begin(self, phase: Phase) -> None:

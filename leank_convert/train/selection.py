@@ -23,6 +23,7 @@ def select_channels(
     width_multiple: int,
     rounding: Literal["nearest", "budget"] = "nearest",
     max_width: int | None = None,
+    budget: Literal["uniform", "global"] = "global",
 ) -> Tensor:
     """Choose the channels to keep.
 
@@ -35,19 +36,24 @@ def select_channels(
     gives what they may not keep to the next best multiples of other heads, and ends above the asked ratio
     only when every head is full.
 
+    A `uniform` budget does the same for each head alone, so that all keep the same number of channels: its
+    share of D, rounded to the nearest multiple or down to one.
+
     Args:
-        scaling_factors: Float [L, H_kv, D].
+        scaling_factors: Float [L, H_kv, D], or any other score that is higher for a better channel.
         pruning_ratio: Fraction of channels to remove, in [0, 1).
         width_multiple: Every head keeps a multiple of this many channels, from none to the largest one in D.
         rounding: See above.
         max_width: No head keeps more channels than this; rounded down to a multiple of `width_multiple`, as D
             is. Default: D, which a larger value stands for, too.
+        budget: See above; `global` is the paper's.
 
     Returns:
         Bool [L, H_kv, D], True where kept.
 
     Raises:
-        LeanKError: If a scaling factor is not finite, or `width_multiple` exceeds D or `max_width`.
+        LeanKError: If a scaling factor is not finite, `width_multiple` exceeds D or `max_width`, or no head
+            keeps a channel of a uniform budget.
     """
     head_dim = scaling_factors.shape[-1]
     if width_multiple > head_dim:
@@ -68,10 +74,19 @@ def select_channels(
     # str: 0.7 means seven tenths, not the double just below them.
     kept_fraction = 1 - Fraction(str(pruning_ratio))
     most = min(head_dim, max_width or head_dim) // width_multiple  # multiples that a head may keep
+    # How many channels a head keeps of its own does not depend on which: one head stands for all.
+    judged = factors[:1, :1] if budget == "uniform" else factors
     if rounding == "nearest":
-        widths = _round_to_nearest(factors, kept_fraction, width_multiple, most)
+        widths = _round_to_nearest(judged, kept_fraction, width_multiple, most)
     else:
-        widths = _fill_budget(factors, kept_fraction, width_multiple, most)
+        widths = _fill_budget(judged, kept_fraction, width_multiple, most)
+    if budget == "uniform" and not widths.any():
+        raise LeanKError(
+            f"`pruning_ratio` {pruning_ratio:g} leaves every head of a uniform budget "
+            f"{float(kept_fraction) * head_dim:g} of {head_dim} channels, which `width_multiple` "
+            f"{width_multiple} rounds to none",
+            hint="lower `width_multiple` or `pruning_ratio`, or choose `budget: global`",
+        )
     return _ranks(factors) < widths[..., None]
 
 

@@ -31,6 +31,7 @@ STATE_FILE_NAME = "training_state.safetensors"
 _FREE_SETTINGS = (
     "save_every",
     "mask",
+    "calibration_prompts",
     "model.id",
     "model.device_map",
     "data.haystack.source",

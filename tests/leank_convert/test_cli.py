@@ -58,7 +58,7 @@ def test_full_disk_is_told_in_one_line(run, tmp_path, monkeypatch):
     def fill(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.csv")
 
-    monkeypatch.setattr("leank_convert.train.train_masks", fill)
+    monkeypatch.setattr("leank_convert.methods.make_masks", fill)
     result = run("train", "testbed", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr == "error: `out/leank/log.csv`: No space left on device\n"
@@ -171,7 +171,7 @@ def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
-    monkeypatch.setattr("leank_convert.train.train_masks", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr("leank_convert.methods.make_masks", lambda *_, **__: pytest.fail("training began"))
     result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "quantized" in result.stderr
@@ -231,6 +231,57 @@ def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
     assert result.exit_code == 2
     assert f"`{out / 'leank'}` already holds a training run" in result.stderr
     assert "by `--resume`" in result.stderr
+
+
+def test_converting_without_training_leaves_checkpoints_of_every_ratio(run, tmp_path):
+    out = tmp_path / "out"
+    options = [
+        "--method",
+        "static-norm",
+        "--budget",
+        "global",
+        "--pruning-ratio",
+        0.5,
+        "--pruning-ratio",
+        0.75,
+    ]
+    small = ["calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
+    settings = [part for setting in small for part in ("--set", setting)]
+    result = run("train", "testbed", "-o", out, *options, *settings)
+    assert result.exit_code == 0, result.output
+    folders = [out / "ratio-0.5", out / "ratio-0.75"]
+    assert result.stdout == "".join(f"{folder}\n" for folder in folders)
+    for folder, ratio in zip(folders, (0.5, 0.75), strict=True):
+        assert run("verify", folder, "--source", "testbed").exit_code == 0
+        facts = json.loads(run("inspect", folder, "--json").stdout)
+        assert facts["provenance"]["method"] == "static-norm"
+        assert facts["pruning_ratio"] == ratio
+        assert "# --budget global" in facts["provenance"]["recipe"]
+    result = run("train", "testbed", "-o", out, *options, "--resume")
+    assert result.exit_code == 2
+    assert "hint: leave `--resume` out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "static-nrm"], "`--method`"),
+        (["--budget", "local"], "`--budget`"),
+        (["--method", "high-frequency-ratio", "--budget", "uniform"], "all channels or none; leave it out"),
+        (["--method", "random", "--dry-run"], "without `--dry-run`"),
+        (["--method", "random", "--set", "mask=m.npy"], "use `leank-convert export`"),
+        (["--method", "random", "--resume"], "leave `--resume` out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_methods_and_budgets_that_do_not_go_together_are_refused_with_a_remedy(
+    run, tmp_path, options, message
+):
+    out = tmp_path / "out"
+    result = run("train", "testbed", "-o", out, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not out.exists()
 
 
 def test_training_into_a_foreign_folder_is_refused_before_it_begins(run, tmp_path):

@@ -282,3 +282,42 @@ def test_reading_recipes_does_not_import_torch():
         "load_recipe('quickstart'); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"),
+    [
+        ("leank", "global"),
+        ("magnitude-alpha", "global"),
+        ("static-norm", "uniform"),
+        ("double-sparsity", "uniform"),
+        ("random", "uniform"),
+        ("high-frequency-ratio", "global"),
+    ],
+)
+def test_budget_is_the_methods_own_unless_one_is_given(method, budget):
+    recipe = Recipe(method=method)
+    assert recipe.budget is None
+    assert recipe.resolved_budget == budget
+    assert recipe.is_trained == (method in ("leank", "magnitude-alpha"))
+    if method != "high-frequency-ratio":
+        assert Recipe(method=method, budget="global").resolved_budget == "global"
+        assert Recipe(method=method, budget="uniform").resolved_budget == "uniform"
+
+
+def test_magnitude_alpha_has_no_stage_2_whatever_the_recipe_says():
+    for stage2 in ({}, None, {"steps": 7, "learning_rate": 0.5}, Recipe().stage2):
+        values = {} if stage2 is None else {"stage2": stage2}
+        assert Recipe(method="magnitude-alpha", **values).stage2.steps == 0
+    recipe = Recipe(method="magnitude-alpha", stage2={"steps": 7, "learning_rate": 0.5})
+    assert recipe.stage2.learning_rate == 0.5
+    assert "stage2:\n  steps: 0\n" in recipe.to_yaml()
+
+
+@pytest.mark.parametrize("change", [{"budget": "uniform"}, {"max_width": 64}])
+def test_whole_heads_take_neither_a_uniform_budget_nor_a_widest_head(change):
+    (key,) = change
+    with pytest.raises(
+        ValueError, match=rf"`{key}.*`method: high-frequency-ratio`, whose.*all channels or none"
+    ):
+        Recipe(method="high-frequency-ratio", **change)

@@ -23,6 +23,7 @@ import json, os, pathlib, signal, sys
 import torch
 torch.set_num_threads(1)
 import leank_convert.train.loop as loop
+import leank_convert.train.results as results
 from leank_convert.recipe import Recipe
 from leank_convert.train.run import Run
 
@@ -47,7 +48,7 @@ elif place == "fsync":
 elif place == "rename":
     pathlib.Path.replace = dying(pathlib.Path.replace)
 elif place == "mask":
-    loop.save_mask = dying(loop.save_mask)
+    results.save_mask = dying(results.save_mask)
 loop.train_masks(Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, model_override=model)
 """
 

@@ -205,3 +205,25 @@ def test_multiple_larger_than_a_head_is_refused():
 def test_factors_that_are_not_finite_are_refused(value):
     with pytest.raises(LeanKError, match="not finite"):
         select_channels(torch.tensor([[[0.5, value]]]), pruning_ratio=0.5, width_multiple=1)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "budget"])
+@pytest.mark.parametrize("cap", [None, 9])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 0.7])
+def test_uniform_budget_treats_every_head_as_a_model_of_its_own(shape, ratio, cap, rounding):
+    factors = draw("few values", shape, seed=1)
+    options = {"pruning_ratio": ratio, "width_multiple": 2, "max_width": cap, "rounding": rounding}
+    chosen = select_channels(factors, **options, budget="uniform")
+    assert len(chosen.sum(-1).unique()) == 1
+    for layer in range(shape[0]):
+        for head in range(shape[1]):
+            alone = select_channels(factors[layer, head][None, None], **options)
+            assert torch.equal(chosen[layer, head], alone[0, 0])
+
+
+def test_uniform_budget_that_rounds_to_no_channel_is_refused():
+    factors = draw("distinct", (2, 3, 16), seed=1)
+    with pytest.raises(LeanKError, match=r"`pruning_ratio` 0.9 .* 1.6 of 16 channels, which") as caught:
+        select_channels(factors, pruning_ratio=0.9, width_multiple=8, budget="uniform")
+    assert "`budget: global`" in caught.value.hint

@@ -1,0 +1,89 @@
+"""What is left beside a future checkpoint: mask, recipe, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import CONFIG_NAME, model_name, write_atomically
+from leank_convert.errors import LeanKError
+from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.recipe import Recipe
+from leank_convert.train.directory import TrainingDirectory
+from leank_convert.train.report import REPORT_NAME, write_report
+
+
+def describe_origin(
+    recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts, *, width_multiple: int | None = None
+) -> MaskProvenance:
+    """Say where a mask comes from.
+
+    Args:
+        recipe: What it was made by.
+        pruning_ratio: Which of the recipe's ratios it is for.
+        model: What the user called the model.
+        facts: The model's facts.
+        width_multiple: Default: the recipe's.
+    """
+    windows = recipe.windows
+    return MaskProvenance.for_model(
+        model_name(model),
+        facts,
+        method=recipe.method,
+        sink_size=windows.sink_size,
+        recent_size=windows.recent_size,
+        flush_size=windows.flush_size,
+        pruning_ratio_asked=pruning_ratio,
+        width_multiple=width_multiple or recipe.width_multiple,
+        recipe=recipe.text,
+        seed=recipe.seed,
+    )
+
+
+def write_result(
+    mask: ChannelMask, result: TrainingDirectory, recipe: Recipe, log_path: Path | None = None
+) -> ChannelMask:
+    """Write a mask with its recipe and report, and give it back.
+
+    Whoever finds the checkpoint alone finds out what it was made by. A mask is not written beside a
+    checkpoint, whose `config.json` holds the digest of the one there: that is for an export to replace.
+
+    Args:
+        mask: The mask.
+        result: Where it goes.
+        recipe: The recipe.
+        log_path: The log of its training, if it had one.
+    """
+    result.folder.mkdir(parents=True, exist_ok=True)
+    if not (result.out / CONFIG_NAME).exists():
+        save_mask(mask, result.mask)
+    write_atomically(result.recipe, recipe.to_yaml().encode())
+    write_report(mask, log_path, result.folder / REPORT_NAME)
+    return mask
+
+
+def refuse_given_mask(recipe: Recipe) -> None:
+    """Refuse a recipe that brings its mask.
+
+    Raises:
+        LeanKError: If it does.
+    """
+    if recipe.mask is not None:
+        raise LeanKError(
+            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
+            hint="use `leank-convert export`, or remove the key",
+        )
+
+
+def refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
+    """Refuse to write masks where there are some before.
+
+    Raises:
+        LeanKError: If there is one: a run writes its masks when it is done, so it is of another origin.
+    """
+    for result in directory.results(recipe).values():
+        if result.mask.exists():
+            raise LeanKError(
+                f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
+                hint="train into another folder, or move the mask away",
+            )
