@@ -92,6 +92,7 @@ def test_page_needs_nothing_beside_it(run, save, outlying, tmp_path):
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert "pair 5: 88%" in page
+    assert "<h1>Analysis of mask.npy</h1>" in page
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
