@@ -105,7 +105,7 @@ def write_analysis(
         with matplotlib.style.context(["default", STYLE]):
             shown = [render_section(s.heading, s.name, s.draw(), s.caption) for s in sections]
         page = render_page(
-            f"Analysis of {analysis.model or origin}", describe(analysis, measured, origin), shown
+            f"Analysis of {analysis.model or Path(origin).name}", describe(analysis, measured, origin), shown
         )
         write_atomically(partial / PAGE_NAME, page.encode())
         with matplotlib.style.context(["default", _PNG_STYLE]):
