@@ -141,7 +141,7 @@ def train(
         "seed": seed,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    from leank_convert.recipe import find_recipe, load_recipe
+    from leank_convert.recipe_file import find_recipe, load_recipe
 
     recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given)
     if repo_id and len(recipe.pruning_ratios) > 1:
@@ -322,7 +322,7 @@ def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -
 
 def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
     """The recipe that tells how the config changes: by name, of the run in `out`, or the model's, if any."""
-    from leank_convert.recipe import find_recipe, load_recipe
+    from leank_convert.recipe_file import find_recipe, load_recipe
 
     trained = out / "leank" / "recipe.yaml"
     if name is None and trained.exists():
@@ -382,7 +382,7 @@ def _choose_windows(
 def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe:
     """The recipe whose data is drawn: by name, of the run beside the checkpoint, or its model's."""
     from leank_convert.inspection import inspect_artifact
-    from leank_convert.recipe import find_recipe, load_recipe
+    from leank_convert.recipe_file import find_recipe, load_recipe
 
     trained = checkpoint / "leank" / "recipe.yaml"
     if name is None and trained.exists():

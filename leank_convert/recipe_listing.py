@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from leank_convert.errors import LeanKError
-from leank_convert.recipe import PackagedRecipe, Recipe, list_recipes, load_recipe
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import PackagedRecipe, list_recipes, load_recipe
 
 # In a recipe's opening comment. A recipe without it is listed as one that was never run.
 _RUN = "has been run on the real weights"

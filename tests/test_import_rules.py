@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = [
     {"errors"},
     {"architectures", "recipe", "head_layout", "safetensors_file", "cache_bytes", "device"},
-    {"checkpoint_io", "mask", "testbed", "recipe_listing"},
+    {"checkpoint_io", "mask", "testbed", "recipe_file", "recipe_listing"},
     {"data"},
     {"train", "methods", "export"},
     {"verify", "inspection", "hub", "evaluate", "benchmark", "analyze"},
@@ -29,6 +29,7 @@ WITHOUT_TORCH = [
     "errors",
     "architectures",
     "recipe",
+    "recipe_file",
     "recipe_listing",
     "head_layout",
     "safetensors_file",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from leank_convert.recipe import find_recipe, list_recipes, load_recipe
+from leank_convert.recipe_file import find_recipe, list_recipes, load_recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))

@@ -14,7 +14,8 @@ from leank_convert.analyze.measurement import Measurement, measure_model
 from leank_convert.analyze.prompts import draw_prompts
 from leank_convert.device import choose_device
 from leank_convert.mask import ChannelMask, check_mask_fits
-from leank_convert.recipe import Recipe, find_recipe, load_recipe
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import find_recipe, load_recipe
 from leank_convert.train.subject import find_model, load_subject
 
 

@@ -86,7 +86,7 @@ def choose_subject(mask: str | None, recipe: str | None, geometry: str | None) -
     """
     windows: dict[str, int] = {}
     if recipe is not None:
-        from leank_convert.recipe import load_recipe
+        from leank_convert.recipe_file import load_recipe
 
         loaded = load_recipe(recipe)
         windows = {key: getattr(loaded.windows, key) for key in ("sink_size", "recent_size", "flush_size")}

@@ -7,7 +7,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.recipe import load_recipe
+from leank_convert.recipe_file import load_recipe
 
 DATA = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"]).data
 WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}

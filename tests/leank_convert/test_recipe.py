@@ -6,7 +6,8 @@ import yaml
 from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError
-from leank_convert.recipe import Recipe, list_recipes, load_recipe
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import list_recipes, load_recipe
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_packaged_recipes_are_listed_with_their_first_line():
 
 def test_reading_recipes_does_not_import_torch():
     code = (
-        "import sys; from leank_convert.recipe import list_recipes, load_recipe; list_recipes();"
+        "import sys; from leank_convert.recipe_file import list_recipes, load_recipe; list_recipes();"
         "load_recipe('quickstart'); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

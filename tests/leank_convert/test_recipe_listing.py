@@ -7,7 +7,8 @@ import yaml
 from click.testing import CliRunner
 
 from leank_convert.cli import main
-from leank_convert.recipe import PackagedRecipe, Recipe, _known_keys, list_recipes, load_recipe
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import PackagedRecipe, known_keys, list_recipes, load_recipe
 from leank_convert.recipe_listing import describe_recipe, render_keys, render_recipes
 
 NAMES = [recipe.name for recipe in list_recipes()]
@@ -69,7 +70,7 @@ def test_keys_are_a_recipe_of_all_defaults(run, tmp_path):
 
 def test_every_key_stands_with_its_description_and_its_choices():
     words = " ".join(render_keys().replace("#", " ").split())
-    for key in _known_keys(Recipe):
+    for key in known_keys(Recipe):
         assert f"{key.rpartition('.')[2]}:" in words
     for field in (*Recipe.model_fields.values(), *type(Recipe().data).model_fields.values()):
         assert (field.description or "") in words

@@ -11,7 +11,8 @@ from leank_convert.analyze.measurement import correlate, measure_model
 from leank_convert.analyze.prompts import choose_lengths, draw_prompts
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.statistics import measure_attention
-from leank_convert.recipe import DataSection, load_recipe
+from leank_convert.recipe import DataSection
+from leank_convert.recipe_file import load_recipe
 from leank_convert.train.subject import load_subject
 
 DATA = DataSection(

@@ -11,7 +11,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.benchmark.geometries import GEOMETRIES
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from leank_convert.recipe import load_recipe
+from leank_convert.recipe_file import load_recipe
 from leank_convert.train import dry_run
 from leank_convert.train.dry_run import plan_training
 from leank_convert.train.plan import Pace, RunPlan, describe_seconds, fit_pace, need_memory

@@ -15,7 +15,8 @@ import yaml
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
-from leank_convert.recipe import Recipe, load_recipe
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed.tokenizer import build_tokenizer
 from leank_convert.train import TrainingDirectory, loop, run, step, train_masks
 from leank_convert.train.selection import select_channels
