@@ -1,0 +1,134 @@
+"""Greedy answers of several variants to the same prompts, all from one prefill a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from leank_convert.checkpoint_io import first_line
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.prefill import Prefill, pad_left, positions_of, run_prefill
+from leank_convert.evaluate.prompt import Prompt, score
+from leank_convert.evaluate.subject import EvaluatedModel
+from leank_convert.evaluate.variants import Variant
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one variant made of one prompt.
+
+    Attributes:
+        task: The prompt's.
+        length: The prompt's.
+        index: The prompt's.
+        num_tokens: Tokens of the prompt.
+        variant: Who answered.
+        text: The answer, up to the end of the turn.
+        score: From 0 to 1.
+    """
+
+    task: str
+    length: int
+    index: int
+    num_tokens: int
+    variant: str
+    text: str
+    score: float
+
+
+def answer_prompts(
+    evaluated: EvaluatedModel, prompts: Sequence[Prompt], variants: Sequence[Variant], *, batch_size: int
+) -> Iterator[list[Answer]]:
+    """Answer prompts, prompts of similar length together, the shortest first.
+
+    Args:
+        evaluated: Whose model runs the prefill.
+        prompts: What is asked.
+        variants: Who answers.
+        batch_size: Prompts run together, padded on the left.
+
+    Yields:
+        The answers of a batch, all variants' to a prompt in turn.
+
+    Raises:
+        LeanKError: If memory does not suffice.
+    """
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))
+    for start in range(0, len(ordered), batch_size):
+        batch = ordered[start : start + batch_size]
+        try:
+            yield _answer(evaluated, batch, variants)
+        except torch.OutOfMemoryError as error:
+            raise LeanKError(
+                f"memory does not suffice for {len(batch)} prompts of up to {len(batch[-1].input_ids)} "
+                f"tokens: {first_line(error)}",
+                hint="lower `--batch-size`" if len(batch) > 1 else "take shorter prompts",
+                exit_code=1,
+            ) from error
+
+
+@torch.no_grad()
+def _answer(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]) -> list[Answer]:
+    model = evaluated.model
+    input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
+    window = max((variant.query_window for variant in variants), default=0)
+    prefill = run_prefill(model, input_ids, attention_mask, query_window=window)
+    num_steps = max(prompt.max_new_tokens for prompt in batch)
+    ends = _end_tokens(model)
+    answers = []
+    # One after the other, so that no more than two whole caches exist at a time.
+    for variant in variants:
+        rows = _decode(*variant.start(prefill), prefill, num_steps, ends)
+        for prompt, row in zip(batch, rows, strict=True):
+            text = evaluated.tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
+            answers.append(
+                Answer(
+                    task=prompt.task,
+                    length=prompt.length,
+                    index=prompt.index,
+                    num_tokens=len(prompt.input_ids),
+                    variant=variant.name,
+                    text=text,
+                    score=score(text, prompt),
+                )
+            )
+    return answers
+
+
+def _decode(model: Any, past: Cache, prefill: Prefill, num_steps: int, ends: Tensor) -> list[list[int]]:
+    """Decode greedily from a filled cache, until every row has ended: rows [B] of ids."""
+    token, attention_mask = prefill.next_token, prefill.attention_mask
+    tokens = [token]
+    ended = torch.isin(token, ends)
+    while len(tokens) < num_steps and not bool(ended.all()):
+        attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
+        logits = model(
+            input_ids=token,
+            attention_mask=attention_mask,
+            position_ids=positions_of(attention_mask)[:, -1:],
+            past_key_values=past,
+        ).logits
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(token)
+        ended = ended | torch.isin(token, ends)
+    rows: list[list[int]] = torch.cat(tokens, dim=1).tolist()
+    return rows
+
+
+def _end_tokens(model: Any) -> Tensor:
+    """The tokens that end a turn."""
+    end = model.generation_config.eos_token_id
+    known = end if isinstance(end, list) else [] if end is None else [end]
+    return torch.tensor(known, dtype=torch.long, device=model.device)
+
+
+def _until(row: Sequence[int], ends: Tensor) -> list[int]:
+    """Cut a row before its first token that ends the turn."""
+    known = set(ends.tolist())
+    stop = next((place for place, token in enumerate(row) if token in known), len(row))
+    return list(row[:stop])

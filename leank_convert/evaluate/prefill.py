@@ -1,0 +1,118 @@
+"""One dense pass over a batch of prompts, from which any number of caches can go on.
+
+Prefill is dense whatever is pruned, so one serves the dense model and every choice of channels: keys and
+values stay whole (`prune="deferred"`) in a LeanK cache, and each variant decodes from a fork of it that
+shares them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from leank_convert.recipe import WindowsSection
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A batch of prompts, run once.
+
+    Attributes:
+        model: The LeanK model that ran it.
+        cache: Its cache, every layer's keys and values [B, H_kv, S, D] pending; to be forked, not decoded on.
+        attention_mask: 1 where a column is real [B, S]; padding is on the left.
+        next_token: The greedy token after each prompt [B, 1].
+        queries: Per layer the last queries after RoPE [B, H, W, D]; none if they were not asked for.
+    """
+
+    model: Any
+    cache: Any
+    attention_mask: Tensor
+    next_token: Tensor
+    queries: tuple[Tensor, ...] = ()
+
+
+@torch.no_grad()
+def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_window: int = 0) -> Prefill:
+    """Run a batch of prompts densely.
+
+    Args:
+        model: A LeanK model.
+        input_ids: Tokens, padded on the left [B, S].
+        attention_mask: 1 where real [B, S].
+        query_window: How many of every prompt's last queries are kept.
+    """
+    cache = model.build_cache("deferred")
+    with _recorded_queries(model, query_window) as queries:
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions_of(attention_mask),
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
+    return Prefill(
+        model, cache, attention_mask, output.logits[:, -1].argmax(-1, keepdim=True), tuple(queries)
+    )
+
+
+def fork(cache: Any, windows: WindowsSection | None = None) -> Any:
+    """A cache that goes on from one whose input is pending, and leaves that one as it is.
+
+    Args:
+        cache: Keys and values are shared, not copied.
+        windows: Other window sizes than the model's.
+    """
+    pending = [tensor for layer in cache.layers for tensor in layer.pending]
+    forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in pending})
+    if windows is not None:
+        forked.rows.sink_size = windows.sink_size
+        forked.rows.recent_size = windows.recent_size
+        forked.rows.flush_size = windows.flush_size
+    return forked
+
+
+def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Stack prompts [N] to ids and padding mask [B, S]."""
+    length = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), length, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, length - len(prompt) :] = prompt
+        attention_mask[row, length - len(prompt) :] = 1
+    return input_ids.to(device), attention_mask.to(device)
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Positions [B, S] counted from each row's first real token."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@contextmanager
+def _recorded_queries(model: Any, num_queries: int) -> Iterator[list[Tensor]]:
+    """Collect every layer's last queries of the forward pass within this context."""
+    queries: list[Tensor] = []
+    if not num_queries:
+        yield queries
+        return
+    name = model.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def record(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries.append(query[:, :, -num_queries:].clone())
+        return attend(module, query, *args, **kwargs)
+
+    # The cache keeps no queries: nothing but a method under evaluation asks for them.
+    AttentionInterface.register(name, record)
+    try:
+        yield queries
+    finally:
+        AttentionInterface.register(name, attend)

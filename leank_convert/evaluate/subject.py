@@ -1,0 +1,73 @@
+"""The models under evaluation, loaded as a user would load them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from leank_convert.architectures import Architecture, ModelFacts
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A checkpoint, and the dense model that it is without its cache.
+
+    Attributes:
+        model: The LeanK model.
+        dense: The stock class on the same weights.
+        tokenizer: The checkpoint's.
+        leank: The `leank` block of its config.json.
+        facts: Its shape.
+    """
+
+    model: Any
+    dense: Any
+    tokenizer: Any
+    leank: dict[str, Any]
+    facts: ModelFacts
+
+    @property
+    def channel_masks(self) -> list[Tensor]:
+        """Kept channels of every layer, each bool [H_kv, D], in the checkpoint's head order."""
+        return [layer.self_attn.channel_mask for layer in self.model.base_model.layers]
+
+    @property
+    def whole_size(self) -> int:
+        """The longest prompt of which nothing is pruned, in tokens."""
+        size: int = self.leank["sink_size"] + self.leank["recent_size"]
+        return size
+
+
+def load_evaluated(checkpoint: Path, device: torch.device) -> EvaluatedModel:
+    """Load a checkpoint, and its dense twin on the same memory.
+
+    Raises:
+        LeanKError: If it is no LeanK checkpoint, or a shard of it is damaged.
+    """
+    config, leank = read_leank_config(checkpoint)
+    facts = read_leank_facts(config, checkpoint)
+    open_checkpoint(checkpoint)  # a damaged shard is told better here than while loading
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+    model.to(device).eval()
+    # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+    return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts)
+
+
+def _as_stock(model: Any, architecture: Architecture) -> Any:
+    """The stock model on the same weights: what the checkpoint is when it is loaded by its stock class."""
+    config_class = getattr(transformers, architecture.config_class)
+    values = {**model.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
+    with init_empty_weights():
+        dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
+    weights = {key: value for key, value in model.state_dict().items() if not key.endswith(".channel_mask")}
+    dense.load_state_dict(weights, assign=True)
+    return dense.to(model.device).eval()
