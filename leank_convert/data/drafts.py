@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from leank_convert.data.fitting import strew
 from leank_convert.data.grammar import CODE_WORDS, FIRST_NAMES, LAST_NAMES
 from leank_convert.data.haystack import Haystack
 from leank_convert.errors import LeanKError
@@ -62,7 +63,7 @@ class RetrievalDraft:
         """Write it out with this many lines beside the asked ones."""
         while len(self._others) < num_lines:
             self._others.append(self._line(*self._draw_pair()))
-        lines = _strew(self._others[:num_lines], [(place, self._line(*pair)) for pair, place in self._asked])
+        lines = strew(self._others[:num_lines], [(place, self._line(*pair)) for pair, place in self._asked])
         return Text(
             "Here is the register of a storage hall. Each line names a locker and the code that opens it.\n\n"
             + "\n".join(lines),
@@ -88,15 +89,7 @@ class _RunningTextDraft:
     def _hide(self, facts: Iterable[tuple[float, str]], num_sentences: int) -> str:
         while len(self._taken) < num_sentences:
             self._taken.append(next(self._sentences))
-        return " ".join(_strew(self._taken[:num_sentences], facts))
-
-
-def _strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str]:
-    """Put each fact at its place, given as a fraction of the way through the filler."""
-    lines = list(filler)
-    for offset, (place, fact) in enumerate(sorted(facts)):
-        lines.insert(int(place * (len(filler) + 1)) + offset, fact)
-    return lines
+        return " ".join(strew(self._taken[:num_sentences], facts))
 
 
 class MultiValueDraft(_RunningTextDraft):

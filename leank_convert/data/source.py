@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft
+from leank_convert.data.fitting import fit
 from leank_convert.data.haystack import Haystack, open_haystack
 from leank_convert.data.sample import TrainingSample, encode_answer, encode_prompts, join_questions
 from leank_convert.errors import LeanKError
@@ -154,7 +154,7 @@ class SampleSource:
 
         room = budget - len(answers[longest])
         while True:
-            num_lines, prompt = _fit(render, prompts[longest], room)
+            num_lines, prompt = fit(render, prompts[longest], room)
             others = draft.render(num_lines).prompts()
             del others[longest]
             written = encode_prompts(self.tokenizer, others)
@@ -190,43 +190,6 @@ class SampleSource:
                 excess=sample.num_positions - budget,
             )
         return sample
-
-
-def _fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -> tuple[int, list[int]]:
-    """Find the number of context lines whose prompt fills the budget to within about one line.
-
-    Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
-    need one per line.
-
-    Args:
-        render: The prompt with as many lines.
-        shortest: The prompt without lines.
-        budget: Tokens of the longest prompt that fits.
-
-    Returns:
-        The number of lines and the prompt.
-    """
-    fits, best = 0, shortest
-    exceeds, exceeding = None, shortest
-    guess = 16
-    # Far more than it takes, and an end even for a tokenizer whose token count does not grow with the text.
-    for _ in range(32):
-        prompt = render(guess)
-        low, low_length = fits, len(best)
-        if len(prompt) <= budget:
-            fits, best = guess, prompt
-        else:
-            exceeds, exceeding = guess, prompt
-        if exceeds is None:
-            per_line = max(1.0, (len(best) - low_length) / (fits - low))
-        else:
-            per_line = (len(exceeding) - len(best)) / (exceeds - fits)
-        if budget - len(best) < per_line or exceeds == fits + 1:
-            break
-        guess = fits + max(1, int((budget - len(best)) / per_line))
-        if exceeds is not None:
-            guess = min(guess, exceeds - 1)
-    return fits, best
 
 
 def _check_room(shortest: TrainingSample, budget: int) -> None:
