@@ -1,0 +1,155 @@
+"""Dynamic variants: each row's channels are those of ThinK's formula, restated token by token."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.dynamic import PerHeadBudget, ThinK, kept_channels
+from leank_convert.evaluate.prefill import pad_left, run_prefill
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe import WindowsSection
+
+LAYERS, KV_HEADS, HEAD_DIM, GROUPS = 2, 2, 16, 2
+# The shortest has fewer tokens than the queries that choose.
+LENGTHS = (40, 25, 5)
+QUERIES = 8
+WINDOWS = {"sink_size": 2, "recent_size": 6, "flush_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model(retriever_folder, tmp_path_factory):
+    torch.manual_seed(3)
+    mask = torch.rand(LAYERS, KV_HEADS, HEAD_DIM) < 0.5
+    out = tmp_path_factory.mktemp("dynamic") / "out"
+    export_checkpoint(retriever_folder, ChannelMask(mask), out, **WINDOWS)
+    return AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def prefill(model, prompts):
+    # More queries than these variants look at, as when another one in the same batch wants them.
+    return run_prefill(model, *pad_left(prompts, torch.device("cpu")), query_window=QUERIES + 3)
+
+
+def think_scores(prefill, layer, row, head):
+    """||Q_i K_i^T||_F^2 of every channel i, over the row's own tokens, summed over the G query heads."""
+    num_tokens = int(prefill.attention_mask[row].sum())
+    keys = prefill.cache.layers[layer].pending[0][row, head].double()[-num_tokens:]
+    scores = [0.0] * HEAD_DIM
+    for query_head in range(head * GROUPS, (head + 1) * GROUPS):
+        queries = prefill.queries[layer][row, query_head].double()[-min(QUERIES, num_tokens) :]
+        for channel in range(HEAD_DIM):
+            scores[channel] += sum(
+                float(query[channel] * key[channel]) ** 2 for query in queries for key in keys
+            )
+    return scores
+
+
+def best(scores, width):
+    order = sorted(range(len(scores)), key=lambda channel: -scores[channel])
+    return sorted(order[:width])
+
+
+def assert_chosen(prefill, variant, width_of):
+    """Every row of every layer keeps the channels that the formula ranks first."""
+    model, cache = variant.start(prefill)
+    assert model is prefill.model
+    for layer_idx, layer in enumerate(cache.layers):
+        for row in range(len(LENGTHS)):
+            for head in range(KV_HEADS):
+                expected = best(think_scores(prefill, layer_idx, row, head), width_of(layer_idx, head))
+                assert layer.channel_mask[row, head].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("pruning_ratio", [0.3, 0.7])
+def test_think_keeps_each_heads_largest_products_of_queries_and_keys(prefill, pruning_ratio):
+    width = HEAD_DIM - int(HEAD_DIM * pruning_ratio)
+    assert_chosen(prefill, ThinK(pruning_ratio, query_window=QUERIES), lambda layer, head: width)
+
+
+def test_per_head_budget_keeps_the_masks_widths_and_thinks_channels(prefill):
+    widths = torch.tensor([[0, 5], [16, 3]])
+    assert_chosen(prefill, PerHeadBudget(widths, query_window=QUERIES), lambda *place: int(widths[place]))
+
+
+def test_a_row_keeps_what_it_would_keep_alone(model, prompts, prefill):
+    variant = ThinK(0.5, query_window=QUERIES)
+    _, together = variant.start(prefill)
+    for row, prompt in enumerate(prompts):
+        alone = run_prefill(model, *pad_left([prompt], torch.device("cpu")), query_window=QUERIES)
+        _, cache = variant.start(alone)
+        for layer, other in zip(together.layers, cache.layers, strict=True):
+            assert torch.equal(layer.channel_mask[row], other.channel_mask[0])
+
+
+def test_rows_choose_for_themselves(prefill):
+    _, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
+    assert not torch.equal(cache.layers[0].channel_mask[0], cache.layers[0].channel_mask[1])
+
+
+def test_the_prefill_serves_others_after_it(prefill):
+    before = [layer.channel_mask.clone() for layer in prefill.cache.layers]
+    model, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
+    decode(model, cache, prefill)
+    for layer, mask in zip(prefill.cache.layers, before, strict=True):
+        assert torch.equal(layer.channel_mask, mask)
+        assert layer.pending[0].shape[2] == max(LENGTHS)
+
+
+def test_decoding_is_pruned_to_the_chosen_channels_and_the_variants_own_windows(prefill):
+    windows = WindowsSection(sink_size=1, recent_size=3, flush_size=1)
+    logits = {}
+    for ratio in (0.0, 0.75):
+        model, cache = ThinK(ratio, windows, query_window=QUERIES).start(prefill)
+        logits[ratio] = decode(model, cache, prefill)
+        assert cache.rows.pruned_lengths.tolist() == [length + 1 - 1 - 4 for length in LENGTHS]
+    assert (logits[0.0] - logits[0.75]).abs().max() > 1e-3
+
+
+def decode(model, cache, prefill):
+    """The logits of one decode step."""
+    attention_mask = torch.cat([prefill.attention_mask, torch.ones(len(LENGTHS), 1, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        return model(
+            input_ids=prefill.next_token,
+            attention_mask=attention_mask,
+            position_ids=attention_mask.sum(-1, keepdim=True) - 1,
+            past_key_values=cache,
+        ).logits
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pruning_ratio", "width"), [(64, 0.7, 20), (128, 0.7, 39), (128, 0.0, 128), (100, 0.29, 71)]
+)
+def test_think_rounds_down_what_it_drops(head_dim, pruning_ratio, width):
+    assert kept_channels(head_dim, pruning_ratio) == width
+
+
+@pytest.mark.parametrize("pruning_ratio", [-0.1, 1.0])
+def test_a_ratio_that_leaves_a_head_nothing_is_refused(pruning_ratio):
+    with pytest.raises(LeanKError, match="not at least 0 and below 1"):
+        ThinK(pruning_ratio)
+
+
+@pytest.mark.parametrize(
+    "variant", [lambda: ThinK(0.5, query_window=0), lambda: PerHeadBudget(torch.zeros(2, 2), query_window=0)]
+)
+def test_no_queries_choose_nothing(variant):
+    with pytest.raises(LeanKError, match="can choose nothing"):
+        variant()
+
+
+@pytest.mark.parametrize(
+    "widths", [torch.ones(2, 3, dtype=torch.long), torch.full((2, 2), 17), torch.full((2, 2), -1)]
+)
+def test_widths_of_another_model_are_refused(prefill, widths):
+    with pytest.raises(LeanKError, match="the model has"):
+        PerHeadBudget(widths).start(prefill)
