@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import HaystackSection
@@ -104,6 +106,11 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
             hint="see `data.haystack.source` and `data.haystack.column`",
         )
     return TextHaystack(sentences)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a tokenizer takes for control tokens wherever it stands."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def _split(text: str) -> Iterator[str]:

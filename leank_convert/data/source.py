@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft
 from leank_convert.data.fitting import fit
-from leank_convert.data.haystack import Haystack, open_haystack
+from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import TrainingSample, encode_answer, encode_prompts, join_questions
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
@@ -114,8 +114,7 @@ class SampleSource:
         Raises:
             LeanKError: If it cannot be read.
         """
-        added = self.tokenizer.added_tokens_decoder.values()
-        return open_haystack(self.data.haystack, [token.content for token in added if token.special])
+        return open_haystack(self.data.haystack, control_tokens(self.tokenizer))
 
     @property
     def _uses_haystack(self) -> bool:

@@ -1,0 +1,210 @@
+import itertools
+import re
+from collections import Counter
+
+import pytest
+
+from leank_convert.evaluate.prompt import score
+from leank_convert.evaluate.ruler import RULER_TASKS
+from leank_convert.evaluate.ruler.draft import NOISE
+from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
+
+NEEDLE = re.compile(r"secret (number|code) for (\S+) is (\S+)\.")
+# Keys in the text, values of each and keys asked for, as in RULER's synthetic.yaml.
+NEEDLE_COUNTS = {
+    "niah_single_1": (1, 1, 1),
+    "niah_single_2": (1, 1, 1),
+    "niah_single_3": (1, 1, 1),
+    "niah_multikey_1": (4, 1, 1),
+    "niah_multivalue": (1, 4, 1),
+    "niah_multiquery": (4, 1, 4),
+}
+MAX_NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+
+
+def split(tokenizer, prompt):
+    """The user's message and the beginning of the answer."""
+    text = tokenizer.decode(prompt.input_ids)
+    message, begin = re.fullmatch(r"<\|turn\|>user\n(.*)</s><\|turn\|>assistant\n(.*)", text, re.S).groups()
+    return message, begin
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_prompt_and_room_for_the_answer_fill_the_length(tokenizer, task, draw):
+    for length in (3000, 5000):
+        for prompt in draw(tokenizer, task, length):
+            assert prompt.max_new_tokens == MAX_NEW_TOKENS.get(task, 128)
+            assert 0.95 * length <= len(prompt.input_ids) + prompt.max_new_tokens <= length
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_the_perfect_answer_scores_one_and_the_empty_one_nothing(tokenizer, task, draw):
+    for prompt in draw(tokenizer, task):
+        written = tokenizer.decode(
+            tokenizer(" " + ", ".join(prompt.references), add_special_tokens=False)["input_ids"]
+        )
+        assert score(written, prompt) == 1
+        assert score("", prompt) == 0
+        if prompt.scoring == "all":
+            assert score(prompt.references[0], prompt) == 1 / len(prompt.references)
+
+
+@pytest.mark.parametrize("task", set(RULER_TASKS) - {"qa"})
+def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, task, draw):
+    for prompt in draw(plain_tokenizer, task, num_samples=4):
+        message, begin = split(plain_tokenizer, prompt)
+        before, *_, question = message.split("\n\n")
+        for reference in prompt.references:
+            assert reference.lower() not in f"{before} {question} {begin}".lower()
+
+
+@pytest.mark.parametrize(("task", "counts"), NEEDLE_COUNTS.items())
+def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, counts, draw):
+    num_keys, num_values, num_queries = counts
+    for prompt in draw(plain_tokenizer, task, num_samples=8):
+        message, begin = split(plain_tokenizer, prompt)
+        found = NEEDLE.findall(message)
+        asked = re.search(r"state for ([^?]+)\?", message).group(1).replace(", and ", ", ").split(", ")
+        assert len(found) == num_keys * num_values
+        assert len({key for _, key, _ in found}) == num_keys
+        assert len(asked) == num_queries
+        expected = [value for key in asked for _, other, value in found if other == key]
+        assert sorted(prompt.references) == sorted(expected)
+        for reference in prompt.references:
+            assert message.count(reference) == 1
+        for key in asked:
+            assert re.search(rf"for .*\b{key}\b", begin)
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
+def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task, draw):
+    for prompt in draw(plain_tokenizer, task, num_samples=8):
+        message, _ = split(plain_tokenizer, prompt)
+        found = NEEDLE.findall(message)
+        asked = re.search(r"state for (\S+)\?", message).group(1)
+        assert len(found) > 10
+        assert [value for _, key, value in found if key == asked] == list(prompt.references)
+        assert [key for _, key, value in found if value in prompt.references] == [asked]
+
+
+@pytest.mark.parametrize(
+    ("task", "value"),
+    [("niah_multikey_2", r"\d{7}"), ("niah_single_3", r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")],
+)
+def test_values_are_of_the_tasks_kind(plain_tokenizer, task, value, draw):
+    assert all(re.fullmatch(value, prompt.references[0]) for prompt in draw(plain_tokenizer, task))
+
+
+def test_needles_lie_at_every_depth(plain_tokenizer, draw):
+    places = []
+    for prompt in draw(plain_tokenizer, "niah_single_1", num_samples=40):
+        lines = split(plain_tokenizer, prompt)[0].split("\n\n")[1].split("\n")
+        assert lines.count(NOISE) == len(lines) - 1
+        (place,) = (index for index, line in enumerate(lines) if line != NOISE)
+        places.append(place / (len(lines) - 1))
+    assert min(places) < 0.1
+    assert max(places) > 0.9
+
+
+def resolve(text):
+    """What every name holds, line by line."""
+    held = {}
+    for name, value in re.findall(r"^SET (\w+) = (\w+)$", text, re.M):
+        held[name] = held.get(value, value)
+    return held
+
+
+def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw):
+    for prompt in draw(plain_tokenizer, "vt", num_samples=8):
+        message, begin = split(plain_tokenizer, prompt)
+        example, text = re.split(r"^Answer: .*$", message, flags=re.M)
+        number = re.search(r"hold the number (\d+) at the end of the text\?$", text).group(1)
+        held = resolve(text)
+        assert {name for name, value in held.items() if value == number} == set(prompt.references)
+        assert len(prompt.references) == 5
+        assert number in begin
+        # The example is solved rightly and has nothing of the question.
+        (solved,) = re.findall(r"^Answer: .* (\d+) at the end of the text: (.*)$", message, re.M)
+        assert resolve(example) == dict.fromkeys(solved[1].split(), solved[0])
+        assert not set(resolve(example)) & set(held)
+        assert solved[0] != number
+
+
+@pytest.mark.parametrize(
+    ("length", "common", "rare", "example"), [(2500, 6, 1, (20, 3, 1)), (9000, 30, 3, (40, 10, 3))]
+)
+def test_common_words_come_up_as_often_as_in_ruler(plain_tokenizer, length, common, rare, example, draw):
+    for prompt in draw(plain_tokenizer, "cwe", length):
+        message, _ = split(plain_tokenizer, prompt)
+        shown, asked = (
+            Counter(re.findall(r"\d+\. (\S+)", part))
+            for part in re.split(r"^Answer: .*$", message, flags=re.M)
+        )
+        counts = [common] * 10 + [rare] * (len(asked) - 10)
+        assert [count for _, count in asked.most_common()] == counts
+        assert {word for word, _ in asked.most_common(10)} == set(prompt.references)
+        assert len(asked) > 20
+        num_words, often, seldom = example
+        assert [count for _, count in shown.most_common()] == [often] * 10 + [seldom] * (num_words - 10)
+        assert not set(shown) & set(asked)
+        (solved,) = re.findall(r"^Answer: .* are: (.*)$", message, re.M)
+        assert set(re.findall(r"[a-z]+", solved)) == {word for word, _ in shown.most_common(10)}
+
+
+def test_words_never_run_out(plain_tokenizer, draw):
+    (prompt,) = draw(plain_tokenizer, "cwe", 30_000, num_samples=1)
+    message, _ = split(plain_tokenizer, prompt)
+    asked = Counter(re.findall(r"\d+\. (\S+)", re.split(r"^Answer: .*$", message, flags=re.M)[1]))
+    assert len(asked) > len(ADJECTIVES + NOUNS + VERBS)
+    assert Counter(asked.values()) == {30: 10, 3: len(asked) - 10}
+    for reference in prompt.references:
+        assert [word for word in asked if reference in word] == [reference]
+
+
+def test_frequent_words_follow_the_dots(plain_tokenizer, draw):
+    for length in (600, 3000):
+        for prompt in draw(plain_tokenizer, "fwe", length, num_samples=4):
+            message, _ = split(plain_tokenizer, prompt)
+            counts = Counter(message.split("\n\n")[1].split())
+            (dots, most), *rest = counts.most_common()
+            assert dots == "..."
+            assert {word for word, _ in rest[:3]} == set(prompt.references)
+            assert rest[2][1] > max((count for _, count in rest[3:]), default=0)
+            # Frequencies fall with the square of the rank, rounded down.
+            total = most * 1.645
+            assert abs(rest[2][1] - total / 1.645 / 16) < 2
+
+
+def test_no_word_is_part_of_another():
+    """A reference is looked for anywhere in the answer."""
+    words = ADJECTIVES + NOUNS + VERBS
+    assert len(set(words)) == len(words)
+    assert not [pair for pair in itertools.permutations(words, 2) if pair[0] in pair[1]]
+
+
+def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
+    asked = []
+    for prompt in draw(plain_tokenizer, "qa", 700, num_samples=8):
+        message, _ = split(plain_tokenizer, prompt)
+        question = re.search(r"Question: (.*)$", message).group(1)
+        (record,) = (record for record in records if record["question"] == question)
+        assert prompt.references == tuple(record["answers"])
+        documents = re.findall(r"^\[Document (\d+)\]\n(.*)$", message, re.M)
+        assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
+        texts = [text for _, text in documents]
+        assert texts.count(record["documents"][0]) == 1
+        assert len(set(texts)) == len(texts) > 4
+        assert message.count(record["answers"][1]) == 1
+        asked.append(question)
+    assert len(set(asked)) == 8
+
+
+def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw):
+    (prompt,) = draw(plain_tokenizer, "qa", 3000, num_samples=1)
+    message, _ = split(plain_tokenizer, prompt)
+    counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", message, re.M))
+    assert len(counts) == len(records)
+    assert max(counts.values()) > 1
+    assert sum(record["documents"][0] in counts for record in records) == len(records)
+    (own,) = (text for text in counts if prompt.references[1] in text)
+    assert counts[own] == 1
