@@ -100,7 +100,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     if getattr(tokenizer, "chat_template", None) is None:
         raise LeanKError(
             f"the tokenizer of `{tokenizer.name_or_path}` has no chat template",
-            hint="train on an instruct model, or put a `chat_template.jinja` beside its tokenizer",
+            hint="take an instruct model, or put a `chat_template.jinja` beside its tokenizer",
         )
     if not prompts:
         return []  # which a template refuses
