@@ -1,0 +1,191 @@
+"""A text's predictions: what a pruned cache changes of them, token by token, and what could not show it."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.dynamic import ThinK
+from leank_convert.evaluate.logits import evaluate_text, render_text_comparison
+from leank_convert.evaluate.logits_figure import write_text_figure
+from leank_convert.evaluate.subject import load_evaluated
+from leank_convert.evaluate.variants import Masked
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe import WindowsSection
+from leank_convert.testbed.tasks import NUMBERS
+
+SHAPE = LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+NUM_TOKENS, PREFIX = 60, 24
+TEXT = " ".join(random.Random(5).choices(NUMBERS, k=NUM_TOKENS))
+FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
+
+
+@pytest.fixture(scope="module")
+def evaluated(retriever_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("logits") / "out"
+    mask = torch.rand(SHAPE, generator=torch.Generator().manual_seed(2)) < 0.3
+    export_checkpoint(retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2)
+    return load_evaluated(out, torch.device("cpu"))
+
+
+def every_channel():
+    return Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
+
+
+def no_channel():
+    return Masked("no channels", torch.zeros(SHAPE, dtype=torch.bool))
+
+
+def compare(evaluated, *variants, **options):
+    return evaluate_text(evaluated, TEXT, variants, **{"prefix_tokens": PREFIX, **options})
+
+
+def dense_log_probs(evaluated, input_ids):
+    """Of one forward pass of the dense model over the whole text [tokens, vocabulary]."""
+    with torch.no_grad():
+        return evaluated.dense(input_ids=input_ids[None]).logits[0].double().log_softmax(-1)
+
+
+def token_ids(evaluated):
+    return evaluated.tokenizer(TEXT, return_tensors="pt").input_ids[0]
+
+
+def test_all_channels_change_nothing(evaluated):
+    result = compare(evaluated, every_channel())
+    (found,) = result.variants
+    assert max(found.divergence) < FLOAT32
+    assert all(found.agrees)
+    assert found.nll == pytest.approx(result.dense_nll, abs=FLOAT32)
+
+
+def test_no_channels_diverge_at_every_token(evaluated):
+    (found,) = compare(evaluated, no_channel()).variants
+    assert min(found.divergence) > 100 * FLOAT32
+    assert not all(found.agrees)
+
+
+def test_a_plain_forward_would_show_nothing_of_a_destructive_mask(evaluated):
+    ids = token_ids(evaluated)
+    for layer in evaluated.channel_masks:
+        assert layer.float().mean() < 0.5
+    with torch.no_grad():
+        pruned = evaluated.model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+    dense = dense_log_probs(evaluated, ids)
+    assert (dense.exp() * (dense - pruned)).sum(-1).abs().max() < FLOAT32
+    assert min(compare(evaluated, Masked("pruned")).variants[0].divergence) > FLOAT32
+
+
+def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
+    result = compare(evaluated, Masked("pruned"))
+    (found,) = result.variants
+    ids = token_ids(evaluated)
+    dense = dense_log_probs(evaluated, ids)
+    with torch.no_grad():
+        cache = evaluated.model(input_ids=ids[None, :PREFIX]).past_key_values
+        for place in range(PREFIX, NUM_TOKENS - 1):
+            logits = evaluated.model(input_ids=ids[None, place : place + 1], past_key_values=cache).logits
+            pruned = logits[0, -1].double().log_softmax(-1)
+            expected = sum(
+                math.exp(p) * (p - q) for p, q in zip(dense[place].tolist(), pruned.tolist(), strict=True)
+            )
+            target, row = ids[place + 1], place - PREFIX
+            assert found.divergence[row] == pytest.approx(expected, abs=FLOAT32)
+            assert found.agrees[row] == bool(pruned.argmax() == dense[place].argmax())
+            assert found.nll[row] == pytest.approx(-float(pruned[target]), abs=10 * FLOAT32)
+            assert result.dense_nll[row] == pytest.approx(-float(dense[place, target]), abs=10 * FLOAT32)
+    assert len(found.divergence) == NUM_TOKENS - 1 - PREFIX
+
+
+def test_variants_do_not_disturb_one_another(evaluated):
+    together = compare(evaluated, Masked("pruned"), ThinK(0.5), no_channel())
+    alone = compare(evaluated, Masked("pruned"))
+    assert together.variants[0].divergence == pytest.approx(alone.variants[0].divergence, abs=FLOAT32)
+    assert together.variants[1].divergence != together.variants[2].divergence
+
+
+def test_means_are_over_the_tokens_they_name(evaluated):
+    result = compare(evaluated, Masked("pruned"))
+    (found,) = result.variants
+    bins = result.by_position(found, 4)
+    assert [(means.first, means.last) for means in bins] == [(24, 31), (32, 40), (41, 49), (50, 58)]
+    assert bins[1].divergence == pytest.approx(sum(found.divergence[8:17]) / 9)
+    assert bins[1].nll == pytest.approx(sum(found.nll[8:17]) / 9)
+    assert bins[1].agreement == sum(found.agrees[8:17]) / 9
+    total = result.mean(found)
+    assert total.n == sum(means.n for means in bins) == len(found.divergence)
+    assert total.divergence == pytest.approx(sum(m.divergence * m.n for m in bins) / total.n)
+
+
+def test_of_fewer_tokens_than_stretches_each_is_one(evaluated):
+    result = compare(evaluated, Masked("pruned"), max_tokens=PREFIX + 4)
+    assert [(means.first, means.n) for means in result.by_position(result.variants[0])] == [
+        (24, 1), (25, 1), (26, 1),
+    ]  # fmt: skip
+
+
+def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated):
+    (found,) = compare(evaluated, no_channel(), prefix_tokens=5).variants
+    # The cache holds 2 + 6 + 2 tokens whole: the one at place 9 is the last that sees all of them.
+    assert found.num_whole == 5
+    assert max(found.divergence[:5]) < FLOAT32 < 100 * FLOAT32 < found.divergence[5]
+
+
+def test_a_text_within_the_windows_proves_nothing_and_is_refused(evaluated):
+    with pytest.raises(LeanKError, match="`pruned` would prune nothing of the text: it has 11 tokens"):
+        compare(evaluated, Masked("pruned"), prefix_tokens=4, max_tokens=11)
+    wide = Masked("wide", windows=WindowsSection(sink_size=0, recent_size=100, flush_size=1))
+    with pytest.raises(LeanKError, match="`wide` would prune nothing"):
+        compare(evaluated, Masked("pruned"), wide)
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, NUM_TOKENS - 1, NUM_TOKENS])
+def test_a_prefix_that_leaves_nothing_to_feed_is_refused(evaluated, prefix_tokens):
+    with pytest.raises(
+        LeanKError, match=f"has {NUM_TOKENS} tokens and `--prefix-tokens` is {prefix_tokens}:"
+    ):
+        compare(evaluated, Masked("pruned"), prefix_tokens=prefix_tokens)
+
+
+def test_an_empty_text_is_refused(evaluated):
+    with pytest.raises(LeanKError, match="the text has 0 tokens") as caught:
+        evaluate_text(evaluated, "", [Masked("pruned")], prefix_tokens=1)
+    assert caught.value.hint == "give a longer text"
+
+
+def test_json_holds_every_position_and_the_means(evaluated):
+    result = compare(evaluated, Masked("pruned"), checkpoint="out")
+    told = json.loads(json.dumps(result.to_dict()))
+    assert (told["checkpoint"], told["num_tokens"], told["prefix_tokens"]) == ("out", NUM_TOKENS, PREFIX)
+    pruned = told["variants"]["pruned"]
+    assert pruned["kl"] == list(result.variants[0].divergence)
+    assert pruned["mean"]["kl"] == pytest.approx(sum(pruned["kl"]) / len(pruned["kl"]))
+    assert pruned["mean"]["n"] == len(pruned["kl"]) == len(told["dense_nll"])
+    assert pruned["by_position"][0]["first"] == PREFIX
+
+
+def test_the_table_says_what_means_are_over(evaluated):
+    text = render_text_comparison(compare(evaluated, Masked("pruned"), no_channel(), prefix_tokens=5))
+    assert "54 decode steps: tokens 5 to 58 of the text's 60" in text
+    assert "the first 5 prefilled" in text
+    assert "at the first 5 of them nothing was pruned yet" in text
+    assert all(name in text for name in ("pruned", "no channels", "KL (nats)", "NLL"))
+
+
+def test_progress_counts_every_fed_token(evaluated):
+    counted = []
+    compare(evaluated, Masked("pruned"), advance=counted.append)
+    assert sum(counted) == NUM_TOKENS - 1 - PREFIX
+
+
+def test_the_figure_has_room_for_a_divergence_of_zero(evaluated, tmp_path):
+    result = compare(evaluated, no_channel(), prefix_tokens=5)
+    same = dataclasses.replace(result.variants[0], name="same", divergence=(0.0,) * len(result.dense_nll))
+    path = write_text_figure(
+        dataclasses.replace(result, variants=(same, *result.variants)), tmp_path / "a.png"
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
