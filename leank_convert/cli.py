@@ -17,9 +17,8 @@ import click
 from leank_convert.analyze.commands import analyze
 from leank_convert.benchmark.commands import benchmark, warmup
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.commands import evaluate
 from leank_convert.options import (
-    check_hub_options,
-    finish_export,
     hub_options,
     json_option,
     method_options,
@@ -130,7 +129,7 @@ def train(
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
-    check_hub_options(repo_id, private)
+    _check_hub_options(repo_id, private)
     flags = {
         "method": method,
         "budget": budget,
@@ -176,7 +175,7 @@ def train(
             click.echo(TrainingDirectory(folder).mask)
             continue
         export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
-        finish_export(folder, repo_id, private)
+        _finish_export(folder, repo_id, private)
 
 
 @main.command()
@@ -211,7 +210,7 @@ def export(
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
-    check_hub_options(repo_id, private)
+    _check_hub_options(repo_id, private)
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
         if key.split(".")[0] not in ("windows", "mask", "model"):
@@ -233,7 +232,7 @@ def export(
         overwrite=overwrite,
         mask_origin=origin,
     )
-    finish_export(out, repo_id, private)
+    _finish_export(out, repo_id, private)
 
 
 @main.command()
@@ -266,38 +265,6 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@recipe_option
-@set_option
-@click.option("-n", "--num-samples", type=click.IntRange(1), default=200, show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out samples."
-)
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts at a time.")
-@click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
-@json_option
-def evaluate(
-    checkpoint: Path,
-    recipe_name: str | None,
-    overrides: tuple[str, ...],
-    num_samples: int,
-    seed: int,
-    batch_size: int,
-    device: str | None,
-    as_json: bool,
-) -> None:
-    """Compare CHECKPOINT's pruned answers with its own dense ones on held-out samples of a recipe's data."""
-    _quiet_transformers()
-    from leank_convert.evaluate import evaluate_checkpoint, render_comparison
-
-    recipe = _evaluation_recipe(checkpoint, recipe_name, overrides)
-    result = evaluate_checkpoint(
-        checkpoint, recipe.data, num_samples=num_samples, seed=seed, device=device, batch_size=batch_size
-    )
-    click.echo(json.dumps(result.to_dict()) if as_json else render_comparison(result), nl=as_json)
-
-
-@main.command()
 @click.argument("name", required=False)
 @click.option("--keys", is_flag=True, help="Print every key a recipe may have, with default and meaning.")
 @json_option
@@ -310,7 +277,27 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
 
 main.add_command(analyze)
 main.add_command(benchmark)
+main.add_command(evaluate)
 main.add_command(warmup)
+
+
+def _check_hub_options(repo_id: str | None, private: bool) -> None:
+    """Refuse what the hub would refuse when everything else is done."""
+    if private and repo_id is None:
+        raise click.UsageError("--private goes with --push-to-hub")
+    if repo_id is not None:
+        from leank_convert.hub import check_repo_id
+
+        check_repo_id(repo_id)
+
+
+def _finish_export(out: Path, repo_id: str | None, private: bool) -> None:
+    """Print where the checkpoint lies, and upload it if that was asked for."""
+    click.echo(out)
+    if repo_id is not None:
+        from leank_convert.hub import push_to_hub
+
+        click.echo(push_to_hub(out, repo_id, private=private))
 
 
 def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -> None:
@@ -377,19 +364,6 @@ def _choose_windows(
         if by_set or by_recipe:
             chosen[name] = getattr(recipe.windows, name)
     return chosen
-
-
-def _evaluation_recipe(checkpoint: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe whose data is drawn: by name, of the run beside the checkpoint, or its model's."""
-    from leank_convert.inspection import inspect_artifact
-    from leank_convert.recipe_file import find_recipe, load_recipe
-
-    trained = checkpoint / "leank" / "recipe.yaml"
-    if name is None and trained.exists():
-        name = str(trained)
-    if name is None:
-        name = find_recipe(str(inspect_artifact(checkpoint)["model"]))
-    return load_recipe(name, overrides)
 
 
 def _quiet_transformers() -> None:

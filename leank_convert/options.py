@@ -1,4 +1,4 @@
-"""Options that several commands take, and what is done with them. Imports no torch."""
+"""Options that several commands take. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ recipe_option = click.option(
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
 )
+device_option = click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
+held_out_seed_option = click.option(
+    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out prompts."
+)
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
 
 
@@ -29,13 +33,15 @@ def method_options(command: _Command) -> _Command:
         "--budget",
         metavar="uniform|global",
         help="Every head keeps as many channels, or the whole model's best are kept. Default: global for "
-        "leank, magnitude-alpha and high-frequency-ratio (which takes no other), uniform for the rest.",
+        "leank and magnitude-alpha, and high-frequency-ratio and the duo-attentions (which take no other), "
+        "uniform for the rest.",
     )(command)
     return click.option(
         "--method",
         metavar="NAME",
-        help="leank (default); magnitude-alpha, which is its stage 1 alone; or without training static-norm, "
-        "double-sparsity, random or high-frequency-ratio.",
+        help="leank (default); magnitude-alpha, which is its stage 1 alone; duo-attention, whole heads by "
+        "learned gates; duo-attention+leank, channels of the heads which that leaves; or without training "
+        "static-norm, double-sparsity, random or high-frequency-ratio.",
     )(command)
 
 
@@ -57,22 +63,3 @@ def hub_options(command: _Command) -> _Command:
     return click.option(
         "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
     )(command)
-
-
-def check_hub_options(repo_id: str | None, private: bool) -> None:
-    """Refuse what the hub would refuse when everything else is done."""
-    if private and repo_id is None:
-        raise click.UsageError("--private goes with --push-to-hub")
-    if repo_id is not None:
-        from leank_convert.hub import check_repo_id
-
-        check_repo_id(repo_id)
-
-
-def finish_export(out: Path, repo_id: str | None, private: bool) -> None:
-    """Print where the checkpoint lies, and upload it if that was asked for."""
-    click.echo(out)
-    if repo_id is not None:
-        from leank_convert.hub import push_to_hub
-
-        click.echo(push_to_hub(out, repo_id, private=private))

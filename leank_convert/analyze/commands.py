@@ -7,6 +7,14 @@ from pathlib import Path
 
 import click
 
+from leank_convert.options import (
+    device_option,
+    held_out_seed_option,
+    json_option,
+    recipe_option,
+    set_option,
+)
+
 
 @click.command()
 @click.argument("artifact", metavar="MASK|CKPT")
@@ -25,30 +33,24 @@ import click
     show_default=True,
     help="Prompts of each task at each of four lengths.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out prompts."
-)
-@click.option(
-    "--recipe", metavar="NAME|FILE", help="Whose tasks and lengths. Default: the run's, else the model's."
-)
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
-)
-@click.option("--device", help="Device to measure on. Default: cuda if there is one, else cpu.")
+@held_out_seed_option
+@recipe_option
+@set_option
+@device_option
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
     help="Folder to write: a page that opens offline, its figures as PNG, the numbers as JSON.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
+@json_option
 def analyze(
     artifact: str,
     model: str | None,
     impact: bool,
     num_samples: int,
     seed: int,
-    recipe: str | None,
+    recipe_name: str | None,
     overrides: tuple[str, ...],
     device: str | None,
     out: Path | None,
@@ -61,7 +63,7 @@ def analyze(
     frequencies. Writes files only with --out.
     """
     if model is None:
-        options = {"--impact": impact, "--recipe": recipe, "--set": overrides, "--device": device}
+        options = {"--impact": impact, "--recipe": recipe_name, "--set": overrides, "--device": device}
         for name, given in options.items():
             if given:
                 raise click.UsageError(f"{name} goes with --model")
@@ -81,7 +83,7 @@ def analyze(
         measured = measure(
             mask,
             artifact,
-            choose_recipe(artifact, model, recipe, overrides),
+            choose_recipe(artifact, model, recipe_name, overrides),
             model,
             num_samples=num_samples,
             seed=seed,

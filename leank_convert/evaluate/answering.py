@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import first_line
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.prefill import Prefill, pad_left, positions_of, run_prefill
+from leank_convert.evaluate.prefill import pad_left, positions_of, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.subject import EvaluatedModel
 from leank_convert.evaluate.variants import Variant
@@ -58,51 +59,105 @@ def answer_prompts(
     Raises:
         LeanKError: If memory does not suffice.
     """
-    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))
-    for start in range(0, len(ordered), batch_size):
-        batch = ordered[start : start + batch_size]
-        try:
+    for batch in _batches(prompts, batch_size):
+        with _memory_errors(batch):
             yield _answer(evaluated, batch, variants)
-        except torch.OutOfMemoryError as error:
-            raise LeanKError(
-                f"memory does not suffice for {len(batch)} prompts of up to {len(batch[-1].input_ids)} "
-                f"tokens: {first_line(error)}",
-                hint="lower `--batch-size`" if len(batch) > 1 else "take shorter prompts",
-                exit_code=1,
-            ) from error
+
+
+def answer_densely(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
+) -> Iterator[list[Answer]]:
+    """Answer prompts by a stock model with its own dense cache, in the order of `answer_prompts`.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Of these prompts.
+        prompts: What is asked.
+        name: What its column is called.
+        batch_size: Prompts run together, padded on the left.
+
+    Yields:
+        The answers of a batch.
+
+    Raises:
+        LeanKError: If memory does not suffice.
+    """
+    for batch in _batches(prompts, batch_size):
+        with _memory_errors(batch), torch.no_grad():
+            input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
+            output = model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=positions_of(attention_mask),
+                logits_to_keep=1,
+                use_cache=True,
+            )
+            token = output.logits[:, -1].argmax(-1, keepdim=True)
+            rows = _decode(model, output.past_key_values, token, attention_mask, batch)
+        yield _score_rows(model, tokenizer, batch, name, rows)
 
 
 @torch.no_grad()
 def _answer(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]) -> list[Answer]:
-    model = evaluated.model
-    input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
+    input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
     window = max((variant.query_window for variant in variants), default=0)
-    prefill = run_prefill(model, input_ids, attention_mask, query_window=window)
-    num_steps = max(prompt.max_new_tokens for prompt in batch)
-    ends = _end_tokens(model)
+    prefill = run_prefill(evaluated.model, input_ids, attention_mask, query_window=window)
     answers = []
     # One after the other, so that no more than two whole caches exist at a time.
     for variant in variants:
-        rows = _decode(*variant.start(prefill), prefill, num_steps, ends)
-        for prompt, row in zip(batch, rows, strict=True):
-            text = evaluated.tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
-            answers.append(
-                Answer(
-                    task=prompt.task,
-                    length=prompt.length,
-                    index=prompt.index,
-                    num_tokens=len(prompt.input_ids),
-                    variant=variant.name,
-                    text=text,
-                    score=score(text, prompt),
-                )
-            )
+        model, cache = variant.start(prefill)
+        rows = _decode(model, cache, prefill.next_token, attention_mask, batch)
+        answers += _score_rows(model, evaluated.tokenizer, batch, variant.name, rows)
     return answers
 
 
-def _decode(model: Any, past: Cache, prefill: Prefill, num_steps: int, ends: Tensor) -> list[list[int]]:
+def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:
+    """Prompts of similar length together, the shortest first."""
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))
+    for start in range(0, len(ordered), batch_size):
+        yield ordered[start : start + batch_size]
+
+
+@contextmanager
+def _memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LeanKError(
+            f"memory does not suffice for {len(batch)} prompts of up to {len(batch[-1].input_ids)} "
+            f"tokens: {first_line(error)}",
+            hint="lower `--batch-size`" if len(batch) > 1 else "take shorter prompts",
+            exit_code=1,
+        ) from error
+
+
+def _score_rows(
+    model: Any, tokenizer: Any, batch: Sequence[Prompt], variant: str, rows: Sequence[Sequence[int]]
+) -> list[Answer]:
+    ends = set(_end_tokens(model).tolist())
+    texts = [
+        tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
+        for prompt, row in zip(batch, rows, strict=True)
+    ]
+    return [
+        Answer(
+            task=prompt.task,
+            length=prompt.length,
+            index=prompt.index,
+            num_tokens=len(prompt.input_ids),
+            variant=variant,
+            text=text,
+            score=score(text, prompt),
+        )
+        for prompt, text in zip(batch, texts, strict=True)
+    ]
+
+
+def _decode(
+    model: Any, past: Cache, token: Tensor, attention_mask: Tensor, batch: Sequence[Prompt]
+) -> list[list[int]]:
     """Decode greedily from a filled cache, until every row has ended: rows [B] of ids."""
-    token, attention_mask = prefill.next_token, prefill.attention_mask
+    num_steps, ends = max(prompt.max_new_tokens for prompt in batch), _end_tokens(model)
     tokens = [token]
     ended = torch.isin(token, ends)
     while len(tokens) < num_steps and not bool(ended.all()):
@@ -127,8 +182,7 @@ def _end_tokens(model: Any) -> Tensor:
     return torch.tensor(known, dtype=torch.long, device=model.device)
 
 
-def _until(row: Sequence[int], ends: Tensor) -> list[int]:
+def _until(row: Sequence[int], ends: set[int]) -> list[int]:
     """Cut a row before its first token that ends the turn."""
-    known = set(ends.tolist())
-    stop = next((place for place, token in enumerate(row) if token in known), len(row))
+    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
     return list(row[:stop])

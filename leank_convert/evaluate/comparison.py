@@ -1,9 +1,9 @@
-"""What an evaluation found: paired exact matches, their difference with an interval, cache bytes."""
+"""What an evaluation found: paired scores, their differences with an interval, cache bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,46 +12,51 @@ _Z_95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prompt, answered three times from one prefill.
+    """One prompt and how well each variant answered it.
 
     Attributes:
         task: The task it was drawn from.
+        length: The tokens that were asked for.
         num_tokens: Prompt tokens.
-        dense: Whether the dense model was right.
-        pruned: Whether the pruned cache was.
-        window: Whether it was right with no pruned key at all, from sink and recent window alone.
+        scores: From 0 to 1, by variant.
     """
 
     task: str
+    length: int
     num_tokens: int
-    dense: bool
-    pruned: bool
-    window: bool
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A variant's scores beside the baseline's, over the same prompts.
+
+    Attributes:
+        lost: Prompts with a lower score than the baseline's.
+        gained: Prompts with a higher one.
+        mean: Of `variant - baseline`.
+        interval: 95% interval of the mean.
+    """
+
+    lost: int
+    gained: int
+    mean: float
+    interval: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class PairedScore:
-    """Exact matches over prompts that dense and pruned both answered.
+    """Mean scores over prompts that all variants answered.
 
     Attributes:
         n: Prompts.
-        dense: Share that the dense model answered right.
-        pruned: Share that the pruned cache answered right.
-        window: Share right from sink and recent window alone.
-        lost: Prompts right when dense and wrong when pruned.
-        gained: Prompts wrong when dense and right when pruned.
-        difference: `pruned - dense`.
-        interval: 95% interval of the difference.
+        means: By variant.
+        differences: By variant, the baseline's own left out.
     """
 
     n: int
-    dense: float
-    pruned: float
-    window: float
-    lost: int
-    gained: int
-    difference: float
-    interval: tuple[float, float]
+    means: dict[str, float]
+    differences: dict[str, Difference]
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,10 @@ class Comparison:
 
     Attributes:
         checkpoint: What was evaluated.
-        seed: Of the held-out samples.
+        baseline: Whom the others are compared with: `dense`, or the model it was set against.
+        variants: All that answered, the baseline first.
+        measure: What a score is.
+        seed: Of the prompts.
         pruning_ratio_asked: None if the mask was imported.
         pruning_ratio: Reached.
         num_whole: Prompts so short that nothing of them is pruned.
@@ -80,6 +88,9 @@ class Comparison:
     """
 
     checkpoint: str
+    baseline: str
+    variants: tuple[str, ...]
+    measure: str
     seed: int
     pruning_ratio_asked: float | None
     pruning_ratio: float
@@ -90,81 +101,130 @@ class Comparison:
     @property
     def total(self) -> PairedScore:
         """Over all prompts."""
-        return score_pairs(self.outcomes)
+        return self._score(self.outcomes)
 
     @property
-    def by_task(self) -> dict[str, PairedScore]:
-        """Per task, in order of appearance."""
-        tasks = dict.fromkeys(outcome.task for outcome in self.outcomes)
-        return {task: score_pairs([o for o in self.outcomes if o.task == task]) for task in tasks}
+    def lengths(self) -> list[int]:
+        """The lengths that were asked for, ascending."""
+        return sorted({outcome.length for outcome in self.outcomes})
+
+    def by_task(self, length: int) -> dict[str, PairedScore]:
+        """Per task at one length, in order of appearance."""
+        here = [outcome for outcome in self.outcomes if outcome.length == length]
+        tasks = dict.fromkeys(outcome.task for outcome in here)
+        return {task: self._score([o for o in here if o.task == task]) for task in tasks}
+
+    def at(self, length: int) -> PairedScore:
+        """Over all tasks at one length."""
+        return self._score([outcome for outcome in self.outcomes if outcome.length == length])
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-ready data, prompts left out."""
         return {
             "checkpoint": self.checkpoint,
+            "baseline": self.baseline,
+            "variants": list(self.variants),
+            "measure": self.measure,
             "seed": self.seed,
             "pruning_ratio_asked": self.pruning_ratio_asked,
             "pruning_ratio": self.pruning_ratio,
             "num_whole": self.num_whole,
-            "exact_match": {
-                "total": asdict(self.total),
-                **{task: asdict(score) for task, score in self.by_task.items()},
-            },
+            "scores": [
+                {"length": length, "task": task, **asdict(score)} for length, task, score in self.rows()
+            ],
+            "total": asdict(self.total),
             "cache_bytes": asdict(self.cache),
         }
 
+    def rows(self) -> list[tuple[int, str, PairedScore]]:
+        """Every length's tasks, in that order."""
+        return [
+            (length, task, score) for length in self.lengths for task, score in self.by_task(length).items()
+        ]
 
-def score_pairs(outcomes: Sequence[Outcome]) -> PairedScore:
-    """Score prompts that both sides answered.
+    def _score(self, outcomes: Sequence[Outcome]) -> PairedScore:
+        return score_pairs(outcomes, self.baseline)
+
+
+def score_pairs(outcomes: Sequence[Outcome], baseline: str) -> PairedScore:
+    """Score prompts that every variant answered.
+
+    Args:
+        outcomes: One per prompt, of the same variants.
+        baseline: Whom the others are compared with.
 
     Raises:
         ValueError: If there are none.
     """
-    n = len(outcomes)
-    if not n:
+    if not outcomes:
         raise ValueError("there are no outcomes to score")
-    lost = sum(o.dense and not o.pruned for o in outcomes)
-    gained = sum(o.pruned and not o.dense for o in outcomes)
-    return PairedScore(
-        n=n,
-        dense=_share(o.dense for o in outcomes),
-        pruned=_share(o.pruned for o in outcomes),
-        window=_share(o.window for o in outcomes),
-        lost=lost,
-        gained=gained,
-        difference=(gained - lost) / n,
-        interval=paired_difference_interval(n, lost=lost, gained=gained),
+    columns = {name: [outcome.scores[name] for outcome in outcomes] for name in outcomes[0].scores}
+    base = columns[baseline]
+    differences = {
+        name: compare([score - other for score, other in zip(scores, base, strict=True)])
+        for name, scores in columns.items()
+        if name != baseline
+    }
+    means = {name: sum(scores) / len(scores) for name, scores in columns.items()}
+    return PairedScore(len(outcomes), means, differences)
+
+
+def compare(differences: Sequence[float]) -> Difference:
+    """Sum up one difference per prompt, each from -1 to 1."""
+    return Difference(
+        lost=sum(difference < 0 for difference in differences),
+        gained=sum(difference > 0 for difference in differences),
+        mean=sum(differences) / len(differences),
+        interval=paired_difference_interval(differences),
     )
 
 
-def paired_difference_interval(n: int, *, lost: int, gained: int) -> tuple[float, float]:
-    """95% interval of a difference of paired proportions.
+def paired_difference_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of paired differences, each from -1 to 1.
 
     The adjusted Wald interval of Agresti and Min (2005, "Simple improved confidence intervals for comparing
     matched proportions", Statistics in Medicine 24): half a pair is added to each of the four cells, so that
-    the interval keeps its coverage, and a width, where few pairs or none differ.
+    the interval keeps its coverage, and a width, where few pairs or none differ. Of scores between 0 and 1
+    it is the same formula over sums of differences and of their squares.
     """
-    n_adjusted, lost_adjusted, gained_adjusted = n + 2, lost + 0.5, gained + 0.5
-    difference = (gained_adjusted - lost_adjusted) / n_adjusted
-    variance = (gained_adjusted + lost_adjusted) / n_adjusted - difference**2
-    half = _Z_95 * math.sqrt(variance / n_adjusted)
-    return max(-1.0, difference - half), min(1.0, difference + half)
+    n = len(differences) + 2
+    mean = sum(differences) / n
+    variance = (sum(difference**2 for difference in differences) + 1) / n - mean**2
+    half = _Z_95 * math.sqrt(variance / n)
+    return max(-1.0, mean - half), min(1.0, mean + half)
 
 
 def render_comparison(result: Comparison) -> str:
     """Render a comparison as a table for a person."""
     asked = "-" if result.pruning_ratio_asked is None else f"{result.pruning_ratio_asked:.1%}"
     cache = result.cache
+    others = result.variants[2:]
+    compared = result.variants[1]
+    label = max(20, *(len(task) + 2 for _, task, _ in result.rows()))
     lines = [
-        f"{'exact match':<20}{'n':>6}{'dense':>9}{'pruned':>9}{'difference':>12}  "
-        f"{'95% interval':<18}{'window alone':>12}"
+        f"{result.measure:<{label}}{'n':>6}{result.baseline:>9}{compared:>9}{'difference':>12}  "
+        f"{'95% interval':<18}" + "".join(f"  {_title(name):>12}" for name in others)
     ]
-    for task, score in {**result.by_task, "all tasks": result.total}.items():
-        low, high = score.interval
+
+    def add(name: str, score: PairedScore) -> None:
+        difference = score.differences[compared]
+        low, high = difference.interval
         lines.append(
-            f"{task:<20}{score.n:>6}{score.dense:>9.2%}{score.pruned:>9.2%}{score.difference:>+12.2%}  "
-            f"{f'[{low:+.2%}, {high:+.2%}]':<18}{score.window:>12.2%}"
+            f"{name:<{label}}{score.n:>6}{score.means[result.baseline]:>9.2%}{score.means[compared]:>9.2%}"
+            f"{difference.mean:>+12.2%}  {f'[{low:+.2%}, {high:+.2%}]':<18}"
+            + "".join(f"  {score.means[name]:>{max(12, len(_title(name)))}.2%}" for name in others)
         )
+
+    for length in result.lengths:
+        if len(result.lengths) > 1:
+            lines += ["", f"{length} tokens"]
+        for task, score in result.by_task(length).items():
+            add(task, score)
+        if len(result.lengths) > 1:
+            add("all tasks", result.at(length))
+    if len(result.lengths) > 1:
+        lines.append("")
+    add("all tasks" if len(result.lengths) == 1 else "all", result.total)
     lines += ["", f"{f'cache at {cache.num_tokens} tokens':<26}{'dense':>12}{'pruned':>12}{'saved':>9}"]
     for name, dense, pruned in (
         ("K bytes", cache.key_dense, cache.key_pruned),
@@ -175,6 +235,5 @@ def render_comparison(result: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _share(hits: Iterable[bool]) -> float:
-    values = list(hits)
-    return sum(values) / len(values)
+def _title(variant: str) -> str:
+    return "window alone" if variant == "window" else variant

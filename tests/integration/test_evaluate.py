@@ -1,65 +1,192 @@
 """Evaluation of checkpoints of the shipped model: it tells a good mask from a useless one."""
 
+import functools
+import json
+import shutil
+
 import pytest
 import torch
+from click.testing import CliRunner
 
+from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
+from leank_convert.evaluate.answer_log import ANSWERS_NAME
+from leank_convert.evaluate.answering import answer_prompts
+from leank_convert.evaluate.held_out import held_out_prompts
+from leank_convert.evaluate.subject import load_evaluated
+from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order, window_alone
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from leank_convert.recipe import WindowsSection
 from leank_convert.recipe_file import load_recipe
+from leank_convert.testbed import MODEL_DIR
 
 DATA = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"]).data
 WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}
+ALL = torch.ones(4, 4, 64, dtype=torch.bool)
+
+
+def half_mask():
+    """Of heads 0 and 1 every second channel, of head 2 the first 16, of head 3 all."""
+    mask = ALL.clone()
+    mask[:, :2, ::2] = False
+    mask[:, 2, 16:] = False
+    return mask
 
 
 @pytest.fixture(scope="module")
-def compare(tmp_path_factory):
-    def run(channel_mask, name, data=DATA, **windows):
-        out = tmp_path_factory.mktemp("evaluate") / name
-        export_checkpoint("testbed", ChannelMask(channel_mask), out, **(WINDOWS | windows))
-        return evaluate_checkpoint(out, data, num_samples=6, seed=7, device="cpu", batch_size=4)
+def convert(tmp_path_factory):
+    @functools.cache
+    def run(kind, **windows):
+        mask = {"all": ALL, "none": ~ALL, "half": half_mask()}[kind]
+        out = tmp_path_factory.mktemp("evaluate") / kind
+        export_checkpoint("testbed", ChannelMask(mask), out, **(WINDOWS | windows))
+        return out
 
     return run
 
 
-def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(compare):
-    result = compare(torch.ones(4, 4, 64, dtype=torch.bool), "all")
+def compare(checkpoint, data=DATA, num_samples=6, **options):
+    def draw(tokenizer):
+        return held_out_prompts(tokenizer, data, num_samples=num_samples, seed=7)
+
+    def window(evaluated):
+        return [window_alone(evaluated.channel_masks)]
+
+    options = {"others": window, "device": "cpu", "batch_size": 4, "measure": "exact match", **options}
+    return evaluate_checkpoint(checkpoint, draw, seed=7, **options)
+
+
+def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(convert):
+    result = compare(convert("all"))
     assert result.total.n == 6
-    assert set(result.by_task) == set(DATA.tasks)
-    assert result.total.dense == result.total.pruned == 1.0
-    assert result.total.window == 0.0
+    assert set(result.by_task(384)) == set(DATA.tasks)
+    assert result.total.means == {"dense": 1.0, "pruned": 1.0, "window": 0.0}
     assert result.cache.key_pruned == result.cache.key_dense
     assert result.cache.value_pruned == result.cache.value_dense
 
 
-def test_no_channels_are_the_window_alone(compare):
-    result = compare(torch.zeros(4, 4, 64, dtype=torch.bool), "none")
-    assert result.total.dense == 1.0
-    assert result.total.pruned == result.total.window == 0.0
+def test_no_channels_are_the_window_alone(convert):
+    result = compare(convert("none"))
+    assert result.total.means == {"dense": 1.0, "pruned": 0.0, "window": 0.0}
     assert result.pruning_ratio == 1.0
     slots = WINDOWS["sink_size"] + WINDOWS["recent_size"] + WINDOWS["flush_size"]
     assert result.cache.key_pruned <= result.cache.key_dense * slots / result.cache.num_tokens
 
 
-def test_same_seed_same_outcomes(compare):
-    mask = torch.ones(4, 4, 64, dtype=torch.bool)
-    mask[:, :, ::2] = False
-    assert compare(mask, "first").outcomes == compare(mask, "second").outcomes
-
-
-def test_prompts_within_the_window_prove_nothing_and_are_refused(compare):
+def test_prompts_within_the_window_prove_nothing_and_are_refused(convert):
     with pytest.raises(LeanKError, match="nothing of any prompt would be pruned"):
-        compare(torch.ones(4, 4, 64, dtype=torch.bool), "wide", recent_size=400)
+        compare(convert("all", recent_size=400))
 
 
-def test_some_prompts_within_the_window_are_counted(compare, caplog):
-    result = compare(torch.ones(4, 4, 64, dtype=torch.bool), "half", recent_size=300)
+def test_some_prompts_within_the_window_are_counted(convert, caplog):
+    result = compare(convert("all", recent_size=300))
     assert 0 < result.num_whole < result.total.n
     assert f"{result.num_whole} of 6 prompts" in caplog.text
 
 
-def test_a_haystack_that_no_task_uses_is_refused_as_in_training(compare):
+def test_a_haystack_that_no_task_uses_is_refused_as_in_training(convert):
     data = load_recipe("quickstart", ["data.haystack.source=story.txt"]).data
     with pytest.raises(LeanKError, match="none of the tasks"):
-        compare(torch.ones(4, 4, 64, dtype=torch.bool), "haystack", data)
+        compare(convert("all"), data)
+
+
+def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
+    """Heads of another order, other channels, other windows: all of it is data of a fork."""
+    plain, converted = (load_evaluated(convert(kind), torch.device("cpu")) for kind in ("all", "half"))
+    order = plain.leank["head_permutation"]
+    assert converted.leank["head_permutation"] != order
+    prompts = held_out_prompts(plain.tokenizer, DATA, num_samples=5, seed=3)
+    variants = [
+        Dense(plain.dense),
+        Masked("half", in_checkpoint_order(half_mask(), order)),
+        Masked("all"),
+        Masked("small", in_checkpoint_order(half_mask(), order), WindowsSection(sink_size=0, recent_size=8)),
+    ]
+    together = texts(answer_prompts(plain, prompts, variants, batch_size=3))
+    alone = texts(answer_prompts(converted, prompts, [Masked("half")], batch_size=1))
+    assert together["half"] == alone["half"]
+    assert together["all"] == together["dense"]
+    assert together["small"] != together["half"] != together["dense"]
+
+
+def test_dense_answers_are_those_of_generate(convert):
+    evaluated = load_evaluated(convert("half"), torch.device("cpu"))
+    prompts = held_out_prompts(evaluated.tokenizer, DATA, num_samples=3, seed=5)
+    answered = texts(answer_prompts(evaluated, prompts, [Dense(evaluated.dense)], batch_size=3))["dense"]
+    for prompt in prompts:
+        output = evaluated.dense.generate(
+            prompt.input_ids[None], max_new_tokens=prompt.max_new_tokens, do_sample=False
+        )
+        new = output[0, len(prompt.input_ids) :]
+        assert evaluated.tokenizer.decode(new, skip_special_tokens=True) == answered[prompt.index].strip()
+
+
+def test_a_stock_model_to_compare_with_answers_as_the_checkpoint_does_dense(convert):
+    result = compare(convert("half"), against="testbed")
+    assert result.baseline == "against"
+    assert result.total.means["against"] == compare(convert("half")).total.means["dense"]
+
+
+def test_another_checkpoint_to_compare_with_answers_pruned(convert):
+    result = compare(convert("all"), against=str(convert("none")))
+    assert result.total.means == {"against": 0.0, "pruned": 1.0, "window": 0.0}
+    assert result.total.differences["pruned"].gained == 6
+
+
+def test_a_model_of_another_vocabulary_is_refused(convert, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(MODEL_DIR, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["new"] = len(tokenizer["model"]["vocab"])
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(LeanKError, match="another vocabulary"):
+        compare(convert("half"), against=str(other))
+
+
+def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_path, monkeypatch):
+    whole = compare(convert("half"), out=tmp_path / "whole")
+    path = tmp_path / "half" / ANSWERS_NAME
+    path.parent.mkdir()
+    (path.parent / "settings.json").write_bytes((tmp_path / "whole" / "settings.json").read_bytes())
+    lines = (tmp_path / "whole" / ANSWERS_NAME).read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: 4 * 3]) + lines[12][:9])  # the first batch, and a line that was cut off
+    asked = []
+    monkeypatch.setattr(
+        "leank_convert.evaluate.session.answer_prompts",
+        lambda evaluated, prompts, *rest, **options: (
+            asked.extend(prompts) or answer_prompts(evaluated, prompts, *rest, **options)
+        ),
+    )
+    assert compare(convert("half"), out=tmp_path / "half").outcomes == whole.outcomes
+    assert len(asked) == 2
+    asked.clear()
+    assert compare(convert("half"), out=tmp_path / "half").outcomes == whole.outcomes
+    assert asked == []
+    assert compare(convert("half"), out=tmp_path / "half", num_samples=7).outcomes[:6] == whole.outcomes
+    assert len(asked) == 1
+
+
+def test_answers_of_another_checkpoint_are_refused(convert, tmp_path):
+    compare(convert("half"), out=tmp_path)
+    with pytest.raises(LeanKError, match="`checkpoint` was"):
+        compare(convert("none"), out=tmp_path)
+
+
+def test_the_command_writes_results_and_prints_them(convert, tmp_path):
+    arguments = ["evaluate", str(convert("half")), "--recipe", "quickstart", "-n", "4", "--device", "cpu"]
+    arguments += ["--set", "data.min_length=256", "--set", "data.max_length=384"]
+    printed = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "results"), "--json"])
+    assert printed.exit_code == 0, printed.output
+    facts = json.loads(printed.stdout)
+    assert facts["total"]["n"] == 4
+    assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
+
+
+def texts(batches):
+    """Answers by variant and prompt."""
+    found = {}
+    for answer in (answer for batch in batches for answer in batch):
+        found.setdefault(answer.variant, {})[answer.index] = answer.text
+    return found

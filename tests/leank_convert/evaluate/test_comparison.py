@@ -6,69 +6,90 @@ from leank_convert.evaluate.comparison import (
     CacheBytes,
     Comparison,
     Outcome,
+    compare,
     paired_difference_interval,
     render_comparison,
     score_pairs,
 )
 
 
-def outcomes(both, lost, gained, neither, task="retrieval"):
-    kinds = (
-        [(True, True)] * both + [(True, False)] * lost + [(False, True)] * gained + [(False, False)] * neither
-    )
-    return [Outcome(task, 100, dense, pruned, window=False) for dense, pruned in kinds]
+def outcomes(both, lost, gained, neither, task="retrieval", length=2048):
+    kinds = [(1.0, 1.0)] * both + [(1.0, 0.0)] * lost + [(0.0, 1.0)] * gained + [(0.0, 0.0)] * neither
+    return [
+        Outcome(task, length, 100, {"dense": dense, "pruned": pruned, "window": 0.0})
+        for dense, pruned in kinds
+    ]
+
+
+def comparison(*parts, **changes):
+    values = {
+        "checkpoint": "out",
+        "baseline": "dense",
+        "variants": ("dense", "pruned", "window"),
+        "measure": "exact match",
+        "seed": 1,
+        "pruning_ratio_asked": 0.7,
+        "pruning_ratio": 0.703125,
+        "num_whole": 0,
+        "outcomes": tuple(outcome for part in parts for outcome in part),
+        "cache": CacheBytes(2048, 1000, 320, 1000, 900),
+    }
+    return Comparison(**{**values, **changes})
 
 
 def test_scores_count_pairs():
-    score = score_pairs(outcomes(both=90, lost=4, gained=1, neither=5))
-    assert (score.n, score.dense, score.pruned) == (100, 0.94, 0.91)
-    assert (score.lost, score.gained) == (4, 1)
-    assert score.difference == pytest.approx(-0.03)
-    assert score.interval[0] < -0.03 < score.interval[1]
+    score = score_pairs(outcomes(both=90, lost=4, gained=1, neither=5), "dense")
+    pruned = score.differences["pruned"]
+    assert (score.n, score.means["dense"], score.means["pruned"]) == (100, 0.94, 0.91)
+    assert (pruned.lost, pruned.gained) == (4, 1)
+    assert pruned.mean == pytest.approx(-0.03)
+    assert pruned.interval[0] < -0.03 < pruned.interval[1]
+    assert set(score.differences) == {"pruned", "window"}
 
 
 def test_no_outcomes_are_refused():
     with pytest.raises(ValueError, match="no outcomes"):
-        score_pairs([])
+        score_pairs([], "dense")
 
 
 def test_interval_by_hand():
     # Cells with half a pair added: 4.5 lost, 1.5 gained, of 102.
     difference = -3 / 102
     half = 1.959964 * math.sqrt((6 / 102 - difference**2) / 102)
-    assert paired_difference_interval(100, lost=4, gained=1) == pytest.approx(
+    assert paired_difference_interval([-1] * 4 + [1] + [0] * 95) == pytest.approx(
         (difference - half, difference + half), abs=1e-6
     )
 
 
+def test_parts_of_a_score_count_as_parts():
+    halves = compare([-0.5, -0.5, 0.0, 0.0])
+    whole = compare([-1.0, 0.0, 0.0, 0.0])
+    assert halves.mean == whole.mean == -0.25
+    assert halves.lost == 2
+    assert halves.interval[1] - halves.interval[0] < whole.interval[1] - whole.interval[0]
+
+
 @pytest.mark.parametrize("n", [1, 10, 1000])
 def test_interval_without_discordant_pairs_has_a_width_that_shrinks_with_n(n):
-    low, high = paired_difference_interval(n, lost=0, gained=0)
-    wider = paired_difference_interval(max(1, n // 2), lost=0, gained=0)
+    low, high = paired_difference_interval([0.0] * n)
+    wider = paired_difference_interval([0.0] * max(1, n // 2))
     assert low < 0 < high
     assert high - low <= wider[1] - wider[0]
 
 
 def test_interval_stays_within_possible_differences():
-    low, high = paired_difference_interval(1, lost=1, gained=0)
+    low, high = paired_difference_interval([-1.0])
     assert -1 <= low < high <= 1
 
 
 def test_swapping_sides_mirrors_the_interval():
-    low, high = paired_difference_interval(50, lost=7, gained=2)
-    assert paired_difference_interval(50, lost=2, gained=7) == pytest.approx((-high, -low))
+    differences = [-1.0] * 7 + [1.0] * 2 + [0.0] * 41
+    low, high = paired_difference_interval(differences)
+    assert paired_difference_interval([-d for d in differences]) == pytest.approx((-high, -low))
 
 
 def test_render_names_every_task_and_both_ratios():
-    result = Comparison(
-        checkpoint="out",
-        seed=1,
-        pruning_ratio_asked=0.7,
-        pruning_ratio=0.703125,
-        num_whole=0,
-        outcomes=tuple(outcomes(3, 1, 0, 0) + outcomes(4, 0, 0, 0, task="multi_value")),
-        cache=CacheBytes(2048, 1000, 320, 1000, 900),
-    )
+    result = comparison(outcomes(3, 1, 0, 0), outcomes(4, 0, 0, 0, task="multi_value"))
     text = render_comparison(result)
     for expected in (
         "retrieval",
@@ -80,7 +101,27 @@ def test_render_names_every_task_and_both_ratios():
         "10.0%",
     ):
         assert expected in text
+    assert "2048 tokens\n" not in text  # one length needs no heading
     facts = result.to_dict()
-    assert facts["exact_match"]["total"]["n"] == 8
-    assert facts["exact_match"]["retrieval"]["lost"] == 1
+    assert facts["total"]["n"] == 8
+    assert facts["scores"][0]["differences"]["pruned"]["lost"] == 1
     assert facts["cache_bytes"]["key_pruned"] == 320
+
+
+def test_several_lengths_are_told_apart_and_added_up():
+    result = comparison(outcomes(3, 1, 0, 0, length=4096), outcomes(4, 0, 0, 0, length=512))
+    text = render_comparison(result)
+    assert text.index("512 tokens") < text.index("4096 tokens")
+    assert result.lengths == [512, 4096]
+    assert result.at(4096).means["pruned"] == 0.75
+    assert result.total.means["pruned"] == 7 / 8
+    assert [(row["length"], row["n"]) for row in result.to_dict()["scores"]] == [(512, 4), (4096, 4)]
+
+
+def test_columns_stand_under_their_titles():
+    long = "per-head-budget-dynamic"
+    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, long: 0.25})]
+    result = comparison(parts, variants=("dense", "pruned", long), measure="exact match")
+    header, row = render_comparison(result).splitlines()[:2]
+    for title, value in (("dense", "100.00%"), ("pruned", "50.00%"), (long, "25.00%")):
+        assert header.index(title) + len(title) == row.index(value) + len(value)

@@ -1,0 +1,104 @@
+"""The answers of an evaluation as they come, so that a killed one goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from leank_convert.checkpoint_io import read_json, write_atomically
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.answering import Answer
+from leank_convert.evaluate.comparison import Outcome
+from leank_convert.evaluate.prompt import Prompt
+
+_Key = tuple[str, int, int, str]
+SETTINGS_NAME = "settings.json"
+ANSWERS_NAME = "answers.jsonl"
+
+
+class AnswerLog:
+    """Answers by prompt and variant, in memory and, with a folder, one line each in `answers.jsonl`.
+
+    Args:
+        folder: Where they are kept; None for in memory alone. What answers depend on is kept beside them.
+        settings: What the answers depend on, JSON-ready. Which prompts are asked is no part of it: lengths,
+            tasks and prompts may be added later.
+
+    Raises:
+        LeanKError: If the folder holds answers of other settings, or a file in it cannot be read.
+    """
+
+    def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
+        self._answers: dict[_Key, Answer] = {}
+        self._path = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / SETTINGS_NAME
+        if kept.exists():
+            _check_same(read_json(kept), settings, folder)
+        self._path = folder / ANSWERS_NAME
+        if self._path.exists():
+            self._read(self._path)
+        write_atomically(kept, json.dumps(settings, indent=2).encode())
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Keep a batch's answers, on the disk before this returns."""
+        answers = list(answers)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
+        for answer in answers:
+            self._answers[answer.task, answer.length, answer.index, answer.variant] = answer
+
+    def missing(self, prompts: Sequence[Prompt], variants: Sequence[str]) -> list[Prompt]:
+        """The prompts that not all of these variants have answered."""
+        return [
+            prompt for prompt in prompts if any(key not in self._answers for key in _keys(prompt, variants))
+        ]
+
+    def outcome(self, prompt: Prompt, variants: Sequence[str]) -> Outcome:
+        """What these variants, all of which have answered it, made of a prompt."""
+        found = [self._answers[key] for key in _keys(prompt, variants)]
+        scores = {answer.variant: answer.score for answer in found}
+        return Outcome(prompt.task, prompt.length, len(prompt.input_ids), scores)
+
+    def _read(self, path: Path) -> None:
+        lines = path.read_bytes().splitlines(keepends=True)
+        whole = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                values = json.loads(line) if line.endswith(b"\n") else None
+                answer = Answer(**values) if isinstance(values, dict) else None
+            except (ValueError, TypeError):
+                answer = None
+            if answer is not None:
+                self._answers[answer.task, answer.length, answer.index, answer.variant] = answer
+                whole.append(line)
+            elif number < len(lines):
+                names = ", ".join(field.name for field in fields(Answer))
+                raise LeanKError(
+                    f"`{path}`, line {number}: not an answer with {names}",
+                    hint="remove the line, and the prompt is asked again",
+                )
+        if len(whole) < len(lines):  # the run was killed while it wrote the last one
+            write_atomically(path, whole)
+
+
+def _keys(prompt: Prompt, variants: Sequence[str]) -> list[_Key]:
+    return [(prompt.task, prompt.length, prompt.index, variant) for variant in variants]
+
+
+def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
+    # As JSON gives them back.
+    settings = json.loads(json.dumps(settings))
+    for key in [*settings, *kept]:
+        if kept.get(key) != settings.get(key):
+            raise LeanKError(
+                f"`{folder}` holds answers of another evaluation: `{key}` was {json.dumps(kept.get(key))}, "
+                f"is {json.dumps(settings.get(key))}",
+                hint="name another folder with --out, or remove this one",
+            )

@@ -1,0 +1,67 @@
+"""Answers that lie on the disk: a killed evaluation goes on, another one's are refused."""
+
+import pytest
+import torch
+
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.answer_log import ANSWERS_NAME, AnswerLog
+from leank_convert.evaluate.answering import Answer
+from leank_convert.evaluate.prompt import Prompt
+
+SETTINGS = {"checkpoint": "abc", "seed": 1, "data": {"tasks": ["retrieval"], "lengths": (1, 2)}}
+
+
+def answer(index, variant="dense", score=1.0):
+    return Answer("retrieval", 64, index, 60, variant, "ünï 1\n2", score)
+
+
+def prompt(index):
+    return Prompt("retrieval", 64, index, torch.arange(60), ("right",), "exact", 4)
+
+
+def test_answers_are_found_again(tmp_path):
+    log = AnswerLog(tmp_path / "new" / "out", SETTINGS)
+    log.add([answer(0), answer(0, "pruned", 0.5)])
+    again = AnswerLog(tmp_path / "new" / "out", SETTINGS)
+    assert [p.index for p in again.missing([prompt(0), prompt(1)], ["dense", "pruned"])] == [1]
+    assert dict(again.outcome(prompt(0), ["dense", "pruned"]).scores) == {"dense": 1.0, "pruned": 0.5}
+
+
+def test_a_prompt_that_one_variant_has_not_answered_is_missing(tmp_path):
+    log = AnswerLog(tmp_path, SETTINGS)
+    log.add([answer(0)])
+    assert log.missing([prompt(0)], ["dense"]) == []
+    assert len(log.missing([prompt(0)], ["dense", "pruned"])) == 1
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    AnswerLog(None, SETTINGS).add([answer(0)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_line_that_was_cut_off_is_asked_again(tmp_path, cut):
+    AnswerLog(tmp_path, SETTINGS).add([answer(0), answer(1)])
+    path = tmp_path / ANSWERS_NAME
+    path.write_bytes(path.read_bytes()[:-cut])
+    log = AnswerLog(tmp_path, SETTINGS)
+    assert [p.index for p in log.missing([prompt(0), prompt(1)], ["dense"])] == [1]
+    log.add([answer(1)])
+    assert AnswerLog(tmp_path, SETTINGS).missing([prompt(0), prompt(1)], ["dense"]) == []
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    AnswerLog(tmp_path, SETTINGS).add([answer(0), answer(1)])
+    path = tmp_path / ANSWERS_NAME
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(['{"task": "retrieval"}', *lines[1:]]) + "\n")
+    with pytest.raises(LeanKError, match=r"answers.jsonl`, line 1: not an answer"):
+        AnswerLog(tmp_path, SETTINGS)
+
+
+def test_answers_of_other_settings_are_refused_and_kept(tmp_path):
+    AnswerLog(tmp_path, SETTINGS).add([answer(0)])
+    with pytest.raises(LeanKError, match=r"another evaluation: `seed` was 1, is 2"):
+        AnswerLog(tmp_path, {**SETTINGS, "seed": 2})
+    assert AnswerLog(tmp_path, SETTINGS).missing([prompt(0)], ["dense"]) == []
