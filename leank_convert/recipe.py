@@ -23,12 +23,21 @@ from pydantic import (
 Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
 Tracker = Literal["tensorboard", "wandb"]
 Method = Literal[
-    "leank", "magnitude-alpha", "static-norm", "double-sparsity", "random", "high-frequency-ratio"
+    "leank",
+    "magnitude-alpha",
+    "static-norm",
+    "double-sparsity",
+    "random",
+    "high-frequency-ratio",
+    "duo-attention",
+    "duo-attention+leank",
 ]
 Budget = Literal["uniform", "global"]
 
-_TRAINED_METHODS = ("leank", "magnitude-alpha")
+_TRAINED_METHODS = ("leank", "magnitude-alpha", "duo-attention", "duo-attention+leank")
 _UNIFORM_METHODS = ("static-norm", "double-sparsity", "random")
+_GATED_METHODS = ("duo-attention", "duo-attention+leank")
+_WHOLE_HEAD_METHODS = ("high-frequency-ratio", "duo-attention")
 
 
 def _refuse_bool(value: object) -> object:
@@ -148,6 +157,27 @@ class Stage2Section(_Section):
     learning_rate: _PositiveFloat = Field(0.01, description="Adam's, between its ramps")
 
 
+class HeadsSection(_Section):
+    """Which heads lose all channels, as DuoAttention chooses them; methods without gates ignore it.
+
+    Defaults are those of DuoAttention's published patterns.
+    """
+
+    pattern: str | None = Field(
+        None,
+        description="a folder of DuoAttention's `full_attention_heads.tsv` and `config.json`, to take gates "
+        "from; null: they are learned",
+    )
+    pruning_ratio: _Fraction = Field(
+        0.5,
+        description="`duo-attention+leank`: fraction of all heads that lose every channel; `duo-attention` "
+        "takes the recipe's `pruning_ratio`",
+    )
+    steps: _NonNegativeInt = Field(2000, description="optimizer steps")
+    learning_rate: _PositiveFloat = Field(0.02, description="Adam's, between its ramps")
+    l1_weight: _NonNegativeFloat = Field(0.05, description="on the mean of all gates")
+
+
 class Recipe(_Section):
     """A whole recipe. Defaults are the paper's settings for Llama-3.1-8B, its context lengths aside."""
 
@@ -156,7 +186,8 @@ class Recipe(_Section):
     windows: WindowsSection = Field(default_factory=WindowsSection)
     method: Method = Field(
         "leank",
-        description="what chooses channels; `magnitude-alpha` is `leank` without stage 2, the others train "
+        description="what chooses channels; `magnitude-alpha` is `leank` without stage 2, `duo-attention` "
+        "learns a gate for each head and `duo-attention+leank` then channels of the rest, the others train "
         "nothing",
     )
     budget: Budget | None = Field(
@@ -181,6 +212,7 @@ class Recipe(_Section):
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
     stage2: Stage2Section = Field(default_factory=Stage2Section)
+    heads: HeadsSection = Field(default_factory=HeadsSection)
     batch_size: _PositiveInt = Field(
         1, description="contexts of one optimizer step, run one after another and shared by all ranks"
     )
@@ -204,16 +236,27 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if self.method == "high-frequency-ratio":
+        if self.keeps_whole_heads:
             if self.budget == "uniform":
                 raise ValueError(
-                    "`budget: uniform` does not go with `method: high-frequency-ratio`, whose heads keep all "
+                    f"`budget: uniform` does not go with `method: {self.method}`, whose heads keep all "
                     "channels or none; leave it out"
                 )
             if self.max_width is not None:
                 raise ValueError(
-                    f"`max_width` {self.max_width} does not go with `method: high-frequency-ratio`, whose "
+                    f"`max_width` {self.max_width} does not go with `method: {self.method}`, whose "
                     "heads keep all channels or none; set it to null"
+                )
+        elif self.has_gates:
+            if self.budget == "uniform":
+                raise ValueError(
+                    f"`budget: uniform` does not go with `method: {self.method}`, some of whose heads keep "
+                    "no channel; leave it out"
+                )
+            if min(self.pruning_ratios) < self.heads.pruning_ratio:
+                raise ValueError(
+                    f"`pruning_ratio` {min(self.pruning_ratios)} is below `heads.pruning_ratio` "
+                    f"{self.heads.pruning_ratio}, which heads without channels remove already; lower that one"
                 )
         if len(set(self.pruning_ratios)) < len(self.pruning_ratios):
             raise ValueError(f"`pruning_ratio` {list(self.pruning_ratios)} names a ratio twice")
@@ -234,9 +277,28 @@ class Recipe(_Section):
         return self.pruning_ratio if isinstance(self.pruning_ratio, tuple) else (self.pruning_ratio,)
 
     @property
+    def has_gates(self) -> bool:
+        """Whether its method has a gate for each head, learned or imported."""
+        return self.method in _GATED_METHODS
+
+    @property
+    def learns_gates(self) -> bool:
+        """Whether they are learned."""
+        return self.has_gates and self.heads.pattern is None
+
+    @property
+    def keeps_whole_heads(self) -> bool:
+        """Whether its method lets a head keep all channels or none."""
+        return self.method in _WHOLE_HEAD_METHODS
+
+    def width_unit(self, head_dim: int) -> int:
+        """What a head's kept channels are a multiple of: `width_multiple`, or all that it has."""
+        return head_dim if self.keeps_whole_heads else self.width_multiple
+
+    @property
     def is_trained(self) -> bool:
-        """Whether its method learns scaling factors, step by step."""
-        return self.method in _TRAINED_METHODS
+        """Whether its method learns gates or scaling factors, step by step."""
+        return self.learns_gates if self.method == "duo-attention" else self.method in _TRAINED_METHODS
 
     @property
     def resolved_budget(self) -> Budget:

@@ -19,6 +19,7 @@ from leank_convert.methods.scores import MEASURED, random
 from leank_convert.methods.statistics import AttentionStatistics, mean_statistics, measure_attention
 from leank_convert.recipe import Recipe
 from leank_convert.train.directory import TrainingDirectory
+from leank_convert.train.head_pattern import load_pattern
 from leank_convert.train.loop import train_masks
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.results import (
@@ -44,7 +45,8 @@ def make_masks(
 
     A method that trains is `train_masks`, with its log and state. Of the others, `static-norm` and
     `double-sparsity` average over the prompts of the first `calibration_prompts` samples,
-    `high-frequency-ratio` takes the first alone, and `random` does not load the model.
+    `high-frequency-ratio` takes the first alone, and `random`, like `duo-attention` of an imported pattern,
+    does not load the model.
 
     Args:
         recipe: What to make, by which method.
@@ -71,7 +73,11 @@ def make_masks(
         facts, name = _find_model(recipe, model_override)
         # Refuses a recipe that no channels can be selected by, before a prompt is run.
         _select_all(recipe, torch.zeros(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim))
-        if recipe.method in MEASURED:
+        gates = None
+        if recipe.heads.pattern is not None and recipe.has_gates:
+            gates = load_pattern(recipe, facts)
+            scores = gates.expand(-1, -1, facts.head_dim)
+        elif recipe.method in MEASURED:
             scores = MEASURED[recipe.method](_measure(recipe, ranks.device, progress, model_override))
         else:
             scores = random(facts, recipe.seed)
@@ -80,12 +86,11 @@ def make_masks(
         result.out: write_result(
             ChannelMask(
                 chosen[ratio],
-                provenance=describe_origin(
-                    recipe, ratio, name, facts, width_multiple=_width_multiple(recipe, facts.head_dim)
-                ),
+                provenance=describe_origin(recipe, ratio, name, facts),
             ),
             result,
             recipe,
+            gates=gates,
         )
         for ratio, result in directory.results(recipe).items()
     }
@@ -138,15 +143,10 @@ def _select_all(recipe: Recipe, scores: Tensor) -> dict[float, Tensor]:
         ratio: select_channels(
             scores,
             pruning_ratio=ratio,
-            width_multiple=_width_multiple(recipe, scores.shape[-1]),
+            width_multiple=recipe.width_unit(scores.shape[-1]),
             rounding=recipe.rounding,
             max_width=recipe.max_width,
             budget=recipe.resolved_budget,
         )
         for ratio in recipe.pruning_ratios
     }
-
-
-def _width_multiple(recipe: Recipe, head_dim: int) -> int:
-    """What a method rounds widths to: where whole heads go, to none or all channels."""
-    return head_dim if recipe.method == "high-frequency-ratio" else recipe.width_multiple

@@ -68,12 +68,15 @@ class AnswerPass:
         scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
         sees_middle: Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity;
             None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
+        gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
+            times what it is without the middle; None for no such mixture.
     """
 
     context: StoredContext
     regions: Regions
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
+    gates: Tensor | None = None
 
 
 def training_attention(
@@ -119,19 +122,7 @@ def training_attention(
         num = leank_pass.num_questions
         context.questions[layer] = key[:, :, :num], value[:, :, :num]
         return split_attention(query, key, value, context, layer, leank_pass.regions, scaling), None
-    asked = context.questions[layer]
-    output = split_attention(
-        query,
-        torch.cat([asked[0], key], dim=2),
-        torch.cat([asked[1], value], dim=2),
-        context,
-        layer,
-        leank_pass.regions,
-        scaling,
-        leank_pass.scaling_factors[layer],
-        None if leank_pass.sees_middle is None else leank_pass.sees_middle[layer],
-    )
-    return output, None
+    return _answer_attention(query, key, value, leank_pass, layer, scaling), None
 
 
 # The context pass may run through compiled layers (`fusion`); what is fused already stays out of them.
@@ -139,6 +130,29 @@ AttentionInterface.register(
     ATTENTION_NAME,
     torch.compiler.disable(training_attention),  # type: ignore[no-untyped-call]
 )
+
+
+def _answer_attention(
+    query: Tensor, key: Tensor, value: Tensor, answers: AnswerPass, layer: int, scaling: float
+) -> Tensor:
+    """Attention of the answers' N tokens with a layer's factors and gates: [1, N, H, D]."""
+    asked = answers.context.questions[layer]
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(asked, (key, value), strict=True))
+    factors = answers.scaling_factors[layer]
+
+    def attend_with(sees_middle: Tensor | None) -> Tensor:
+        return split_attention(
+            query, keys, values, answers.context, layer, answers.regions, scaling, factors, sees_middle
+        )
+
+    output = attend_with(None if answers.sees_middle is None else answers.sees_middle[layer])
+    if answers.gates is None:
+        return output
+    compute = torch.promote_types(query.dtype, torch.float32)
+    gates = answers.gates[layer].to(query.device, compute)
+    streaming = attend_with(torch.zeros_like(gates, dtype=torch.bool))
+    shares = gates.repeat_interleave(query.shape[1] // len(gates))[:, None]
+    return torch.lerp(streaming.to(compute), output.to(compute), shares).to(query.dtype)
 
 
 def _context_attention(

@@ -37,6 +37,11 @@ class TrainingDirectory:
         return self.folder / "state" / STATE_FILE_NAME
 
     @property
+    def pattern(self) -> Path:
+        """The heads' gates, of a method that has them."""
+        return self.folder / "heads"
+
+    @property
     def mask(self) -> Path:
         """The result."""
         return self.out / MASK_FILE_NAME

@@ -78,6 +78,20 @@ def draw_kept_by_head(axes: Axes, channel_mask: Tensor) -> None:
     add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
 
 
+def draw_gates(axes: Axes, gates: Tensor) -> None:
+    """Heat map of the heads' gates [L, H_kv]: a row per layer, a column per KV head."""
+    num_layers, num_heads = gates.shape
+    image = axes.imshow(gates.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=1, cmap="viridis")
+    if gates.numel() <= _MOST_NUMBERS:
+        for (layer, head), gate in np.ndenumerate(gates.numpy()):
+            colour = "black" if gate > 0.6 else "white"
+            axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(0, num_heads, _label_step(num_heads)))
+    label_layers(axes, num_layers, 1)
+    axes.set(title="Gates", xlabel="KV head")
+    add_colorbar(axes, image, "gate", [0, 0.25, 0.5, 0.75, 1])
+
+
 def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     """Bars of the fraction of channels that each layer keeps, the first layer on top."""
     kept = channel_mask.float().mean((1, 2)).numpy()
@@ -134,7 +148,7 @@ def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
     places = np.arange(1, len(records) + 1)
     axes.plot(places, losses, color=BLUE, linewidth=0.7, alpha=0.45)
     window = max(1, len(records) // 40) | 1
-    for stage in (1, 2):
+    for stage in (0, 1, 2):
         chosen = np.array([record.stage == stage for record in records])
         if chosen.any():
             smooth = _running_median(losses[chosen], window)
@@ -150,9 +164,13 @@ def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
 
 
 def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
-    """Curves of the mean scaling factor and, in stage 2, of the reached pruning ratio."""
+    """Curves of the mean gate or scaling factor and, in stage 2, of the reached pruning ratio."""
     places = np.arange(1, len(records) + 1)
-    axes.plot(places, [record.mean_factor for record in records], color=ORANGE, label="mean scaling factor")
+    means = np.array([record.mean_factor for record in records])
+    of_gates = np.array([record.stage == 0 for record in records])
+    for rows, colour, name in ((of_gates, BLUE, "mean gate"), (~of_gates, ORANGE, "mean scaling factor")):
+        if rows.any():
+            axes.plot(places[rows], means[rows], color=colour, label=name)
     ratios = [(place, record.pruning_ratio) for place, record in zip(places, records, strict=True)]
     reached = [(place, ratio) for place, ratio in ratios if ratio is not None]
     if reached:
@@ -163,7 +181,7 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
         axes.axhline(ratio, color=INK, linewidth=1.2, linestyle=":", label=label)
     axes.set(title="Pruning", xlabel="step", ylabel="fraction", ylim=(0, 1.02))
     axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderpad=0, borderaxespad=0.2, columnspacing=1.2
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderpad=0, borderaxespad=0.2, columnspacing=1.2
     )
     _mark_stages(axes, records)
 
@@ -214,13 +232,14 @@ def add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float
 def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:
     axes.grid(axis="y")
     axes.set_xlim(1, max(2, len(records)))
-    first = sum(record.stage == 1 for record in records)
-    if 0 < first < len(records):
-        axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
-        axes.annotate(
-            "stage 2", (first + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -3),
-            textcoords="offset points", va="top",
-        )  # fmt: skip
+    for stage in (1, 2):
+        first = sum(record.stage < stage for record in records)
+        if 0 < first < len(records):
+            axes.axvline(first + 0.5, color=INK, linewidth=1, linestyle="--")
+            axes.annotate(
+                f"stage {stage}", (first + 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -3),
+                textcoords="offset points", va="top",
+            )  # fmt: skip
 
 
 def _running_median(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:

@@ -44,14 +44,15 @@ class StepRecord:
 
     Attributes:
         step: Steps done, over all stages.
-        stage: 1 or 2.
+        stage: 1 or 2; 0 where gates of heads are learned.
         pruning_ratio_asked: Stage 2: the ratio it is for; a recipe of several has a stage 2 for each.
         task: Of this rank's samples; several as `retrieval+multi_value`.
         num_tokens: What the model computed in this step, over all its contexts and ranks.
         num_answer_tokens: Answer tokens of the same.
         learning_rate: Of this step.
         distillation: Mean squared difference of hidden states.
-        mean_factor: Mean scaling factor before the step; the L1 term without its weight.
+        mean_factor: Mean scaling factor, or gate where those are learned, before the step; the L1 term
+            without its weight.
         pruning_ratio: Stage 2: the ratio that the mask after this step reaches.
         empty_heads: Stage 2: heads that do not see the middle after this step.
         heads_leaving: Stage 2: `layer.head` of those that lost their last channels in this step.
@@ -204,13 +205,13 @@ class Journal:
     def write(self, record: StepRecord) -> None:
         """Add one step."""
         self._csv.writerow("" if (v := getattr(record, name)) is None else v for name in _COLUMNS)
-        stage = str(record.stage)
+        stage = f"stage{record.stage}" if record.stage else "gates"
         if len(self._recipe.pruning_ratios) > 1 and record.pruning_ratio_asked is not None:
             stage = f"{stage}-{record.pruning_ratio_asked}"
         values = {name: getattr(record, name) for name in _TRACKED}
         for tracker in self._trackers:
             tracker.log(
-                {f"stage{stage}/{name}": value for name, value in values.items() if value is not None},
+                {f"{stage}/{name}": value for name, value in values.items() if value is not None},
                 step=record.step,
             )
         self._tokens += record.num_tokens
@@ -218,7 +219,7 @@ class Journal:
         self._progress.update(
             self._bar,
             completed=record.step,
-            description=f"stage {stage}",
+            description=stage.replace("stage", "stage "),
             figures=_render_figures(record, self._tokens / max(self._seconds, sys.float_info.min)),
         )
 
@@ -243,7 +244,9 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
     reached = record.pruning_ratio
     parts = [
         f"distillation {record.distillation:.2e}",
-        f"mean factor {record.mean_factor:.3f}" if reached is None else f"pruned {reached:.1%}",
+        f"mean {'factor' if record.stage else 'gate'} {record.mean_factor:.3f}"
+        if reached is None
+        else f"pruned {reached:.1%}",
         f"{tokens_per_second:,.0f} tokens/s",
     ]
     if record.gpu_bytes is not None:

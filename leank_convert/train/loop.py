@@ -14,6 +14,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
 from leank_convert.train.directory import TrainingDirectory
+from leank_convert.train.head_pattern import save_pattern
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.journal import LOG_NAME, Journal, check_trackers
 from leank_convert.train.ranks import Ranks, join_ranks
@@ -34,11 +35,12 @@ def train_masks(
     progress: bool = True,
     model_override: str | None = None,
 ) -> dict[Path, ChannelMask]:
-    """Learn a model's channel masks (both stages of the paper) and write each beside its future checkpoint.
+    """Learn a model's masks (both stages of the paper, or gates) and write each beside its future checkpoint.
 
     A recipe of one pruning ratio leaves `out/channel_mask.safetensors`; one of several leaves
     `out/ratio-0.5/channel_mask.safetensors` and its like, from one stage 1. The run's log, events and
-    resumable state go to `out/leank/`, a report to the folder `leank/` beside each mask. Started by
+    resumable state go to `out/leank/`, and gates of heads, if the method has them, to `out/leank/heads/` in
+    DuoAttention's format; a report goes to the folder `leank/` beside each mask. Started by
     `torchrun` or `accelerate launch`, all processes share the samples of a step, and the first of them
     writes.
 
@@ -73,9 +75,11 @@ def train_masks(
         _train(run, samples, directory, progress)
         if not ranks.is_first:
             return {}
-    masks = run.masks()
+    masks, gates = run.masks(), run.gates
+    if gates is not None:
+        save_pattern(gates, recipe.windows, directory.pattern)
     return {
-        result.out: write_result(masks[ratio], result, recipe, directory.folder / LOG_NAME)
+        result.out: write_result(masks[ratio], result, recipe, directory.folder / LOG_NAME, gates)
         for ratio, result in directory.results(recipe).items()
     }
 

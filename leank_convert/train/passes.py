@@ -123,6 +123,7 @@ def run_answer_pass(
     windows: Windows,
     scaling_factors: Tensor,
     sees_middle: Tensor | None = None,
+    gates: Tensor | None = None,
 ) -> Tensor:
     """Run the answers alone against what is stored, with gradient.
 
@@ -133,6 +134,7 @@ def run_answer_pass(
         windows: Sink and recent window.
         scaling_factors: As in `attention.AnswerPass`.
         sees_middle: The same.
+        gates: The same.
 
     Returns:
         The student: final-norm hidden states of the answer tokens [R, hidden_size].
@@ -141,7 +143,7 @@ def run_answer_pass(
     regions = plan_regions(
         packed.num_context, packed.positions, packed.owners, num_answers, windows, _device(model)
     )
-    answers = AnswerPass(context, regions, scaling_factors, sees_middle)
+    answers = AnswerPass(context, regions, scaling_factors, sees_middle, gates)
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
 

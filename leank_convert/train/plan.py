@@ -116,9 +116,10 @@ class RunPlan:
 
     @property
     def num_factors(self) -> int:
-        """Values that are trained: L·H_kv·D."""
+        """Values that are trained: L·H_kv·D; without channels to choose, a gate for each of L·H_kv heads."""
         facts = self.facts
-        return facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim
+        per_head = 1 if self.recipe.keeps_whole_heads else facts.head_dim
+        return facts.num_hidden_layers * facts.num_key_value_heads * per_head
 
     @property
     def tokens_per_step(self) -> float:
@@ -193,9 +194,10 @@ class RunPlan:
             f"{self.model}: {facts.num_hidden_layers} layers, {facts.num_key_value_heads} KV heads of "
             f"{facts.head_dim} channels",
         )
-        yield "trained", f"{self.num_factors:,} scaling factors; the weights stay as they are"
+        learned = "gates of heads" if recipe.keeps_whole_heads else "scaling factors"
+        yield "trained", f"{self.num_factors:,} {learned}; the weights stay as they are"
         phases = [
-            f"{phase.steps:,} of stage {phase.stage}"
+            f"{phase.steps:,} of {phase.name}"
             + ("" if phase.pruning_ratio is None else f" at {100 * phase.pruning_ratio:g}%")
             for phase in Schedule(recipe).phases
         ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import html
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from leank_convert.cache_bytes import count_cache_bytes
 from leank_convert.checkpoint_io import write_atomically
@@ -14,6 +17,7 @@ from leank_convert.train.figures import (
     STYLE,
     draw_channel_mask,
     draw_distillation,
+    draw_gates,
     draw_kept_by_head,
     draw_kept_by_layer,
     draw_kept_by_pair,
@@ -27,7 +31,7 @@ from leank_convert.train.page import new_figure, render_page, render_section
 REPORT_NAME = "report.html"
 
 
-def write_report(mask: ChannelMask, log_path: Path | None, path: Path) -> None:
+def write_report(mask: ChannelMask, log_path: Path | None, path: Path, gates: Tensor | None = None) -> None:
     """Write the report of a mask; equal masks and logs give equal pages, with the same matplotlib.
 
     Args:
@@ -35,6 +39,7 @@ def write_report(mask: ChannelMask, log_path: Path | None, path: Path) -> None:
         log_path: The log of its training, of which the steps that led to this mask are shown; None or a file
             that does not exist for a mask without one.
         path: The page, which appears whole or not at all.
+        gates: Of the heads [L, H_kv, 1], if it was made by some.
 
     Raises:
         OSError: If it cannot be written.
@@ -45,10 +50,18 @@ def write_report(mask: ChannelMask, log_path: Path | None, path: Path) -> None:
     records = [
         record
         for record in (read_log(log_path) if log_path else [])
-        if record.stage == 1 or asked in (None, record.pruning_ratio_asked)
+        if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
     ]
     with matplotlib.style.context(["default", STYLE]):
-        sections = [_show_widths(mask), _show_pairs(mask), _show_training(records), _show_channels(mask)]
+        # Where gates alone chose, all channels of a head are alike.
+        by_channel = gates is None or mask.scaling_factors is not None
+        sections = [
+            _show_widths(mask),
+            "" if gates is None else _show_gates(gates),
+            _show_pairs(mask) if by_channel else "",
+            _show_training(records),
+            _show_channels(mask) if by_channel else "",
+        ]
     sections.append(_show_recipe(mask))
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
     write_atomically(path, render_page(title, _collect_facts(mask, records), sections).encode())
@@ -79,12 +92,15 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
         if known.width_multiple is not None:
             facts.append(("widths", f"multiples of {known.width_multiple}"))
     if records:
-        first = sum(record.stage == 1 for record in records)
+        counts = Counter(record.stage for record in records)
+        steps = [f"{counts[0]} (gates of heads)"] if counts[0] else []
+        if counts[1] or counts[2]:
+            steps.append(f"{counts[1]} + {counts[2]} (stages 1 and 2)")
         tokens = sum(record.num_tokens for record in records)
         answers = sum(record.num_answer_tokens for record in records)
         time = datetime.timedelta(seconds=round(sum(record.seconds for record in records)))
         facts += [
-            ("steps", f"{first} + {len(records) - first} (stages 1 and 2)"),
+            ("steps", ", ".join(steps)),
             ("tokens", f"{tokens:,}, {answers:,} of them answers"),
             ("time in steps", str(time)),
         ]
@@ -108,6 +124,13 @@ def _show_widths(mask: ChannelMask) -> str:
     return render_section("Where channels are kept", "heads", figure, caption)
 
 
+def _show_gates(gates: Tensor) -> str:
+    figure = new_figure(min(9.0, max(3.2, 0.22 * gates.shape[0] + 1.2)))
+    draw_gates(figure.subplots(), gates[..., 0])
+    caption = "How much a head needs more than sink and recent window; those that need most keep channels."
+    return render_section("What heads were chosen by", "gates", figure, caption)
+
+
 def _show_pairs(mask: ChannelMask) -> str:
     figure = new_figure(3.2)
     by_pair, widths = figure.subplots(1, 2, width_ratios=[1.6, 1])
@@ -126,7 +149,7 @@ def _show_training(records: Sequence[StepRecord]) -> str:
     draw_pruning(pruning, records)
     caption = (
         "Of the steps that led to this mask. Thin: the loss of each step, whose samples differ in length and "
-        "task. Thick: the running median. Dashed: where stage 2 begins."
+        "task. Thick: the running median. Dashed: where a stage begins."
     )
     return render_section("Training", "training", figure, caption)
 

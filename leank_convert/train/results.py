@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, model_name, write_atomically
 from leank_convert.errors import LeanKError
@@ -13,9 +15,7 @@ from leank_convert.train.directory import TrainingDirectory
 from leank_convert.train.report import REPORT_NAME, write_report
 
 
-def describe_origin(
-    recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts, *, width_multiple: int | None = None
-) -> MaskProvenance:
+def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts) -> MaskProvenance:
     """Say where a mask comes from.
 
     Args:
@@ -23,7 +23,6 @@ def describe_origin(
         pruning_ratio: Which of the recipe's ratios it is for.
         model: What the user called the model.
         facts: The model's facts.
-        width_multiple: Default: the recipe's.
     """
     windows = recipe.windows
     return MaskProvenance.for_model(
@@ -34,14 +33,18 @@ def describe_origin(
         recent_size=windows.recent_size,
         flush_size=windows.flush_size,
         pruning_ratio_asked=pruning_ratio,
-        width_multiple=width_multiple or recipe.width_multiple,
+        width_multiple=recipe.width_unit(facts.head_dim),
         recipe=recipe.text,
         seed=recipe.seed,
     )
 
 
 def write_result(
-    mask: ChannelMask, result: TrainingDirectory, recipe: Recipe, log_path: Path | None = None
+    mask: ChannelMask,
+    result: TrainingDirectory,
+    recipe: Recipe,
+    log_path: Path | None = None,
+    gates: Tensor | None = None,
 ) -> ChannelMask:
     """Write a mask with its recipe and report, and give it back.
 
@@ -53,12 +56,13 @@ def write_result(
         result: Where it goes.
         recipe: The recipe.
         log_path: The log of its training, if it had one.
+        gates: Of the heads, learned or imported [L, H_kv, 1], if the method has them.
     """
     result.folder.mkdir(parents=True, exist_ok=True)
     if not (result.out / CONFIG_NAME).exists():
         save_mask(mask, result.mask)
     write_atomically(result.recipe, recipe.to_yaml().encode())
-    write_report(mask, log_path, result.folder / REPORT_NAME)
+    write_report(mask, log_path, result.folder / REPORT_NAME, gates)
     return mask
 
 

@@ -1,4 +1,4 @@
-"""The moving part of a run: scaling factors, optimizer, step."""
+"""The moving part of a run: scaling factors or gates, optimizer, step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from leank_convert.data import TrainingSample
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
+from leank_convert.train.head_pattern import load_pattern
 from leank_convert.train.journal import StepRecord
 from leank_convert.train.objective import l1_penalty
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.results import describe_origin
-from leank_convert.train.scaling import initial_scaling_factors, straight_through
+from leank_convert.train.scaling import initial_gates, initial_scaling_factors, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels
 from leank_convert.train.split_attention import Windows
@@ -47,13 +48,19 @@ class Run:
         self.schedule = Schedule(recipe)
         self.step = 0
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
+        self._gates: Tensor | None = None
+        self._retrieval_heads: Tensor | None = None
         self._factors = initial_scaling_factors(subject.facts, ranks.device)
         self._stage1_factors: Tensor | None = None
         self._finished: list[Tensor] = []
-        self._optimizer = self._new_optimizer()
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
+        if recipe.learns_gates:
+            self._factors = initial_gates(subject.facts, ranks.device)
+        elif recipe.has_gates:
+            self._take_gates(load_pattern(recipe, subject.facts))
+        self._optimizer = self._new_optimizer()
 
     @property
     def is_done(self) -> bool:
@@ -70,7 +77,15 @@ class Run:
             self.fingerprint,
             self._stage1_factors,
             tuple(self._finished),
+            self._gates,
         )
+
+    @property
+    def gates(self) -> Tensor | None:
+        """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
+        if not self.recipe.has_gates:
+            return None
+        return (self._factors.detach() if self._gates is None else self._gates).cpu()
 
     def restore(self, state: TrainingState, path: Path) -> None:
         """Go on from a saved state.
@@ -80,8 +95,10 @@ class Run:
         """
         check_same_run(state.fingerprint, self.fingerprint, path)
         self.step = state.step
-        with torch.no_grad():
-            self._factors.copy_(state.scaling_factors)
+        if state.gates is not None:
+            self._take_gates(state.gates)
+        self._factors = state.scaling_factors.to(self.ranks.device).requires_grad_()
+        self._optimizer = self._new_optimizer()
         self._stage1_factors = state.stage1_factors
         self._finished = list(state.finished)
         if state.optimizer:
@@ -163,7 +180,7 @@ class Run:
         return {
             ratio: ChannelMask(
                 channel_mask=self._select(learned, ratio).cpu(),
-                scaling_factors=learned.cpu(),
+                scaling_factors=None if self.recipe.keeps_whole_heads else learned.cpu(),
                 provenance=describe_origin(self.recipe, ratio, self.subject.name, self.subject.facts),
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
@@ -172,15 +189,35 @@ class Run:
     def _new_optimizer(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
 
-    def _select(self, factors: Tensor, pruning_ratio: float) -> Tensor:
-        return select_channels(
-            factors,
+    def _select(self, learned: Tensor, pruning_ratio: float) -> Tensor:
+        """The mask of scaling factors [L, H_kv, D], or of gates [L, H_kv, 1]: whole heads."""
+        head_dim = self.subject.facts.head_dim
+        scores = learned.detach().expand(-1, -1, head_dim)
+        if self._retrieval_heads is not None:
+            # Streaming heads come last, after factors of retrieval heads that are 0, too.
+            scores = scores.masked_fill(~self._retrieval_heads, -1.0)
+        chosen = select_channels(
+            scores,
             pruning_ratio=pruning_ratio,
-            width_multiple=self.recipe.width_multiple,
+            width_multiple=self.recipe.width_unit(head_dim),
             max_width=self.recipe.max_width,
             rounding=self.recipe.rounding,
             budget=self.recipe.resolved_budget,
         )
+        return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
+
+    def _take_gates(self, gates: Tensor) -> None:
+        """Go on with gates that are known: to channels, if the method prunes those of the heads left."""
+        self._gates = gates
+        if self.recipe.keeps_whole_heads:
+            return
+        share = self.recipe.heads.pruning_ratio
+        chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
+        self._retrieval_heads = chosen.to(self.ranks.device)
+        factors = initial_scaling_factors(self.subject.facts, self.ranks.device).detach()
+        # At 0 neither loss nor penalty has a gradient, so streaming heads' factors stay there.
+        self._factors = (factors * self._retrieval_heads).requires_grad_()
+        self._optimizer = self._new_optimizer()
 
     def _begin(self, phase: Phase) -> None:
         self._optimizer = self._new_optimizer()
@@ -194,7 +231,9 @@ class Run:
 
     def _end(self, phase: Phase) -> None:
         learned = self._factors.detach().clone()
-        if phase.pruning_ratio is None:
+        if phase.stage == 0:
+            self._take_gates(learned)
+        elif phase.pruning_ratio is None:
             self._stage1_factors = learned
         else:
             self._finished.append(learned)
@@ -237,8 +276,13 @@ class Run:
         return loss.detach()
 
     def _student(self, phase: Phase) -> Student:
+        if phase.stage == 0:
+            facts = self.subject.facts
+            shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+            return Student(self._windows, self._factors.new_ones(shape), gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
-            return Student(self._windows, self._factors)
+            heads = self._retrieval_heads
+            return Student(self._windows, self._factors, None if heads is None else heads[..., 0])
         kept = straight_through(self._factors, self._channel_mask)
         return Student(self._windows, kept, self._channel_mask.any(-1))
 

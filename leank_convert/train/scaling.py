@@ -1,4 +1,4 @@
-"""The scaling factors: what training learns, one value in [0, 1] per layer, KV head and channel."""
+"""What training learns: scaling factors in [0, 1] per layer, KV head and channel, or gates, one per head."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from leank_convert.architectures import ModelFacts
 def initial_scaling_factors(facts: ModelFacts, device: torch.device) -> Tensor:
     """All ones, float32 [L, H_kv, D]: training starts from the dense model."""
     shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
+
+
+def initial_gates(facts: ModelFacts, device: torch.device) -> Tensor:
+    """All ones, float32 [L, H_kv, 1]: every head sees the middle as the dense model does."""
+    shape = (facts.num_hidden_layers, facts.num_key_value_heads, 1)
     return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
 
 

@@ -1,4 +1,4 @@
-"""The order of a run: stage 1 once, then stage 2 for every asked pruning ratio."""
+"""The order of a run: gates of heads if the method has them, stage 1 once, stage 2 for every asked ratio."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Phase:
     """One stage of a run, for stage 2 with the ratio it is for.
 
     Attributes:
-        stage: 1 or 2.
-        pruning_ratio: What stage 2 prunes to; None in stage 1.
+        stage: 1 or 2; 0 where gates of heads are learned.
+        pruning_ratio: What stage 2 prunes to; None before it.
         start: Steps of the run before it.
         steps: Steps of its own, one or more.
         first_draw: Which of the data's steps its first step takes. Every ratio's stage 2 takes the same, so
@@ -31,6 +31,11 @@ class Phase:
     first_draw: int
     peak_learning_rate: float
     l1_weight: float
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return "stage " + str(self.stage) if self.stage else "gates"
 
     @property
     def stop(self) -> int:
@@ -55,14 +60,20 @@ class Schedule:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        stage1, stage2 = recipe.stage1, recipe.stage2
-        phases = [Phase(1, None, 0, stage1.steps, 0, stage1.learning_rate, stage1.l1_weight)]
-        for ratio in recipe.pruning_ratios:
-            phases.append(
-                Phase(2, ratio, phases[-1].stop, stage2.steps, stage1.steps, stage2.learning_rate, 0.0)
-            )
+        heads, stage1, stage2 = recipe.heads, recipe.stage1, recipe.stage2
+        phases: list[Phase] = []
+        stop = 0
+        if recipe.learns_gates:
+            phases.append(Phase(0, None, 0, heads.steps, 0, heads.learning_rate, heads.l1_weight))
+            stop = heads.steps
+        if not recipe.keeps_whole_heads:
+            phases.append(Phase(1, None, stop, stage1.steps, stop, stage1.learning_rate, stage1.l1_weight))
+            stop = first_draw = stop + stage1.steps
+            for ratio in recipe.pruning_ratios:
+                phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
+                stop += stage2.steps
         self.phases = tuple(phase for phase in phases if phase.steps)
-        self.num_steps = phases[-1].stop
+        self.num_steps = stop
         self._batch_size = recipe.batch_size
 
     def phase(self, step: int) -> Phase:

@@ -20,7 +20,8 @@ from torch import Tensor
 from leank_convert.checkpoint_io import write_atomically
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
-from leank_convert.recipe import Recipe
+from leank_convert.recipe import HeadsSection, Recipe
+from leank_convert.train.schedule import Schedule
 from leank_convert.train.subject import Subject
 
 STATE_FILE_NAME = "training_state.safetensors"
@@ -38,6 +39,7 @@ _FREE_SETTINGS = (
     "offload_context",
     "trackers",
 )
+_GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,12 @@ class TrainingState:
 
     Attributes:
         step: Steps done, over all phases.
-        scaling_factors: Float32 [L, H_kv, D].
+        scaling_factors: Float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1].
         optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
         fingerprint: What the run depends on, as flat keys and values.
         stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
         finished: What stage 2 ended with, for each ratio that is done.
+        gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
     """
 
     step: int
@@ -59,17 +62,18 @@ class TrainingState:
     fingerprint: Mapping[str, str]
     stage1_factors: Tensor | None = None
     finished: tuple[Tensor, ...] = ()
+    gates: Tensor | None = None
 
 
 def fingerprint_run(recipe: Recipe, subject: Subject, samples: SampleSource) -> dict[str, str]:
     """Everything that the result depends on: recipe, model and data."""
     settings = _flatten(recipe.model_dump(mode="json"))
-    for key in _FREE_SETTINGS:
+    for key in _FREE_SETTINGS if recipe.has_gates else (*_FREE_SETTINGS, *_GATE_SETTINGS):
         settings.pop(key, None)
     found = {f"recipe: {key}": value for key, value in settings.items()}
     found |= {f"model: config.json: {key}": value for key, value in _flatten(subject.config).items()}
     found["model: weights"] = subject.weights_digest[:16]
-    if recipe.stage1.steps + recipe.stage2.steps:
+    if Schedule(recipe).num_steps:
         found["data: first sample and haystack"] = samples.fingerprint()
     return found
 
@@ -103,6 +107,8 @@ def save_state(state: TrainingState, path: Path) -> None:
     tensors |= {f"optimizer.{name}": tensor.detach().cpu() for name, tensor in state.optimizer.items()}
     if state.stage1_factors is not None:
         tensors["stage1_factors"] = state.stage1_factors.cpu()
+    if state.gates is not None:
+        tensors["gates"] = state.gates.cpu()
     tensors |= {f"finished.{place}": tensor.cpu() for place, tensor in enumerate(state.finished)}
     metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
     try:
@@ -131,6 +137,7 @@ def load_state(path: Path) -> TrainingState:
             },
             fingerprint=json.loads(metadata["fingerprint"]),
             stage1_factors=tensors.get("stage1_factors"),
+            gates=tensors.get("gates"),
             finished=tuple(
                 tensors[f"finished.{place}"]
                 for place in range(sum(name.startswith("finished.") for name in tensors))

@@ -1,4 +1,4 @@
-"""One sample's share of a training step: its loss, with the graph to the scaling factors."""
+"""One sample's share of a training step: its loss, with the graph to the scaling factors or gates."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Student:
         windows: Sink and recent window.
         scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
         sees_middle: Bool [L, H_kv], False for heads without channels; None if every head sees the middle.
+        gates: What a head keeps of the middle [L, H_kv], where gates are learned.
     """
 
     windows: Windows
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
+    gates: Tensor | None = None
 
 
 def distil(
@@ -48,7 +50,13 @@ def distil(
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
     teacher = run_question_pass(model, context, packed)
     hidden_states = run_answer_pass(
-        model, context, packed, student.windows, student.scaling_factors, student.sees_middle
+        model,
+        context,
+        packed,
+        student.windows,
+        student.scaling_factors,
+        student.sees_middle,
+        student.gates,
     )
     loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
     # Of a model that is spread over devices, the last layer lies elsewhere.

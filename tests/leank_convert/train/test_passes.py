@@ -61,16 +61,16 @@ def draw_sample(num_context, questions):
     return TrainingSample("retrieval", ids(num_context), asked)
 
 
-def run_passes(model, sample, windows, factors, sees=None, *, offload=False):
+def run_passes(model, sample, windows, factors, sees=None, gates=None, *, offload=False):
     packed = pack_questions(sample.questions, len(sample.prefix_ids))
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
     teacher = run_question_pass(model, context, packed)
-    return teacher, run_answer_pass(model, context, packed, windows, factors, sees)
+    return teacher, run_answer_pass(model, context, packed, windows, factors, sees, gates)
 
 
 def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):
     """Dense rows for the prompt, pruned rows for the answer, in one pass over one question's sequence."""
-    factors, sees_middle, split, windows = plan
+    factors, sees_middle, split, windows, gates = plan
     groups, length, layer = query.shape[1] // key.shape[1], query.shape[2], module.layer_idx
     keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scaled = key * factors[layer][:, None].to(key.dtype)
@@ -82,20 +82,24 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
     p, j = torch.arange(length)[:, None], torch.arange(length)[None]
     full = (p < split) | (j < windows.sink_size) | (j >= p - windows.recent_size)
     logits = torch.where(full, dense, pruned).masked_fill(j > p, float("-inf"))
-    return (logits.softmax(-1) @ values).transpose(1, 2), None
+    output = logits.softmax(-1) @ values
+    if gates is not None:
+        gate = gates[layer].repeat_interleave(groups)[:, None, None]
+        output = gate * output + (1 - gate) * (logits.masked_fill(~full, float("-inf")).softmax(-1) @ values)
+    return output.transpose(1, 2), None
 
 
 AttentionInterface.register("whole_sequence", whole_sequence_attention)
 
 
-def run_whole(model, sample, windows, factors, sees=None):
+def run_whole(model, sample, windows, factors, sees=None, gates=None):
     """Every question as a sequence of its own: hidden states of the answers, as the passes pack them."""
     model.config._attn_implementation = "whole_sequence"
     found = []
     for question in sample.questions:
         ids = torch.cat([sample.prefix_ids, question.input_ids])[None]
         split = len(sample.prefix_ids) + question.answer_start
-        output = model.base_model(ids, use_cache=False, plan=(factors, sees, split, windows))
+        output = model.base_model(ids, use_cache=False, plan=(factors, sees, split, windows, gates))
         found.append(output.last_hidden_state[0, split:])
     model.config._attn_implementation = ATTENTION_NAME
     return torch.cat(found)
@@ -134,6 +138,32 @@ def test_gradient_equals_that_of_the_whole_sequences(family):
     torch.testing.assert_close(found, factors.grad, rtol=1e-5, atol=1e-9)
     assert (found != 0).all()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gate_mixes_a_head_that_sees_everything_with_one_that_sees_no_middle(family):
+    model = build(family, torch.float64)
+    sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
+    ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    gates = torch.rand(LAYERS, KV_HEADS, dtype=torch.float64).requires_grad_()
+    teacher, student = run_passes(model, sample, windows, ones, None, gates)
+    whole = run_whole(model, sample, windows, ones, None, gates)
+    torch.testing.assert_close(student, whole, rtol=1e-9, atol=1e-9)
+    (student - teacher).square().mean().backward()
+    found, gates.grad = gates.grad, None
+    (whole - teacher).square().mean().backward()
+    torch.testing.assert_close(found, gates.grad, rtol=1e-5, atol=1e-12)
+    assert (found != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_zero_and_one_are_heads_without_and_with_all_channels(dtype):
+    model, sample, windows = build("llama", dtype), draw_sample(40, SEVERAL), Windows(4, 6)
+    ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
+    sees = torch.tensor([[True, False], [False, True], [True, True]])
+    _, gated = run_passes(model, sample, windows, ones, None, sees.float())
+    _, deployed = run_passes(model, sample, windows, sees[..., None] * ones, sees)
+    assert torch.equal(gated, deployed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

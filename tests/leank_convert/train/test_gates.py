@@ -1,0 +1,253 @@
+"""Methods with gates of heads: what is learned and kept, alone and with channels of the other heads."""
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import load_mask
+from leank_convert.methods import convert, make_masks
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import load_recipe
+from leank_convert.train import TrainingDirectory, train_masks
+from leank_convert.train.dry_run import plan_training
+from leank_convert.train.run import Run
+from leank_convert.train.selection import select_channels
+from leank_convert.train.split_attention import Windows
+from leank_convert.train.state import load_state
+from leank_convert.train.step import Student, distil
+from leank_convert.train.subject import load_subject
+from leank_convert.verify import verify_checkpoint
+
+HEADS = {"steps": 5, "learning_rate": 0.1, "l1_weight": 0.5}
+BOTH = {"method": "duo-attention+leank", "pruning_ratio": 0.75, "heads": HEADS}
+
+
+@pytest.fixture
+def make(short_recipe, retriever_folder, tmp_path):
+    """Makes the only mask of a recipe in `tmp_path / out`."""
+
+    def run(out="out", *, resume=False, **changes):
+        recipe = short_recipe(**{"heads": HEADS, "method": "duo-attention", **changes})
+        masks = make_masks(
+            recipe, tmp_path / out, resume=resume, progress=False, model_override=str(retriever_folder)
+        )
+        return masks if len(masks) > 1 else masks[tmp_path / out]
+
+    return run
+
+
+@pytest.fixture
+def write_pattern(tmp_path):
+    """Writes a pattern of the model's two layers of two heads."""
+
+    def write(gates, folder="pattern"):
+        (tmp_path / folder).mkdir()
+        lines = ["\t".join(map(str, layer)) for layer in gates]
+        (tmp_path / folder / "full_attention_heads.tsv").write_text("\n".join(lines))
+        (tmp_path / folder / "config.json").write_text(json.dumps({"sink_size": 4, "recent_size": 16}))
+        return str(tmp_path / folder)
+
+    return write
+
+
+def read_pattern(out):
+    lines = (out / "leank" / "heads" / "full_attention_heads.tsv").read_text().splitlines()
+    return torch.tensor([[float(gate) for gate in line.split("\t")] for line in lines])
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_first_steps_follow_loss_and_penalty_of_the_gates(make, short_recipe, retriever_folder, tmp_path):
+    heads = {**HEADS, "steps": 3}  # too few for the rate to be ramped
+    make(heads=heads)
+    recipe = short_recipe(method="duo-attention", heads=heads)
+    subject = load_subject(recipe, torch.device("cpu"), str(retriever_folder))
+    samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
+    gates = torch.ones(2, 2, requires_grad=True)
+    adam = torch.optim.Adam([gates])
+    for step in range(3):
+        adam.param_groups[0]["lr"] = 0.1
+        adam.zero_grad()
+        ones = torch.ones(2, 2, 16)
+        loss = distil(subject.model, samples.draw(step), Student(Windows(4, 16), ones, gates=gates))
+        (loss + 0.5 * gates.mean()).backward()
+        adam.step()
+        with torch.no_grad():
+            gates.clamp_(0, 1)
+    assert torch.equal(read_pattern(tmp_path / "out"), gates.detach())
+    assert gates.unique().numel() > 1
+
+
+@pytest.mark.parametrize(("ratio", "num_whole"), [(0.25, 3), (0.5, 2), (0.75, 1)])
+def test_heads_with_the_highest_gates_keep_all_channels_and_the_others_none(make, tmp_path, ratio, num_whole):
+    mask = make(pruning_ratio=ratio)
+    gates = read_pattern(tmp_path / "out").flatten()
+    highest = gates.argsort(descending=True, stable=True)[:num_whole].tolist()
+    assert [width for layer in mask.widths for width in layer] == [
+        16 if head in highest else 0 for head in range(4)
+    ]
+    assert mask.scaling_factors is None
+    assert (mask.provenance.method, mask.provenance.width_multiple) == ("duo-attention", 16)
+
+
+def test_one_run_gives_every_ratio_its_mask(make, tmp_path, read_log):
+    masks = make(pruning_ratio=(0.25, 0.5))
+    assert [mask.pruning_ratio for mask in masks.values()] == [0.25, 0.5]
+    assert len(read_log(tmp_path / "out")) == 5
+    assert all((folder / "leank" / "report.html").exists() for folder in masks)
+
+
+def test_log_report_and_plan_speak_of_gates_and_not_of_stages_or_channels(
+    make, short_recipe, retriever_folder, tmp_path, read_log
+):
+    make()
+    assert {row["stage"] for row in read_log(tmp_path / "out")} == {"0"}
+    page = (tmp_path / "out" / "leank" / "report.html").read_text()
+    assert "<dd>5 (gates of heads)</dd>" in page
+    assert "What heads were chosen by" in page
+    assert "Every channel" not in page and "mean scaling factor" not in page
+    recipe = short_recipe(method="duo-attention", heads=HEADS)
+    text = plan_training(recipe, device="cpu", model_override=str(retriever_folder)).render()
+    assert "4 gates of heads; the weights" in text
+    assert "5: 5 of gates" in text and "of stage" not in text
+
+
+def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
+    make, write_pattern, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(convert, "load_subject", lambda *_: pytest.fail("the model was loaded"))
+    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
+    mask = make(heads={"pattern": pattern}, pruning_ratio=0.5)
+    assert mask.widths == ((0, 16), (16, 0))
+    assert not TrainingDirectory(tmp_path / "out").state.exists()
+    assert "What heads were chosen by" in (tmp_path / "out" / "leank" / "report.html").read_text()
+
+
+def test_a_learned_pattern_imports_to_the_same_mask(make, tmp_path):
+    learned = make("learned", pruning_ratio=0.5)
+    imported = make("imported", pruning_ratio=0.5, heads={"pattern": str(tmp_path / "learned/leank/heads")})
+    assert torch.equal(imported.channel_mask, learned.channel_mask)
+
+
+def test_streaming_heads_keep_nothing_and_only_the_other_heads_channels_are_learned(
+    make, tmp_path, read_log, write_pattern
+):
+    mask = make(**BOTH)
+    streaming = ~select_channels(
+        read_pattern(tmp_path / "out")[..., None], pruning_ratio=0.5, width_multiple=1
+    )[..., 0]
+    assert streaming.sum() == 2
+    assert not mask.channel_mask[streaming].any() and (mask.scaling_factors[streaming] == 0).all()
+    assert mask.channel_mask[~streaming].any() and (mask.scaling_factors[~streaming] != 1).any(-1).all()
+    assert 0.5 < mask.pruning_ratio < 1
+    rows = read_log(tmp_path / "out")
+    assert [row["stage"] for row in rows] == ["0"] * 5 + ["1"] * 7 + ["2"] * 6
+    # Of two heads that are shut from the beginning, their factors are 0.
+    assert float(rows[5]["mean_factor"]) == 0.5
+    assert (
+        "<dd>5 (gates of heads), 7 + 6 (stages 1 and 2)</dd>"
+        in (tmp_path / "out" / "leank" / "report.html").read_text()
+    )
+
+
+def test_channels_are_learned_with_streaming_heads_that_see_no_middle(make, write_pattern, monkeypatch):
+    seen = []
+    student = Run._student
+
+    def record(run, phase):
+        seen.append(student(run, phase))
+        return seen[-1]
+
+    monkeypatch.setattr(Run, "_student", record)
+    make(**{**BOTH, "heads": {"pattern": write_pattern([[0.2, 1.0], [0.9, 0.1]])}})
+    assert len(seen) == 13
+    for one in seen[:7]:
+        assert one.sees_middle.tolist() == [[False, True], [True, False]]
+    for one in seen:
+        assert not one.sees_middle[0, 0] and not one.sees_middle[1, 1]
+        assert one.gates is None
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "budget"])
+def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(make, write_pattern, rounding):
+    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
+    mask = make(**{**BOTH, "heads": {"pattern": pattern}, "pruning_ratio": 0.5, "rounding": rounding})
+    assert mask.widths == ((0, 16), (16, 0))
+
+
+@pytest.mark.parametrize("place", [3, 5, 8, 12, 15])
+def test_a_run_killed_anywhere_goes_on_to_the_same_bits(make, tmp_path, read_log, monkeypatch, place):
+    make("whole", **BOTH)
+    advance = Run.advance
+
+    def die(run, samples):
+        if run.step == place:
+            raise KeyboardInterrupt
+        return advance(run, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", die)
+        with pytest.raises(KeyboardInterrupt):
+            make("killed", **BOTH)
+    make("killed", resume=True, **BOTH)
+    whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
+    assert killed.mask.read_bytes() == whole.mask.read_bytes()
+    assert torch.equal(read_pattern(tmp_path / "killed"), read_pattern(tmp_path / "whole"))
+    assert without_times(read_log(tmp_path / "killed")) == without_times(read_log(tmp_path / "whole"))
+    assert torch.equal(load_state(killed.state).gates, load_state(whole.state).gates)
+
+
+def test_resume_names_another_setting_of_the_heads(make, short_recipe, retriever_folder, tmp_path):
+    make()
+    with pytest.raises(LeanKError, match=r"recipe: heads.l1_weight was `0.5`, is `0.4`"):
+        make(heads={**HEADS, "l1_weight": 0.4}, resume=True)
+
+
+def test_settings_of_heads_do_not_matter_to_a_method_without_gates(short_recipe, retriever_folder, tmp_path):
+    out, options = tmp_path / "out", {"progress": False, "model_override": str(retriever_folder)}
+    first = train_masks(short_recipe(), out, **options)[out]
+    again = train_masks(short_recipe(heads=HEADS), out, resume=True, **options)[out]
+    assert torch.equal(again.scaling_factors, first.scaling_factors)
+    assert not (out / "leank" / "heads").exists()
+
+
+@pytest.mark.parametrize("changes", [{}, BOTH], ids=["duo-attention", "duo-attention+leank"])
+def test_a_checkpoint_of_the_mask_verifies(make, retriever_folder, tmp_path, changes):
+    mask = make(**changes)
+    export_checkpoint(str(retriever_folder), mask, tmp_path / "out")
+    report = verify_checkpoint(tmp_path / "out", str(retriever_folder))
+    assert report.ok, report.checks
+    saved = load_mask(tmp_path / "out" / "channel_mask.safetensors")
+    assert torch.equal(saved.channel_mask, mask.channel_mask)
+    assert Recipe(**yaml.safe_load((tmp_path / "out/leank/recipe.yaml").read_text())).heads.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"method": "duo-attention", "budget": "uniform"},
+            "`budget: uniform` does not go with `method: duo",
+        ),
+        ({"method": "duo-attention", "max_width": 64}, "`max_width` 64 does not go with `method: duo-a"),
+        ({"method": "duo-attention+leank", "budget": "uniform"}, "some of whose heads keep no channel"),
+        (
+            {"method": "duo-attention+leank", "pruning_ratio": [0.8, 0.4]},
+            "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
+        ),
+        ({"heads": {"step": 3}}, "unknown key `heads.step`"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_recipe(tmp_path, changes, problem):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(changes))
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        load_recipe(path)
