@@ -1,0 +1,137 @@
+"""lm-evaluation-harness on converted checkpoints, by its own command: what touches the pruned cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.tasks import build_sample
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
+)
+
+NUM_PROMPTS = 4
+# One process for all: the harness takes longer to start than to answer.
+COMMANDS = """
+import json, sys
+from lm_eval.__main__ import cli_evaluate
+for sys.argv in json.loads(sys.argv[1]):
+    cli_evaluate()
+"""
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: {output_type}
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: " "
+"""
+GENERATED = """\
+generation_kwargs:
+  do_sample: false
+  max_gen_toks: 6
+  until: ["<|end|>"]
+metric_list:
+  - metric: exact_match
+    ignore_case: false
+"""
+LIKELIHOOD = """\
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the harness found of the shipped model, and of checkpoints of it with all and with no channels."""
+    folder = tmp_path_factory.mktemp("lm-eval")
+    rng = random.Random(3)
+    # Of different lengths, so that a batch is padded.
+    samples = [build_sample("retrieval", rng, length) for length in range(160, 160 + 20 * NUM_PROMPTS, 20)]
+    data, tasks = folder / "prompts.jsonl", folder / "tasks"
+    data.write_text("".join(json.dumps({"prompt": s.prompt, "answer": s.answer}) + "\n" for s in samples))
+    tasks.mkdir()
+    for name, output_type, rest in (
+        ("generated", "generate_until", GENERATED),
+        ("likelihood", "loglikelihood", LIKELIHOOD),
+    ):
+        text = TASK.format(name=name, data=data, output_type=output_type) + rest
+        (tasks / f"{name}.yaml").write_text(text)
+    models = {"dense": MODEL_DIR}
+    for name, channels in (("all", torch.ones), ("none", torch.zeros)):
+        models[name] = folder / name
+        mask = ChannelMask(channels(4, 4, 64, dtype=torch.bool))
+        export_checkpoint("testbed", mask, models[name], sink_size=4, recent_size=16, flush_size=4)
+    run_harness(models, tasks, folder)
+    return {name: read_results(folder / f"{name}-results") for name in models}
+
+
+def run_harness(models: dict[str, Path], tasks: Path, folder: Path) -> None:
+    """Run the documented command for every model."""
+    commands = [
+        [
+            *("lm_eval", "--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=True"),
+            *("--include_path", str(tasks), "--tasks", "generated,likelihood", "--apply_chat_template"),
+            *("--device", "cpu", "--batch_size", "2"),
+            *("--output_path", str(folder / f"{name}-results"), "--log_samples"),
+        ]
+        for name, model in models.items()
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hub"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    """Return the metrics of each task, and its answers in the prompts' order."""
+    found: dict[str, Any] = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+    for name in ("generated", "likelihood"):
+        lines = next(out.rglob(f"samples_{name}_*.jsonl")).read_text().splitlines()
+        answers = {(sample := json.loads(line))["doc_id"]: sample["filtered_resps"] for line in lines}
+        found[name]["answers"] = [answers[index] for index in range(NUM_PROMPTS)]
+    return found
+
+
+def test_all_channels_answer_as_the_dense_model(results: dict[str, dict[str, Any]]) -> None:
+    assert results["dense"]["generated"]["exact_match,none"] == 1.0
+    assert results["all"]["generated"]["answers"] == results["dense"]["generated"]["answers"]
+
+
+def test_generation_runs_on_the_pruned_cache(results: dict[str, dict[str, Any]]) -> None:
+    assert results["none"]["generated"]["exact_match,none"] == 0.0
+
+
+def test_loglikelihood_never_touches_the_pruned_cache(results: dict[str, dict[str, Any]]) -> None:
+    of = {name: found["likelihood"] for name, found in results.items()}
+    assert of["none"] == of["all"]
+    assert of["none"]["acc,none"] == of["dense"]["acc,none"] == 1.0
