@@ -3,6 +3,11 @@
 `full_attention_heads.tsv` has a line per layer and in it a number per KV head, separated by tabs: how much
 the head needs more than sink and recent window. `config.json` says how the gates were learned; of it only
 `sink_size` and `recent_size` are read, and written.
+
+Gates are learned here by the paper's loss, penalty, rate and clamp, with three differences. The context is
+dense, as it is in deployment: gates act on answer tokens alone. The full attention in a head's mixture is the
+student's own, as the paper writes it; DuoAttention's code takes the teacher's. And of equal gates the lower
+layer's and head's goes first, where that code draws lots.
 """
 
 from __future__ import annotations
