@@ -6,8 +6,8 @@ the head needs more than sink and recent window. `config.json` says how the gate
 
 Gates are learned here by the paper's loss, penalty, rate and clamp, with three differences. The context is
 dense, as it is in deployment: gates act on answer tokens alone. The full attention in a head's mixture is the
-student's own, as the paper writes it; DuoAttention's code takes the teacher's. And of equal gates the lower
-layer's and head's goes first, where that code draws lots.
+student's own, as the paper writes it; DuoAttention's code takes the teacher's. And of equal gates that of
+the lower layer and head ranks first, where that code draws lots.
 """
 
 from __future__ import annotations
