@@ -32,6 +32,8 @@ def test_prompts_of_other_seeds_lengths_and_indices_differ(plain_tokenizer, task
     first = draw(plain_tokenizer, task, 3000, seed=1) + draw(plain_tokenizer, task, 3000, seed=2)
     first += draw(plain_tokenizer, task, 3100, seed=1)
     assert len({tuple(prompt.input_ids.tolist()) for prompt in first}) == 6
+    if task != "qa":
+        assert len({prompt.references for prompt in first}) == 6
 
 
 def test_a_question_is_the_same_at_every_length(plain_tokenizer, draw):

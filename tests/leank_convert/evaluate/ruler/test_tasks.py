@@ -1,12 +1,16 @@
 import itertools
+import random
 import re
 from collections import Counter
 
 import pytest
 
+from leank_convert.data.haystack import GrammarHaystack
 from leank_convert.evaluate.prompt import score
-from leank_convert.evaluate.ruler import RULER_TASKS
+from leank_convert.evaluate.ruler import RULER_TASKS, needles
+from leank_convert.evaluate.ruler.counting import draft_frequent_words
 from leank_convert.evaluate.ruler.draft import NOISE
+from leank_convert.evaluate.ruler.needles import NEEDLE_TASKS, draft_needles
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
 
 NEEDLE = re.compile(r"secret (number|code) for (\S+) is (\S+)\.")
@@ -85,6 +89,15 @@ def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task
         assert len(found) > 10
         assert [value for _, key, value in found if key == asked] == list(prompt.references)
         assert [key for _, key, value in found if value in prompt.references] == [asked]
+
+
+def test_no_filler_repeats_the_key_even_where_keys_are_few(monkeypatch):
+    monkeypatch.setattr(needles, "ADJECTIVES", ("red",))
+    monkeypatch.setattr(needles, "NOUNS", ("oak", "elm"))
+    draft = draft_needles(NEEDLE_TASKS["niah_multikey_2"], random.Random(0), GrammarHaystack())
+    message = draft.render(50)
+    asked = re.search(r"state for (\S+)\?", message).group(1)
+    assert Counter(key for _, key, _ in NEEDLE.findall(message))[asked] == 1
 
 
 @pytest.mark.parametrize(
@@ -173,6 +186,14 @@ def test_frequent_words_follow_the_dots(plain_tokenizer, draw):
             # Frequencies fall with the square of the rank, rounded down.
             total = most * 1.645
             assert abs(rest[2][1] - total / 1.645 / 16) < 2
+
+
+def test_frequent_words_are_the_most_frequent_at_every_number_of_words():
+    draft = draft_frequent_words(random.Random(0), 4000)
+    for num_more in range(100):
+        counts = Counter(draft.render(num_more).split("\n\n")[1].split())
+        others = [count for word, count in counts.items() if word not in draft.references]
+        assert min(counts[word] for word in draft.references) > sorted(others)[-2]
 
 
 def test_no_word_is_part_of_another():
