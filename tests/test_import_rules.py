@@ -15,7 +15,7 @@ RANKS = [
     {"data"},
     {"train", "methods", "export"},
     {"verify", "inspection", "hub", "evaluate", "benchmark", "analyze"},
-    {"cli"},
+    {"cli", "reproduce"},
     {"__main__"},
 ]
 NEVER_EACH_OTHER = [

@@ -1,0 +1,43 @@
+"""`python -m leank_convert.reproduce`: the paper's experiments on the shipped model, in one command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import click
+
+from leank_convert.errors import LeanKError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False), default="out/reproduce")
+@click.option("--device", help="Device to train and measure on. Default: cuda if there is one, else cpu.")
+@click.option(
+    "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
+)
+def main(out: Path, device: str | None, quick: bool) -> None:
+    """Make masks by every method, measure them on the same prompts, and write OUT/report.html.
+
+    OUT (default: out/reproduce) keeps masks and answers: run the same command again, and it goes on where it
+    was.
+    """
+    from leank_convert.device import choose_device
+    from leank_convert.reproduce.plan import ON_CPU, ON_GPU, QUICK
+    from leank_convert.reproduce.session import reproduce
+
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        on_gpu = choose_device(device).type == "cuda"
+        sizes = QUICK if quick else ON_GPU if on_gpu else ON_CPU
+        click.echo(reproduce(out, sizes, device=device))
+    except LeanKError as error:
+        ended = error.exit_code >= 128  # by a signal
+        hint = "run the same command again: it goes on from there" if ended else error.hint
+        click.echo(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""What was found: rows of scores against the dense model, and what they say about the paper's claims.
+
+No verdict is written by hand: each is computed from paired differences over the same prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from leank_convert.evaluate.comparison import Difference, compare
+from leank_convert.evaluate.dynamic import kept_channels
+from leank_convert.reproduce.measure import Bench, Masks, Scores
+from leank_convert.reproduce.plan import Entry, Plan, Row
+
+_MARGIN = 0.01  # a point: what the paper calls near-lossless
+
+Answer = Literal["yes", "no", "not told apart"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row, measured.
+
+    Attributes:
+        label: The row's.
+        entry: Which of its candidates is shown; None for the dense model.
+        removed: Share of K channels that its pruned region lacks.
+        value_removed: Share of V that it lacks.
+        scores: On the test prompts.
+        against_dense: Its difference to the dense model.
+        validation: What each candidate scored on validation prompts, by setting; empty of a single one.
+    """
+
+    label: str
+    entry: Entry | None
+    removed: float
+    value_removed: float
+    scores: Scores
+    against_dense: Difference
+    validation: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """The entry's method, with its chosen setting if there was a choice."""
+        if self.entry is None:
+            return self.label
+        return f"{self.entry.method} ({self.entry.setting})" if self.entry.setting else self.entry.method
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim, and what the figures say.
+
+    Attributes:
+        claim: As the paper has it, or would.
+        answer: `yes` and `no` where a 95% interval excludes the other, for a margin by the mean.
+        detail: The figures.
+    """
+
+    claim: str
+    answer: Answer
+    detail: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was found.
+
+    Attributes:
+        plan: What was measured.
+        dense: The dense model.
+        curves: By method and ratio.
+        tables: By name, in the plan's order.
+        verdicts: Of the claims.
+        environment: Where it was measured.
+    """
+
+    plan: Plan
+    dense: Finding
+    curves: dict[str, dict[float, Finding]]
+    tables: dict[str, list[Finding]]
+    verdicts: list[Verdict]
+    environment: dict[str, str]
+
+    def all_findings(self) -> list[Finding]:
+        """Every finding once, the dense model first."""
+        rows = [finding for curve in self.curves.values() for finding in curve.values()]
+        rows += [finding for table in self.tables.values() for finding in table]
+        return [self.dense, *{finding.entry: finding for finding in rows}.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "environment": self.environment,
+            "sizes": asdict(self.plan.sizes),
+            "dense": _to_dict(self.dense),
+            "curves": {
+                method: [_to_dict(finding) for finding in curve.values()]
+                for method, curve in self.curves.items()
+            },
+            "tables": {name: [_to_dict(finding) for finding in rows] for name, rows in self.tables.items()},
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+
+def choose_entries(rows: Iterable[Row], validation: Bench) -> dict[Row, tuple[Entry, dict[str, float]]]:
+    """Choose each row's entry: of several candidates the best on validation prompts, of equal ones the first.
+
+    Returns:
+        By row, the entry and what each candidate scored.
+    """
+    chosen = {}
+    for row in rows:
+        if len(row.candidates) == 1:
+            chosen[row] = (row.candidates[0], dict[str, float]())
+        else:
+            means = {entry: validation.scores(entry).mean for entry in row.candidates}
+            best = max(means, key=lambda entry: means[entry])
+            chosen[row] = (best, {entry.setting: mean for entry, mean in means.items()})
+    return chosen
+
+
+def collect_findings(
+    plan: Plan,
+    chosen: Mapping[Row, tuple[Entry, dict[str, float]]],
+    test: Bench,
+    masks: Masks,
+    environment: dict[str, str],
+) -> Findings:
+    """Sum up what was measured.
+
+    Args:
+        plan: What was measured.
+        chosen: As `choose_entries` gives it.
+        test: Where all chosen entries have answered.
+        masks: By run and ratio.
+        environment: Where it was measured, as names and values.
+    """
+    dense_scores = test.scores(None)
+    dense = Finding("dense", None, 0.0, 0.0, dense_scores, compare([0.0] * len(dense_scores.values)))
+
+    def find(row: Row) -> Finding:
+        entry, validation = chosen[row]
+        scores = test.scores(entry)
+        removed, value_removed = _removed(entry, masks)
+        return Finding(
+            row.label, entry, removed, value_removed, scores, subtract(scores, dense_scores), validation
+        )
+
+    curves = {
+        curve.method: {ratio: find(row) for ratio, row in curve.points.items()} for curve in plan.curves
+    }
+    tables = {table.name: [find(row) for row in table.rows] for table in plan.tables}
+    verdicts = [*_judge_curves(plan, dense, curves), *_judge_tables(plan, tables)]
+    return Findings(plan, dense, curves, tables, verdicts, environment)
+
+
+def subtract(scores: Scores, others: Scores) -> Difference:
+    """The difference of two entries over the same prompts."""
+    return compare([a - b for a, b in zip(scores.values, others.values, strict=True)])
+
+
+def describe_difference(difference: Difference) -> str:
+    """A difference with its interval, in points."""
+    low, high = difference.interval
+    return f"{100 * difference.mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float, Finding]]) -> list[Verdict]:
+    main, hard = plan.sizes.main_ratio, plan.sizes.hard_ratio
+    verdicts = [_close(f"LeanK at {main:.0%} is within 1 point of dense", curves["leank"][main], dense)]
+    pairs = [("leank", "static-norm"), ("static-norm", "think"), ("leank", "think")]
+    pairs += [("leank", other) for other in curves if other not in {"leank", "static-norm", "think"}]
+    for better, worse in pairs:
+        for ratio in (main, hard):
+            if ratio in curves[better] and ratio in curves[worse]:
+                verdicts.append(
+                    _above(
+                        f"{better} is better than {worse} at {ratio:.0%}",
+                        curves[better][ratio],
+                        curves[worse][ratio],
+                    )
+                )
+    saved = curves["leank"][main].value_removed
+    verdicts.append(
+        Verdict(
+            f"at {main:.0%} of K, LeanK drops some of V, too",
+            "yes" if saved > 0 else "no",
+            f"{saved:.1%} of V: heads of width 0",
+        )
+    )
+    return verdicts
+
+
+def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[Verdict]:
+    verdicts = []
+    for ratio in (plan.sizes.main_ratio, plan.sizes.hard_ratio):
+        at = {
+            name: {
+                finding.label: finding for finding in rows if finding.entry and finding.entry.ratio == ratio
+            }
+            for name, rows in tables.items()
+        }
+        both, alone = at["stage2"].values()
+        verdicts.append(_above(f"stage 2 is worth its steps at {ratio:.0%}", both, alone))
+        think, uniform, dynamic, learned = at["budget"].values()
+        verdicts += [
+            _above(f"dynamic channels gain from LeanK's budget per head at {ratio:.0%}", dynamic, think),
+            _above(f"learned channels gain from a budget per head at {ratio:.0%}", learned, uniform),
+            _above(f"learned channels beat dynamic ones of the same budget at {ratio:.0%}", learned, dynamic),
+        ]
+        weights = [finding for label, finding in at["lambda"].items() if 0.04 <= float(label) <= 0.1]
+        verdicts.append(_alike(f"any lambda from 0.04 to 0.1 does at {ratio:.0%}", weights))
+        verdicts.append(_alike(f"any width multiple does at {ratio:.0%}", list(at["multiple"].values())))
+        *fewer, every = at["tasks"].values()
+        verdicts += [
+            _close(f"training on {finding.label} suffices at {ratio:.0%}", finding, every)
+            for finding in fewer
+        ]
+        short, full = at["length"].values()
+        verdicts.append(_close(f"training on {short.label} suffices at {ratio:.0%}", short, full))
+        verdicts.append(
+            _alike(f"the seed of training matters little at {ratio:.0%}", list(at["seeds"].values()))
+        )
+    by_frequency, gated, combined, _ = tables["heads"]
+    ratio, both_ratio = plan.sizes.head_ratio, plan.sizes.combined_ratio
+    verdicts += [
+        _close(
+            f"heads are found by their high frequencies as by DuoAttention, at {ratio:.0%}",
+            by_frequency,
+            gated,
+        ),
+        _close(f"LeanK takes DuoAttention from {ratio:.0%} of K to {both_ratio:.0%}", combined, gated),
+    ]
+    return verdicts
+
+
+def _above(claim: str, better: Finding, worse: Finding) -> Verdict:
+    difference = subtract(better.scores, worse.scores)
+    low, high = difference.interval
+    answer: Answer = "yes" if low > 0 else "no" if high < 0 else "not told apart"
+    return Verdict(claim, answer, _detail(better, worse, difference))
+
+
+def _close(claim: str, finding: Finding, reference: Finding) -> Verdict:
+    difference = subtract(finding.scores, reference.scores)
+    answer: Answer = "yes" if difference.mean >= -_MARGIN else "no"
+    return Verdict(claim, answer, _detail(finding, reference, difference))
+
+
+def _alike(claim: str, findings: Sequence[Finding]) -> Verdict:
+    best = max(findings, key=lambda finding: finding.scores.mean)
+    worst = min(findings, key=lambda finding: finding.scores.mean)
+    spread = best.scores.mean - worst.scores.mean
+    difference = subtract(best.scores, worst.scores)
+    return Verdict(claim, "yes" if spread <= _MARGIN else "no", _detail(best, worst, difference))
+
+
+def _detail(first: Finding, second: Finding, difference: Difference) -> str:
+    named = [f"{finding.label}: {finding.scores.mean:.1%}" for finding in (first, second)]
+    return f"{', '.join(named)}; {describe_difference(difference)} points"
+
+
+def _removed(entry: Entry, masks: Masks) -> tuple[float, float]:
+    """Shares of K and of V that the pruned region lacks."""
+    if entry.run is None:
+        head_dim = next(iter(next(iter(masks.values())).values())).channel_mask.shape[-1]
+        return 1 - kept_channels(head_dim, entry.ratio) / head_dim, 0.0
+    channel_mask = masks[entry.run][entry.ratio].channel_mask
+    return 1 - channel_mask.double().mean().item(), 1 - channel_mask.any(-1).double().mean().item()
+
+
+def _to_dict(finding: Finding) -> dict[str, Any]:
+    cells = dict.fromkeys(finding.scores.cells)
+    return {
+        "label": finding.label,
+        "entry": None if finding.entry is None else asdict(finding.entry),
+        "removed": finding.removed,
+        "value_removed": finding.value_removed,
+        "n": len(finding.scores.values),
+        "score": finding.scores.mean,
+        "difference": asdict(finding.against_dense),
+        "cells": [
+            {"task": task, "length": length, "score": finding.scores.where(task=task, length=length)}
+            for task, length in cells
+        ],
+        "validation": finding.validation,
+    }

@@ -1,0 +1,158 @@
+"""Scores of a plan's entries: all of them answer the same prompts, from one prefill a batch.
+
+Every answer is written down when its batch is done, and asked for once. An entry's answers go by the digest
+of its mask: where a mask was made anew, it is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from leank_convert.evaluate.answer_log import AnswerLog
+from leank_convert.evaluate.answering import answer_prompts
+from leank_convert.evaluate.dynamic import THINK_WINDOWS, PerHeadBudget, ThinK
+from leank_convert.evaluate.held_out import held_out_prompts
+from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.subject import EvaluatedModel
+from leank_convert.evaluate.variants import Dense, Masked, Variant, in_checkpoint_order
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe import DataSection
+from leank_convert.reproduce.plan import Entry
+
+DENSE = "dense"
+Masks = Mapping[str, Mapping[float, ChannelMask]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entry's scores on the prompts of one part, in an order that all entries share.
+
+    Attributes:
+        cells: Task and length of each prompt.
+        values: From 0 to 1, of each prompt.
+    """
+
+    cells: tuple[tuple[str, int], ...]
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over all prompts; every task and length has as many."""
+        return sum(self.values) / len(self.values)
+
+    def where(self, *, task: str | None = None, length: int | None = None) -> float:
+        """The mean of one task or length."""
+        chosen = [
+            value
+            for (at_task, at_length), value in zip(self.cells, self.values, strict=True)
+            if task in (None, at_task) and length in (None, at_length)
+        ]
+        return sum(chosen) / len(chosen)
+
+
+class Bench:
+    """Prompts of one part, and who has answered them.
+
+    Args:
+        evaluated: The model, all of whose channels its own mask keeps.
+        masks: By run and ratio.
+        data: Tasks; lengths are the cells'.
+        lengths: Of the prompts, in tokens.
+        num_prompts: Of each task and length.
+        seed: Of the prompts.
+        folder: Where answers are kept.
+        batch_size: Prompts answered together.
+    """
+
+    def __init__(
+        self,
+        evaluated: EvaluatedModel,
+        masks: Masks,
+        data: DataSection,
+        *,
+        lengths: Sequence[int],
+        num_prompts: int,
+        seed: int,
+        folder: Path,
+        batch_size: int,
+    ) -> None:
+        self._evaluated = evaluated
+        self._masks = masks
+        self._batch_size = batch_size
+        self._prompts = [
+            prompt
+            for length in lengths
+            for task in data.tasks
+            for prompt in _draw(evaluated.tokenizer, data, task, length, num_prompts, seed)
+        ]
+        self._log = AnswerLog(
+            folder,
+            {
+                "data": data.model_dump(mode="json", exclude={"tasks", "min_length", "max_length"}),
+                "seed": seed,
+                "windows": {key: evaluated.leank[key] for key in ("sink_size", "recent_size", "flush_size")},
+                "dtype": str(evaluated.model.dtype),
+            },
+        )
+
+    def measure(self, entries: Iterable[Entry], label: str) -> None:
+        """Let the dense model and all entries answer what they have not answered yet.
+
+        Args:
+            entries: Who answers.
+            label: What the progress bar says.
+        """
+        variants = [Dense(self._evaluated.dense, DENSE), *map(self._variant, dict.fromkeys(entries))]
+        size = self._batch_size
+        prompts = self._log.missing(self._prompts, [variant.name for variant in variants])
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        for batch in track(batches, label, console=Console(stderr=True)):
+            # Where a plan has grown, its new entries answer alone.
+            waiting = [variant for variant in variants if self._log.missing(batch, [variant.name])]
+            if waiting:
+                for answers in answer_prompts(self._evaluated, batch, waiting, batch_size=size):
+                    self._log.add(answers)
+
+    def scores(self, entry: Entry | None) -> Scores:
+        """What an entry was found to score; None is the dense model."""
+        name = DENSE if entry is None else self._label(entry)
+        cells = tuple((prompt.task, prompt.length) for prompt in self._prompts)
+        return Scores(cells, tuple(self._log.outcome(p, [name]).scores[name] for p in self._prompts))
+
+    def _label(self, entry: Entry) -> str:
+        return entry.name if entry.run is None else f"{entry.name} @ {digest(self._mask(entry))}"
+
+    def _mask(self, entry: Entry) -> Tensor:
+        assert entry.run is not None
+        return self._masks[entry.run][entry.ratio].channel_mask
+
+    def _variant(self, entry: Entry) -> Variant:
+        windows = THINK_WINDOWS if entry.own_windows else None
+        if entry.run is None:
+            return ThinK(entry.ratio, windows, name=self._label(entry))
+        mask = in_checkpoint_order(self._mask(entry), self._evaluated.leank["head_permutation"])
+        if entry.dynamic:
+            return PerHeadBudget(mask.sum(-1), windows, name=self._label(entry))
+        return Masked(self._label(entry), mask)
+
+
+def digest(channel_mask: Tensor) -> str:
+    """A short name of a mask's content."""
+    return hashlib.sha256(channel_mask.to(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:8]
+
+
+def _draw(
+    tokenizer: Any, data: DataSection, task: str, length: int, num_prompts: int, seed: int
+) -> list[Prompt]:
+    """Prompts of one cell, each as long as it may be; independent of the other cells."""
+    cell = data.model_copy(update={"tasks": (task,), "min_length": length, "max_length": length})
+    return held_out_prompts(tokenizer, cell, num_samples=num_prompts, seed=seed + length)

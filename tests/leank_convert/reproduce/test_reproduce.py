@@ -1,0 +1,146 @@
+"""The whole of it on a tiny model: every section is there, nothing is done twice, a kill costs little."""
+
+import csv
+import dataclasses
+import html
+import json
+import re
+import shutil
+
+import pytest
+
+from leank_convert.errors import LeanKError
+from leank_convert.reproduce import masks as masks_module
+from leank_convert.reproduce.masks import load_main_recipe
+from leank_convert.reproduce.plan import Sizes, make_plan
+from leank_convert.reproduce.session import reproduce
+from leank_convert.train import results as results_module
+
+
+@pytest.fixture(scope="module")
+def sizes(retriever_folder):
+    return Sizes(
+        overrides=(
+            f"model.id={retriever_folder}",
+            "windows.sink_size=4",
+            "windows.recent_size=16",
+            "windows.flush_size=4",
+            "width_multiple=4",
+            "data.min_length=200",
+            "data.max_length=240",
+            "stage1.steps=2",
+            "stage2.steps=1",
+            "heads.steps=2",
+            "calibration_prompts=1",
+        ),
+        ratios=(0.5, 0.9),
+        main_ratio=0.5,
+        hard_ratio=0.9,
+        head_ratio=0.5,
+        combined_ratio=0.9,
+        num_seeds=2,
+        l1_weights=(0.3,),
+        width_multiples=(8,),
+        short_length=220,
+        lengths=(200, 240),
+        num_prompts=1,
+        num_validation=1,
+        batch_size=6,
+    )
+
+
+@pytest.fixture(scope="module")
+def done(sizes, tmp_path_factory):
+    """A finished folder, not to be changed."""
+    out = tmp_path_factory.mktemp("reproduce") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        # A mask's own report is another command's, and takes longer than its training here.
+        patch.setattr(results_module, "write_report", lambda *_: None)
+        reproduce(out, sizes, device="cpu")
+    return out
+
+
+@pytest.fixture
+def copied(done, tmp_path):
+    return shutil.copytree(done, tmp_path / "out")
+
+
+def test_the_report_has_every_section_and_needs_nothing_beside_it(done, sizes):
+    plan = make_plan(sizes, load_main_recipe(sizes))
+    page, markdown = (done / "report.html").read_text(), (done / "report.md").read_text()
+    for table in plan.tables:
+        assert html.escape(table.title) in page
+        assert f"## {table.title}\n" in markdown
+        assert (done / f"{table.name}.png").stat().st_size > 1000
+    for curve in plan.curves:
+        assert f"<td>{curve.method}</td>" in page
+    assert not re.search(r'(src|href)="(?!#)', page)
+    assert "The paper&#x27;s (8B and 7B models on RULER" in page
+
+
+def test_the_numbers_hold_every_prompt_of_every_entry(done, sizes):
+    numbers = json.loads((done / "results.json").read_text())
+    assert numbers["verdicts"]
+    assert {cell["task"] for cell in numbers["dense"]["cells"]} == {
+        "retrieval", "multi_value", "variable_tracking",
+    }  # fmt: skip
+    with (done / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert all(float(line["n"]) == sizes.num_prompts for line in lines)
+    assert {line["length"] for line in lines} == {"200", "240"}
+
+
+def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, sizes, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(masks_module, "make_masks", refuse)
+    monkeypatch.setattr("leank_convert.reproduce.measure.answer_prompts", refuse)
+    before = (copied / "results.json").read_text()
+    (copied / "report.html").unlink()
+    assert reproduce(copied, sizes, device="cpu") == copied / "report.html"
+    assert (copied / "results.json").read_text() == before
+
+
+def test_killed_while_answering_only_the_rest_is_asked(copied, sizes):
+    answers = copied / "test" / "answers.jsonl"
+    whole = answers.read_bytes()
+    answers.write_bytes(whole[: len(whole) // 2])
+    before = json.loads((copied / "results.json").read_text())
+    reproduce(copied, sizes, device="cpu")
+    assert json.loads((copied / "results.json").read_text()) == before
+    # Who had answered a part of the batch under way answers all of it.
+    assert len(answers.read_bytes().splitlines()) < len(whole.splitlines()) + sizes.batch_size
+    assert answers.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, len(whole) // 2) + 1])
+
+
+def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, monkeypatch):
+    shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
+    (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
+    made = []
+    original = masks_module.make_masks
+
+    def note(recipe, folder, **options):
+        made.append(folder.name)
+        return original(recipe, folder, **options)
+
+    monkeypatch.setattr(masks_module, "make_masks", note)
+    monkeypatch.setattr(results_module, "write_report", lambda *_: None)
+    before = json.loads((copied / "results.json").read_text())
+    reproduce(copied, sizes, device="cpu")
+    assert made == ["random-uniform", "short"]
+    assert json.loads((copied / "results.json").read_text()) == before
+
+
+def test_masks_of_another_recipe_are_refused(copied, sizes):
+    changed = dataclasses.replace(sizes, overrides=(*sizes.overrides, "stage1.steps=3"))
+    with pytest.raises(LeanKError, match="was made by another recipe"):
+        reproduce(copied, changed, device="cpu")
+
+
+def test_more_prompts_are_asked_beside_those_that_were(copied, sizes):
+    before = (copied / "test" / "answers.jsonl").read_bytes()
+    reproduce(copied, dataclasses.replace(sizes, num_prompts=2), device="cpu")
+    after = (copied / "test" / "answers.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 2 * len(before.splitlines())
