@@ -63,7 +63,7 @@ def draw_lengths(curves: Mapping[str, Mapping[float, Finding]], dense: Finding, 
     shown = {"dense": dense} | {name: curve[ratio] for name, curve in curves.items() if ratio in curve}
     for name, finding in shown.items():
         colour, marker, line = _LOOKS.get(name, (INK, "", "-"))
-        values = [100 * finding.scores.where(length=length) for length in lengths]
+        values = [100 * finding.scores.where(lengths=[length]).mean for length in lengths]
         axes.plot(lengths, values, color=colour, marker=marker, linestyle=line, label=name, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])

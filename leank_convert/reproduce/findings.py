@@ -6,13 +6,13 @@ No verdict is written by hand: each is computed from paired differences over the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.dynamic import kept_channels
 from leank_convert.reproduce.measure import Bench, Masks, Scores
-from leank_convert.reproduce.plan import Entry, Plan, Row
+from leank_convert.reproduce.plan import TASK_CHOICES, Entry, Plan, Row
 
 _MARGIN = 0.01  # a point: what the paper calls near-lossless
 
@@ -196,6 +196,9 @@ def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float
 
 def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[Verdict]:
     verdicts = []
+    cells = tables["tasks"][0].scores.cells
+    all_tasks = dict.fromkeys(task for task, _ in cells)
+    longer = [length for length in plan.sizes.lengths if length > plan.sizes.short_length]
     for ratio in (plan.sizes.main_ratio, plan.sizes.hard_ratio):
         at = {
             name: {
@@ -215,12 +218,21 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
         verdicts.append(_alike(f"any lambda from 0.04 to 0.1 does at {ratio:.0%}", weights))
         verdicts.append(_alike(f"any width multiple does at {ratio:.0%}", list(at["multiple"].values())))
         *fewer, every = at["tasks"].values()
-        verdicts += [
-            _close(f"training on {finding.label} suffices at {ratio:.0%}", finding, every)
-            for finding in fewer
-        ]
-        short, full = at["length"].values()
-        verdicts.append(_close(f"training on {short.label} suffices at {ratio:.0%}", short, full))
+        for finding in fewer:
+            untrained = [task for task in all_tasks if task not in TASK_CHOICES[finding.label]]
+            claim = f"training on {finding.label} suffices at {ratio:.0%}"
+            verdicts.append(_close(claim, finding, every))
+            claim = f"{claim}, on {' and '.join(untrained)} alone, which it never saw"
+            verdicts.append(_close(claim, _narrow(finding, tasks=untrained), _narrow(every, tasks=untrained)))
+        short, full = (_narrow(finding, lengths=longer) for finding in at["length"].values())
+        verdicts.append(
+            _close(
+                f"training on {short.label} suffices at {ratio:.0%} for prompts of "
+                f"{' and '.join(map(str, longer))} tokens",
+                short,
+                full,
+            )
+        )
         verdicts.append(
             _alike(f"the seed of training matters little at {ratio:.0%}", list(at["seeds"].values()))
         )
@@ -235,6 +247,11 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
         _close(f"LeanK takes DuoAttention from {ratio:.0%} of K to {both_ratio:.0%}", combined, gated),
     ]
     return verdicts
+
+
+def _narrow(finding: Finding, **chosen: Any) -> Finding:
+    """A finding on some of its prompts."""
+    return replace(finding, scores=finding.scores.where(**chosen))
 
 
 def _above(claim: str, better: Finding, worse: Finding) -> Verdict:
@@ -283,7 +300,11 @@ def _to_dict(finding: Finding) -> dict[str, Any]:
         "score": finding.scores.mean,
         "difference": asdict(finding.against_dense),
         "cells": [
-            {"task": task, "length": length, "score": finding.scores.where(task=task, length=length)}
+            {
+                "task": task,
+                "length": length,
+                "score": finding.scores.where(tasks=[task], lengths=[length]).mean,
+            }
             for task, length in cells
         ],
         "validation": finding.validation,

@@ -7,7 +7,7 @@ of its mask: where a mask was made anew, it is measured anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,16 @@ class Scores:
         """Over all prompts; every task and length has as many."""
         return sum(self.values) / len(self.values)
 
-    def where(self, *, task: str | None = None, length: int | None = None) -> float:
-        """The mean of one task or length."""
+    def where(
+        self, *, tasks: Collection[str] | None = None, lengths: Collection[int] | None = None
+    ) -> Scores:
+        """The prompts of some tasks and lengths alone; None is all."""
         chosen = [
-            value
-            for (at_task, at_length), value in zip(self.cells, self.values, strict=True)
-            if task in (None, at_task) and length in (None, at_length)
+            (cell, value)
+            for cell, value in zip(self.cells, self.values, strict=True)
+            if (tasks is None or cell[0] in tasks) and (lengths is None or cell[1] in lengths)
         ]
-        return sum(chosen) / len(chosen)
+        return Scores(tuple(cell for cell, _ in chosen), tuple(value for _, value in chosen))
 
 
 class Bench:

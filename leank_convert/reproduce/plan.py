@@ -16,6 +16,12 @@ _MAIN = "leank"
 # Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
 # 30% would be cut from 19 to 16.
 _ANY_WIDTH = "width_multiple=1"
+TASK_CHOICES: dict[str, tuple[str, ...]] = {
+    "retrieval alone": ("retrieval",),
+    "multi_value alone": ("multi_value",),
+    "retrieval and multi_value": ("retrieval", "multi_value"),
+}
+"""By label, the tasks of runs that train on fewer than the main setting does."""
 _COMBINED = "duo-attention+leank"
 _HEAD_METHODS = ("high-frequency-ratio", "duo-attention", _COMBINED)
 _STATIC_METHODS = ("static-norm", "double-sparsity", "random")
@@ -278,11 +284,10 @@ class _Planner:
         multiples = {r: add(f"multiple-{r}", f"width_multiple={r}") for r in sizes.width_multiples}
         multiples[recipe.width_multiple] = _MAIN
         tasks = [
-            ("retrieval alone", add("task-retrieval", "data.tasks=[retrieval]")),
-            ("multi_value alone", add("task-multi-value", "data.tasks=[multi_value]")),
-            ("retrieval and multi_value", add("task-both", "data.tasks=[retrieval, multi_value]")),
-            ("all three", _MAIN),
+            (label, add(f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"))
+            for label, trained in TASK_CHOICES.items()
         ]
+        tasks.append(("all three", _MAIN))
         short = sizes.short_length
         lengths = [
             (f"contexts up to {short} tokens", add("short", f"data.max_length={short}")),

@@ -182,8 +182,8 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
     header = ("", "K removed", "V removed", "exact match (%)", "against dense", *tasks, *map(str, lengths))
     lines = []
     for finding in rows:
-        scores = [finding.scores.where(task=task) for task in tasks]
-        scores += [finding.scores.where(length=length) for length in lengths]
+        scores = [finding.scores.where(tasks=[task]).mean for task in tasks]
+        scores += [finding.scores.where(lengths=[length]).mean for length in lengths]
         line = [
             finding.label,
             f"{finding.removed:.1%}",
@@ -278,7 +278,7 @@ def _to_csv(findings: Findings) -> str:
                     task,
                     length,
                     finding.scores.cells.count((task, length)),
-                    finding.scores.where(task=task, length=length),
+                    finding.scores.where(tasks=[task], lengths=[length]).mean,
                 ]
             )
     return text.getvalue()

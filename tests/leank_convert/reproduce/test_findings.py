@@ -1,5 +1,6 @@
 """What is said of the figures follows from them, and from nothing else."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -12,6 +13,7 @@ from leank_convert.reproduce.measure import Scores
 from leank_convert.reproduce.plan import QUICK, Entry, Row, make_plan
 
 NUM_PROMPTS = 200
+CELLS = list(itertools.product(["retrieval", "multi_value", "variable_tracking"], QUICK.lengths))
 PLAN = make_plan(QUICK, load_recipe(QUICK.recipe, QUICK.overrides))
 
 
@@ -25,22 +27,29 @@ class _Bench:
         share = self._shares["dense" if entry is None else entry.method]
         right = round(share * NUM_PROMPTS)
         values = tuple(float(place < right) for place in range(NUM_PROMPTS))
-        return Scores((("retrieval", 256),) * NUM_PROMPTS, values)
+        return Scores(tuple(itertools.islice(itertools.cycle(CELLS), NUM_PROMPTS)), values)
 
 
-class _Masks(dict):
-    """A mask of half of all heads for every run."""
+class _ByTask:
+    """Everything right but one task of some methods."""
 
-    def __missing__(self, run):
-        mask = torch.zeros(2, 2, 8, dtype=torch.bool)
-        mask[0] = True
-        return defaultdict(lambda: ChannelMask(mask))
+    def __init__(self, wrong):
+        self._wrong = wrong
+
+    def scores(self, entry):
+        wrong = self._wrong.get(entry.method if entry else "dense", ())
+        cells = tuple(itertools.islice(itertools.cycle(CELLS), NUM_PROMPTS))
+        return Scores(cells, tuple(float(task not in wrong) for task, _ in cells))
+
+
+_HALF = torch.zeros(2, 2, 8, dtype=torch.bool)
+_HALF[0] = True
+_MASKS = {run.name: dict.fromkeys(run.ratios, ChannelMask(_HALF)) for run in PLAN.runs}
 
 
 def _collect(**shares):
     bench = _Bench({name.replace("_", "-"): share for name, share in shares.items()})
-    masks = _Masks(leank={0.7: _Masks()["leank"][0.7]} | {0.9: _Masks()["leank"][0.9]})
-    return collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, masks, {})
+    return collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _MASKS, {})
 
 
 def _answer(findings, claim):
@@ -83,3 +92,22 @@ def test_the_setting_that_is_best_on_validation_prompts_is_shown():
     row = Row("either", (first, second))
     assert choose_entries([row], _Bench({"b": 0.9, "a": 0.8}))[row] == (second, {"one": 0.8, "two": 0.9})
     assert choose_entries([row], _Bench({}))[row][0] == first
+
+
+def test_what_was_never_trained_on_is_judged_by_its_prompts_alone():
+    both = "training on retrieval and multi_value suffices at 70%"
+    unseen = f"{both}, on variable_tracking alone, which it never saw"
+    bench = _ByTask({"tasks-retrieval-multi_value": ["variable_tracking"]})
+    findings = collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _MASKS, {})
+    details = {verdict.claim: verdict for verdict in findings.verdicts}
+    assert details[unseen].answer == details[both].answer == "no"
+    assert "retrieval and multi_value: 0.0%" in details[unseen].detail
+    assert "retrieval and multi_value: 67.0%" in details[both].detail
+
+
+def test_scores_of_some_prompts():
+    scores = Scores((("a", 1), ("a", 2), ("b", 1)), (1.0, 0.0, 0.5))
+    assert scores.mean == 0.5
+    assert scores.where(tasks=["a"]).values == (1.0, 0.0)
+    assert scores.where(lengths=[1]).mean == 0.75
+    assert scores.where(tasks=["a"], lengths=[2]).cells == (("a", 2),)
