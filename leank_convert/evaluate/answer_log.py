@@ -14,7 +14,7 @@ from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.comparison import Outcome
 from leank_convert.evaluate.prompt import Prompt
 
-_Key = tuple[str, int, int, str]
+_Key = tuple[str, str]  # digest of a prompt, variant
 SETTINGS_NAME = "settings.json"
 ANSWERS_NAME = "answers.jsonl"
 
@@ -22,10 +22,12 @@ ANSWERS_NAME = "answers.jsonl"
 class AnswerLog:
     """Answers by prompt and variant, in memory and, with a folder, one line each in `answers.jsonl`.
 
+    Every answer carries its prompt's digest, so prompts may be added, left out or drawn anew from one run to
+    the next.
+
     Args:
-        folder: Where they are kept; None for in memory alone. What answers depend on is kept beside them.
-        settings: What the answers depend on, JSON-ready. Which prompts are asked is no part of it: lengths,
-            tasks and prompts may be added later.
+        folder: Where they are kept; None for in memory alone.
+        settings: What the answers depend on beside the prompts, JSON-ready.
 
     Raises:
         LeanKError: If the folder holds answers of other settings, or a file in it cannot be read.
@@ -52,7 +54,7 @@ class AnswerLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
         for answer in answers:
-            self._answers[answer.task, answer.length, answer.index, answer.variant] = answer
+            self._answers[answer.prompt, answer.variant] = answer
 
     def missing(self, prompts: Sequence[Prompt], variants: Sequence[str]) -> list[Prompt]:
         """The prompts that not all of these variants have answered."""
@@ -76,7 +78,7 @@ class AnswerLog:
             except (ValueError, TypeError):
                 answer = None
             if answer is not None:
-                self._answers[answer.task, answer.length, answer.index, answer.variant] = answer
+                self._answers[answer.prompt, answer.variant] = answer
                 whole.append(line)
             elif number < len(lines):
                 names = ", ".join(field.name for field in fields(Answer))
@@ -89,7 +91,7 @@ class AnswerLog:
 
 
 def _keys(prompt: Prompt, variants: Sequence[str]) -> list[_Key]:
-    return [(prompt.task, prompt.length, prompt.index, variant) for variant in variants]
+    return [(prompt.digest, variant) for variant in variants]
 
 
 def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:

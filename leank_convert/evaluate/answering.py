@@ -27,6 +27,7 @@ class Answer:
         task: The prompt's.
         length: The prompt's.
         index: The prompt's.
+        prompt: The prompt's digest.
         num_tokens: Tokens of the prompt.
         variant: Who answered.
         text: The answer, up to the end of the turn.
@@ -36,6 +37,7 @@ class Answer:
     task: str
     length: int
     index: int
+    prompt: str
     num_tokens: int
     variant: str
     text: str
@@ -144,6 +146,7 @@ def _score_rows(
             task=prompt.task,
             length=prompt.length,
             index=prompt.index,
+            prompt=prompt.digest,
             num_tokens=len(prompt.input_ids),
             variant=variant,
             text=text,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -33,6 +35,12 @@ class Prompt:
     references: tuple[str, ...]
     scoring: Scoring
     max_new_tokens: int
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of everything that an answer and its score depend on, beside the model."""
+        content = (self.input_ids.tolist(), self.references, self.scoring, self.max_new_tokens)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def score(prediction: str, prompt: Prompt) -> float:

@@ -37,7 +37,6 @@ def evaluate_checkpoint(
     seed: int,
     others: Callable[[EvaluatedModel], Sequence[Variant]] | None = None,
     against: str | None = None,
-    settings: dict[str, Any] | None = None,
     out: Path | None = None,
     device: str | torch.device | None = None,
     batch_size: int = 8,
@@ -52,7 +51,6 @@ def evaluate_checkpoint(
         seed: Of the prompts; told with the result.
         others: More variants, which decode from the same prefill.
         against: A model, or another checkpoint, to compare with instead: hub id or local folder.
-        settings: What the prompts depend on beside the seed; kept in `out`.
         out: Where every answer is kept as it comes; an evaluation that finds some there asks only the rest.
         device: Default: CUDA if there is any, else the CPU.
         batch_size: Prompts decoded together, padded on the left.
@@ -74,8 +72,7 @@ def evaluate_checkpoint(
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
     names = [variant.name for variant in variants]
-    kept = {"checkpoint": identify(checkpoint), "against": against, "seed": seed, **(settings or {})}
-    log = AnswerLog(out, kept)
+    log = AnswerLog(out, {"checkpoint": identify(checkpoint), "against": against})
     cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     with _bar(progress, len(prompts) * (len(names) + (against is not None))) as advance:

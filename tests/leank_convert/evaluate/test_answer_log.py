@@ -1,5 +1,7 @@
 """Answers that lie on the disk: a killed evaluation goes on, another one's are refused."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,15 +10,15 @@ from leank_convert.evaluate.answer_log import ANSWERS_NAME, AnswerLog
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.prompt import Prompt
 
-SETTINGS = {"checkpoint": "abc", "seed": 1, "data": {"tasks": ["retrieval"], "lengths": (1, 2)}}
+SETTINGS = {"checkpoint": "abc", "against": None}
 
 
 def answer(index, variant="dense", score=1.0):
-    return Answer("retrieval", 64, index, 60, variant, "ünï 1\n2", score)
+    return Answer("retrieval", 64, index, prompt(index).digest, 60, variant, "ünï 1\n2", score)
 
 
 def prompt(index):
-    return Prompt("retrieval", 64, index, torch.arange(60), ("right",), "exact", 4)
+    return Prompt("retrieval", 64, index, torch.arange(60) + index, ("right",), "exact", 4)
 
 
 def test_answers_are_found_again(tmp_path):
@@ -62,6 +64,17 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_answers_of_other_settings_are_refused_and_kept(tmp_path):
     AnswerLog(tmp_path, SETTINGS).add([answer(0)])
-    with pytest.raises(LeanKError, match=r"another evaluation: `seed` was 1, is 2"):
-        AnswerLog(tmp_path, {**SETTINGS, "seed": 2})
+    with pytest.raises(LeanKError, match=r'another evaluation: `against` was null, is "x"'):
+        AnswerLog(tmp_path, {**SETTINGS, "against": "x"})
     assert AnswerLog(tmp_path, SETTINGS).missing([prompt(0)], ["dense"]) == []
+
+
+def test_a_prompt_that_was_drawn_anew_is_asked_again(tmp_path):
+    log = AnswerLog(tmp_path, SETTINGS)
+    log.add([answer(0)])
+    changed = [
+        dataclasses.replace(prompt(0), input_ids=torch.arange(61)),
+        dataclasses.replace(prompt(0), references=("other",)),
+        dataclasses.replace(prompt(0), max_new_tokens=5),
+    ]
+    assert log.missing([prompt(0), *changed], ["dense"]) == changed
