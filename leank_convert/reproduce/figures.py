@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from leank_convert.reproduce.findings import Finding, Findings
@@ -37,7 +37,7 @@ def draw_curves(findings: Findings) -> Figure:
     whole.set(ylabel="exact match (%)", ylim=(-2, 102), title="All methods")
     dense = 100 * findings.dense.scores.mean
     top.set(ylim=(dense - 25.5, dense + 0.75), title="The same, near the dense model")
-    whole.legend(loc="lower left", fontsize=8)
+    top.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 
@@ -48,29 +48,34 @@ def draw_table(rows: Sequence[Finding], dense: Finding) -> Figure:
         if finding.entry is not None:
             by_ratio.setdefault(finding.entry.ratio, []).append(finding)
     figure = new_figure(max(1.6, 0.34 * max(map(len, by_ratio.values())) + 0.9))
-    panels = figure.subplots(1, len(by_ratio), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(by_ratio), squeeze=False)[0]
     for axes, (ratio, shown) in zip(panels, by_ratio.items(), strict=True):
         _draw_bars(axes, shown, dense)
         axes.set_title(f"{ratio:.0%} of K asked for")
     return figure
 
 
-def draw_lengths(curves: Mapping[str, Mapping[float, Finding]], dense: Finding, ratio: float) -> Figure:
-    """Score over the prompts' length at one ratio, a line a method."""
-    figure = new_figure(3.4)
-    axes = figure.subplots()
-    lengths = sorted({length for _, length in dense.scores.cells})
-    shown = {"dense": dense} | {name: curve[ratio] for name, curve in curves.items() if ratio in curve}
-    for name, finding in shown.items():
-        colour, marker, line = _LOOKS.get(name, (INK, "", "-"))
-        values = [100 * finding.scores.where(lengths=[length]).mean for length in lengths]
-        axes.plot(lengths, values, color=colour, marker=marker, linestyle=line, label=name, markersize=4)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set(xlabel="tokens of the prompt", ylabel="exact match (%)", ylim=(-2, 102))
-    axes.set_title(f"{ratio:.0%} of K asked for")
-    axes.grid(axis="y")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+def draw_lengths(findings: Findings) -> Figure:
+    """Score over the prompts' length, a line a method, a panel for each of the two shown ratios."""
+    figure = new_figure(3.6)
+    sizes = findings.plan.sizes
+    panels = figure.subplots(1, 2)
+    for axes, ratio in zip(panels, (sizes.main_ratio, sizes.hard_ratio), strict=True):
+        shown = {"dense": findings.dense}
+        shown |= {name: curve[ratio] for name, curve in findings.curves.items() if ratio in curve}
+        for name, finding in shown.items():
+            colour, marker, line = _LOOKS.get(name, (INK, "", "-"))
+            values = [100 * finding.scores.where(lengths=[length]).mean for length in sizes.lengths]
+            axes.plot(
+                sizes.lengths, values, color=colour, marker=marker, linestyle=line, label=name, markersize=4
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes.lengths, [str(length) for length in sizes.lengths])
+        axes.set_xticks([], minor=True)
+        axes.set(xlabel="tokens of the prompt", ylabel="exact match (%)", ylim=(-2, 102))
+        axes.set_title(f"{ratio:.0%} of K asked for")
+        axes.grid(axis="y")
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
 

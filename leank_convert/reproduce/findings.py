@@ -17,6 +17,7 @@ from leank_convert.reproduce.plan import TASK_CHOICES, Entry, Plan, Row
 _MARGIN = 0.01  # a point: what the paper calls near-lossless
 
 Answer = Literal["yes", "no", "not told apart"]
+_ORDER: tuple[Answer, ...] = ("no", "not told apart", "yes")  # of a claim in parts, the first holds
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,16 @@ def describe_difference(difference: Difference) -> str:
 def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float, Finding]]) -> list[Verdict]:
     main, hard = plan.sizes.main_ratio, plan.sizes.hard_ratio
     verdicts = [_close(f"LeanK at {main:.0%} is within 1 point of dense", curves["leank"][main], dense)]
+    for ratio in (main, hard):
+        learned, static, dynamic = (curves[name][ratio] for name in ("leank", "static-norm", "think"))
+        steps = [_above("", learned, static), _above("", static, dynamic)]
+        verdicts.append(
+            Verdict(
+                f"learned > static > dynamic channels at {ratio:.0%}",
+                min((step.answer for step in steps), key=_ORDER.index),
+                "; ".join(step.detail for step in steps),
+            )
+        )
     pairs = [("leank", "static-norm"), ("static-norm", "think"), ("leank", "think")]
     pairs += [("leank", other) for other in curves if other not in {"leank", "static-norm", "think"}]
     for better, worse in pairs:

@@ -51,24 +51,23 @@ class Sizes:
 
     recipe: str = "quickstart"
     overrides: tuple[str, ...] = ()
-    ratios: tuple[float, ...] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
     main_ratio: float = 0.7
     hard_ratio: float = 0.9
     head_ratio: float = 0.5
     combined_ratio: float = 0.8
     num_seeds: int = 3
-    l1_weights: tuple[float, ...] = (0.0, 0.02, 0.04, 0.08, 0.1, 0.3)
+    l1_weights: tuple[float, ...] = (0.0, 0.04, 0.1, 0.3)
     width_multiples: tuple[int, ...] = (8, 32)
     short_length: int = 1024
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     num_prompts: int = 200
     num_validation: int = 48
-    batch_size: int = 200
+    batch_size: int = 300
 
 
 ON_GPU = Sizes()
 ON_CPU = Sizes(
-    ratios=(0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
     num_seeds=2,
     l1_weights=(0.0, 0.1, 0.3),
     num_prompts=24,

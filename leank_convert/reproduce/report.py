@@ -101,7 +101,6 @@ def _list_facts(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _list_sections(findings: Findings) -> list[_Section]:
-    main = findings.plan.sizes.main_ratio
     sections = [
         _Section(
             "verdicts",
@@ -128,7 +127,7 @@ def _list_sections(findings: Findings) -> list[_Section]:
             "Accuracy by length",
             "",
             (),
-            lambda: draw_lengths(findings.curves, findings.dense, main),
+            lambda: draw_lengths(findings),
             "Ours.",
         ),
     ]
@@ -179,13 +178,23 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
     tasks = list(dict.fromkeys(task for task, _ in cells))
     lengths = list(dict.fromkeys(length for _, length in cells))
     has_choice = any(finding.validation for finding in rows)
-    header = ("", "K removed", "V removed", "exact match (%)", "against dense", *tasks, *map(str, lengths))
+    header = (
+        "",
+        "asked",
+        "K removed",
+        "V removed",
+        "exact match (%)",
+        "against dense",
+        *tasks,
+        *map(str, lengths),
+    )
     lines = []
     for finding in rows:
         scores = [finding.scores.where(tasks=[task]).mean for task in tasks]
         scores += [finding.scores.where(lengths=[length]).mean for length in lengths]
         line = [
             finding.label,
+            "" if finding.entry is None else f"{finding.entry.ratio:.0%}",
             f"{finding.removed:.1%}",
             f"{finding.value_removed:.1%}",
             f"{100 * finding.scores.mean:.2f}",

@@ -65,6 +65,15 @@ def test_a_method_is_called_better_only_where_the_interval_says_so(leank, static
     assert _answer(findings, "leank is better than static-norm at 70%") == answer
 
 
+@pytest.mark.parametrize(
+    ("static", "think", "answer"),
+    [(0.8, 0.5, "yes"), (0.8, 0.95, "no"), (0.8, 0.8, "not told apart"), (1.0, 0.5, "not told apart")],
+)
+def test_an_order_of_three_holds_where_both_of_its_steps_do(static, think, answer):
+    findings = _collect(static_norm=static, think=think)
+    assert _answer(findings, "learned > static > dynamic channels at 70%") == answer
+
+
 @pytest.mark.parametrize(("leank", "answer"), [(1.0, "yes"), (0.99, "yes"), (0.985, "no")])
 def test_near_lossless_is_one_point(leank, answer):
     assert _answer(_collect(leank=leank), "LeanK at 70% is within 1 point of dense") == answer
