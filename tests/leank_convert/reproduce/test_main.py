@@ -1,0 +1,62 @@
+"""The command: which sizes it takes, and how it tells an error."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.errors import LeanKError
+from leank_convert.reproduce import session
+from leank_convert.reproduce.__main__ import main
+from leank_convert.reproduce.plan import ON_CPU, QUICK
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Calls the command with a `reproduce` that notes what it is asked for, or fails."""
+
+    def call(*arguments, failure=None):
+        asked = []
+
+        def note(out, sizes, *, device):
+            asked.append((out, sizes, device))
+            if failure is not None:
+                raise failure
+            return out / "report.html"
+
+        monkeypatch.setattr(session, "reproduce", note)
+        return CliRunner().invoke(main, arguments), asked
+
+    return call
+
+
+def test_it_prints_where_the_report_lies(run):
+    result, asked = run("there", "--device", "cpu")
+    assert result.stdout == "there/report.html\n"
+    assert asked == [(Path("there"), ON_CPU, "cpu")]
+
+
+def test_quick_takes_a_few_of_everything(run):
+    _, asked = run("--quick", "--device", "cpu")
+    assert asked == [(Path("out/reproduce"), QUICK, "cpu")]
+
+
+def test_an_error_is_told_with_its_remedy(run):
+    result, _ = run("--device", "cpu", failure=LeanKError("no such thing", hint="take another"))
+    assert result.exit_code == 2
+    assert result.stderr == "error: no such thing\nhint: take another\n"
+
+
+def test_one_that_was_interrupted_is_gone_on_with_by_the_same_command(run):
+    ended = LeanKError("SIGTERM ended the run", hint="pass `--resume`", exit_code=143)
+    result, _ = run("--device", "cpu", failure=ended)
+    assert result.exit_code == 143
+    assert "run the same command again" in result.stderr
+    assert "--resume" not in result.stderr
+
+
+def test_a_device_that_is_not_there_is_an_error(run):
+    result, asked = run("--device", "nonsense")
+    assert result.exit_code == 2
+    assert "nonsense" in result.stderr
+    assert not asked
