@@ -36,8 +36,9 @@ _PNG_STYLE = {
 }
 _TABLE_STYLE = (
     "<style>table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; display: block; "
-    "overflow-x: auto; } th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.7rem; "
-    "text-align: left; } p { max-width: 50rem; }</style>"
+    "overflow-x: auto; } th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; "
+    "text-align: left; } td { white-space: nowrap; } #verdicts td { white-space: normal; } "
+    "p { max-width: 50rem; }</style>"
 )
 
 
@@ -112,12 +113,13 @@ def _list_sections(findings: Findings) -> list[_Section]:
         _Section(
             "comparison",
             "Pruning ratio against accuracy",
-            "Baselines are not held to a width multiple. Of methods with several settings (budgets per head; "
-            "window sizes) the one that is best on validation prompts of their own is shown, chosen for each "
-            "ratio; the last column names it and what every setting scored there.",
+            "Baselines are not held to a width multiple. Of methods with several settings (budgets per head, "
+            "window sizes) the one that is best on prompts of a seed of their own is shown, chosen for each "
+            "ratio.",
             (
                 *_paper_grids("comparison"),
                 _grid("Ours", [findings.dense, *_points(findings)]),
+                _choice_grid(findings),
             ),
             lambda: draw_curves(findings),
             "Ours. At 0% stands the dense model. The share that is removed is the reached one.",
@@ -177,7 +179,6 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
     cells = rows[0].scores.cells
     tasks = list(dict.fromkeys(task for task, _ in cells))
     lengths = list(dict.fromkeys(length for _, length in cells))
-    has_choice = any(finding.validation for finding in rows)
     header = (
         "",
         "asked",
@@ -201,15 +202,25 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
             "" if finding.entry is None else describe_difference(finding.against_dense),
             *(f"{100 * score:.1f}" for score in scores),
         ]
-        lines.append((*line, _describe_choice(finding)) if has_choice else tuple(line))
-    return _Grid(caption, (*header, "setting") if has_choice else header, tuple(lines))
+        lines.append(tuple(line))
+    return _Grid(caption, header, tuple(lines))
 
 
-def _describe_choice(finding: Finding) -> str:
-    if not finding.validation or finding.entry is None:
-        return ""
-    scores = ", ".join(f"{setting} {100 * mean:.1f}" for setting, mean in finding.validation.items())
-    return f"{finding.entry.setting} (validation: {scores})"
+def _choice_grid(findings: Findings) -> _Grid:
+    cells = tuple(
+        (
+            finding.label,
+            f"{finding.entry.ratio:.0%}",
+            finding.entry.setting,
+            ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in finding.validation.items()),
+        )
+        for finding in _points(findings)
+        if finding.validation and finding.entry is not None
+    )
+    caption = (
+        f"Settings, chosen on {findings.plan.sizes.num_validation} other prompts of each task and length"
+    )
+    return _Grid(caption, ("", "asked", "best", "exact match (%)"), cells)
 
 
 def _saved_grid(findings: Findings) -> _Grid:
@@ -231,7 +242,8 @@ def _to_html(section: _Section) -> str:
     body = f"<p>{html.escape(section.text)}</p>" if section.text else ""
     body += "".join(map(_grid_to_html, section.grids))
     if section.draw is None:
-        return f"<h2>{html.escape(section.heading)}</h2>\n{body}"
+        heading = html.escape(section.heading)
+        return f'<h2>{heading}</h2>\n<div id="{section.name}">\n{body}</div>'
     return render_section(section.heading, section.name, section.draw(), section.caption) + body
 
 

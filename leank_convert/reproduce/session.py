@@ -101,6 +101,8 @@ def _describe_environment(recipe: Recipe, device: torch.device) -> dict[str, str
         "windows": f"sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
         "main setting": f"{recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
         f"{recipe.stage1.l1_weight:g}, widths in multiples of {recipe.width_multiple}, seed {recipe.seed}",
+        "seeds of prompts": f"{TEST_SEED} and, where settings are chosen, {VALIDATION_SEED}, each plus the "
+        "length",
         "measured on": f"{device.type} ({computed_on})",
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
     }
