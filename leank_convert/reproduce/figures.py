@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from leank_convert.reproduce.findings import Finding, Findings
+from leank_convert.reproduce.plan import UNALIGNED
 from leank_convert.train.figures import BLUE, GREEN, INK, ORANGE
 from leank_convert.train.page import new_figure
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Readable on light and on dark ground; LeanK's own is the strongest.
 _LOOKS = {
     "leank": (BLUE, "o", "-"),
+    UNALIGNED: (BLUE, "^", ":"),
     "magnitude-alpha": (BLUE, "s", "--"),
     "static-norm": (GREEN, "o", "-"),
     "double-sparsity": (GREEN, "s", "--"),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.dynamic import kept_channels
 from leank_convert.reproduce.measure import Bench, Masks, Scores
-from leank_convert.reproduce.plan import TASK_CHOICES, Entry, Plan, Row
+from leank_convert.reproduce.plan import TASK_CHOICES, UNALIGNED, Entry, Plan, Row
 
 _MARGIN = 0.01  # a point: what the paper calls near-lossless
 
@@ -184,6 +184,7 @@ def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float
         )
     pairs = [("leank", "static-norm"), ("static-norm", "think"), ("leank", "think")]
     pairs += [("leank", other) for other in curves if other not in {"leank", "static-norm", "think"}]
+    pairs += [(UNALIGNED, other) for other in ("static-norm", "double-sparsity", "per-head-budget-dynamic")]
     for better, worse in pairs:
         for ratio in (main, hard):
             if ratio in curves[better] and ratio in curves[worse]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from leank_convert.recipe import Recipe
 
 _MAIN = "leank"
+UNALIGNED = "leank, any width"
+"""The curve that meets the baselines on their terms: few channels in whole multiples are few heads."""
 
 # Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
 # 30% would be cut from 19 to 16.
@@ -223,8 +225,10 @@ class _Planner:
         stage1_alone = self._add("magnitude-alpha", f"stage1.steps={num_steps}", method="magnitude-alpha")
         share = self._recipe.heads.pruning_ratio  # of heads that the combined method removes before channels
         ratios = self._sizes.ratios
+        unaligned = self._add("multiple-1", _ANY_WIDTH)
         curves = [
             _group(_MAIN, [Entry(_MAIN, ratio, run=_MAIN) for ratio in ratios]),
+            _group(UNALIGNED, [Entry(unaligned, ratio, run=unaligned) for ratio in ratios]),
             _group(
                 "magnitude-alpha", [Entry("magnitude-alpha", ratio, run=stage1_alone) for ratio in ratios]
             ),
@@ -281,7 +285,7 @@ class _Planner:
         weights = {w: add(f"lambda-{w:g}", f"stage1.l1_weight={w}") for w in sizes.l1_weights}
         weights[recipe.stage1.l1_weight] = _MAIN
         multiples = {r: add(f"multiple-{r}", f"width_multiple={r}") for r in sizes.width_multiples}
-        multiples[recipe.width_multiple] = _MAIN
+        multiples |= {1: "multiple-1", recipe.width_multiple: _MAIN}
         tasks = [
             (label, add(f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"))
             for label, trained in TASK_CHOICES.items()

@@ -6,7 +6,7 @@ import pytest
 
 from leank_convert.recipe import Method
 from leank_convert.recipe_file import load_recipe
-from leank_convert.reproduce.plan import ON_CPU, ON_GPU, QUICK, make_plan
+from leank_convert.reproduce.plan import ON_CPU, ON_GPU, QUICK, UNALIGNED, make_plan
 
 
 @pytest.fixture(params=[ON_CPU, ON_GPU, QUICK], ids=["cpu", "gpu", "quick"])
@@ -15,7 +15,8 @@ def plan(request):
 
 
 def test_every_method_of_a_recipe_has_a_curve_and_every_curve_all_ratios(plan):
-    assert {curve.method for curve in plan.curves} == {*get_args(Method), "think", "per-head-budget-dynamic"}
+    beside = {"think", "per-head-budget-dynamic", UNALIGNED}
+    assert {curve.method for curve in plan.curves} == {*get_args(Method), *beside}
     for curve in plan.curves:
         # Half of the heads are gone before the combined method looks at channels.
         least = 0.5 if curve.method == "duo-attention+leank" else 0
