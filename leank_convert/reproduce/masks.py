@@ -15,6 +15,8 @@ from leank_convert.recipe_file import load_recipe
 from leank_convert.reproduce.plan import MaskRun, Sizes
 from leank_convert.train import TrainingDirectory
 
+_UNWATCHED = "trackers=[]"  # a run's log says enough of it
+
 
 def load_main_recipe(sizes: Sizes) -> Recipe:
     """The main setting."""
@@ -37,7 +39,7 @@ def make_run(run: MaskRun, sizes: Sizes, folder: Path, device: torch.device) -> 
         LeanKError: As `make_masks`; also if the folder holds masks of another recipe.
     """
     ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
-    recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios])
+    recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios, _UNWATCHED])
     directory = TrainingDirectory(folder)
     results = directory.results(recipe)
     if all(result.mask.exists() for result in results.values()):
