@@ -13,6 +13,7 @@ from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.dynamic import kept_channels
 from leank_convert.reproduce.measure import Bench, Masks, Scores
 from leank_convert.reproduce.plan import TASK_CHOICES, UNALIGNED, Entry, Plan, Row
+from leank_convert.train.results import count_tied
 
 _MARGIN = 0.01  # a point: what the paper calls near-lossless
 
@@ -32,6 +33,8 @@ class Finding:
         scores: On the test prompts.
         against_dense: Its difference to the dense model.
         validation: What each candidate scored on validation prompts, by setting; empty of a single one.
+        tied: Channels that share the largest learned factor, and channels that are kept: where the first
+            are more, which of them are kept is left to their order. None where nothing was learned.
     """
 
     label: str
@@ -41,6 +44,7 @@ class Finding:
     scores: Scores
     against_dense: Difference
     validation: dict[str, float] = field(default_factory=dict)
+    tied: tuple[int, int] | None = None
 
     @property
     def method(self) -> str:
@@ -146,9 +150,9 @@ def collect_findings(
         entry, validation = chosen[row]
         scores = test.scores(entry)
         removed, value_removed = _removed(entry, masks)
-        return Finding(
-            row.label, entry, removed, value_removed, scores, subtract(scores, dense_scores), validation
-        )
+        against_dense = subtract(scores, dense_scores)
+        tied = _tied(entry, masks)
+        return Finding(row.label, entry, removed, value_removed, scores, against_dense, validation, tied)
 
     curves = {
         curve.method: {ratio: find(row) for ratio, row in curve.points.items()} for curve in plan.curves
@@ -301,6 +305,13 @@ def _removed(entry: Entry, masks: Masks) -> tuple[float, float]:
     return 1 - channel_mask.double().mean().item(), 1 - channel_mask.any(-1).double().mean().item()
 
 
+def _tied(entry: Entry, masks: Masks) -> tuple[int, int] | None:
+    if entry.run is None or entry.dynamic:
+        return None
+    mask = masks[entry.run][entry.ratio]
+    return None if mask.scaling_factors is None else (count_tied(mask), int(mask.channel_mask.sum()))
+
+
 def _to_dict(finding: Finding) -> dict[str, Any]:
     cells = dict.fromkeys(finding.scores.cells)
     return {
@@ -320,4 +331,5 @@ def _to_dict(finding: Finding) -> dict[str, Any]:
             for task, length in cells
         ],
         "validation": finding.validation,
+        "tied": finding.tied,
     }

@@ -186,6 +186,7 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
         "V removed",
         "exact match (%)",
         "against dense",
+        "factors at 1, of kept",
         *tasks,
         *map(str, lengths),
     )
@@ -200,6 +201,7 @@ def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:
             f"{finding.value_removed:.1%}",
             f"{100 * finding.scores.mean:.2f}",
             "" if finding.entry is None else describe_difference(finding.against_dense),
+            "" if finding.tied is None else "{} of {}".format(*finding.tied),
             *(f"{100 * score:.1f}" for score in scores),
         ]
         lines.append(tuple(line))

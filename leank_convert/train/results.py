@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.recipe import Recipe
 from leank_convert.train.directory import TrainingDirectory
 from leank_convert.train.report import REPORT_NAME, write_report
+
+_logger = logging.getLogger("leank_convert")
 
 
 def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts) -> MaskProvenance:
@@ -62,8 +65,28 @@ def write_result(
     if not (result.out / CONFIG_NAME).exists():
         save_mask(mask, result.mask)
     write_atomically(result.recipe, recipe.to_yaml().encode())
+    _warn_of_ties(mask, recipe)
     write_report(mask, log_path, result.folder / REPORT_NAME, gates)
     return mask
+
+
+def count_tied(mask: ChannelMask) -> int:
+    """How many channels share the largest scaling factor; 0 of a mask without factors."""
+    factors = mask.scaling_factors
+    return 0 if factors is None else int((factors == factors.max()).sum())
+
+
+def _warn_of_ties(mask: ChannelMask, recipe: Recipe) -> None:
+    tied, kept = count_tied(mask), int(mask.channel_mask.sum())
+    if tied > kept:
+        _logger.warning(
+            "%d channels ended with the largest factor and the mask keeps %d: which of them is left to their "
+            "order; `%s` above %g tells them apart",
+            tied,
+            kept,
+            "heads.l1_weight" if recipe.method == "duo-attention" else "stage1.l1_weight",
+            recipe.heads.l1_weight if recipe.method == "duo-attention" else recipe.stage1.l1_weight,
+        )
 
 
 def refuse_given_mask(recipe: Recipe) -> None:

@@ -1,0 +1,35 @@
+"""What is said of a mask when it is written."""
+
+import pytest
+import torch
+
+from leank_convert.mask import ChannelMask
+from leank_convert.train import TrainingDirectory
+from leank_convert.train.results import count_tied, write_result
+
+
+@pytest.fixture
+def write(tmp_path, short_recipe):
+    def run(factors, kept):
+        channel_mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+        channel_mask.view(-1)[:kept] = True
+        mask = ChannelMask(channel_mask, factors)
+        write_result(mask, TrainingDirectory(tmp_path), short_recipe())
+        return mask
+
+    return run
+
+
+@pytest.mark.parametrize(("kept", "warned"), [(16, True), (20, False), (24, False)])
+def test_more_equal_best_factors_than_channels_to_keep_are_told(write, caplog, kept, warned):
+    factors = torch.full((2, 2, 16), 0.5)
+    factors.view(-1)[:20] = 1.0
+    assert count_tied(write(factors, kept)) == 20
+    told = f"20 channels ended with the largest factor and the mask keeps {kept}" in caplog.text
+    assert told == warned
+    assert ("stage1.l1_weight" in caplog.text) == warned
+
+
+def test_a_mask_that_was_not_learned_has_no_ties(write, caplog):
+    assert count_tied(write(None, 1)) == 0
+    assert caplog.text == ""
