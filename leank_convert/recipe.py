@@ -173,7 +173,7 @@ class HeadsSection(_Section):
         description="`duo-attention+leank`: fraction of all heads that lose every channel; `duo-attention` "
         "takes the recipe's `pruning_ratio`",
     )
-    steps: _NonNegativeInt = Field(2000, description="optimizer steps")
+    steps: _PositiveInt = Field(2000, description="optimizer steps")
     learning_rate: _PositiveFloat = Field(0.02, description="Adam's, between its ramps")
     l1_weight: _NonNegativeFloat = Field(0.05, description="on the mean of all gates")
 

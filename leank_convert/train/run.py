@@ -56,6 +56,8 @@ class Run:
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
+        if recipe.has_gates:  # how many heads are left does not depend on which
+            self._choose_retrieval_heads(initial_gates(subject.facts, torch.device("cpu")))
         if recipe.learns_gates:
             self._factors = initial_gates(subject.facts, ranks.device)
         elif recipe.has_gates:
@@ -91,11 +93,17 @@ class Run:
         """Go on from a saved state.
 
         Raises:
-            LeanKError: If it belongs to another run.
+            LeanKError: If it belongs to another run, or one that imported other gates.
         """
         check_same_run(state.fingerprint, self.fingerprint, path)
         self.step = state.step
         if state.gates is not None:
+            if self._gates is not None and not torch.equal(self._gates, state.gates):
+                raise LeanKError(
+                    f"`heads.pattern` `{self.recipe.heads.pattern}` holds other gates than `{path}` was "
+                    "begun with",
+                    hint="resume with the pattern that the run began with, or train into another folder",
+                )
             self._take_gates(state.gates)
         self._factors = state.scaling_factors.to(self.ranks.device).requires_grad_()
         self._optimizer = self._new_optimizer()
@@ -209,15 +217,28 @@ class Run:
     def _take_gates(self, gates: Tensor) -> None:
         """Go on with gates that are known: to channels, if the method prunes those of the heads left."""
         self._gates = gates
-        if self.recipe.keeps_whole_heads:
+        chosen = self._choose_retrieval_heads(gates)
+        if chosen is None:
             return
-        share = self.recipe.heads.pruning_ratio
-        chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
         self._retrieval_heads = chosen.to(self.ranks.device)
         factors = initial_scaling_factors(self.subject.facts, self.ranks.device).detach()
         # At 0 neither loss nor penalty has a gradient, so streaming heads' factors stay there.
         self._factors = (factors * self._retrieval_heads).requires_grad_()
         self._optimizer = self._new_optimizer()
+
+    def _choose_retrieval_heads(self, gates: Tensor) -> Tensor | None:
+        """The heads whose channels are then pruned, bool [L, H_kv, 1]; None if the method ends with heads."""
+        if self.recipe.keeps_whole_heads:
+            return None
+        share = self.recipe.heads.pruning_ratio
+        chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
+        if not chosen.any():
+            raise LeanKError(
+                f"`heads.pruning_ratio` {share:g} leaves none of {gates.numel()} heads whose channels could be "
+                "chosen",
+                hint="lower it",
+            )
+        return chosen
 
     def _begin(self, phase: Phase) -> None:
         self._optimizer = self._new_optimizer()

@@ -176,6 +176,21 @@ def test_channels_are_learned_with_streaming_heads_that_see_no_middle(make, writ
         assert one.gates is None
 
 
+def test_a_share_that_leaves_no_head_is_refused_before_a_step(make, tmp_path):
+    heads = {**HEADS, "pruning_ratio": 0.9}
+    with pytest.raises(LeanKError, match=r"`heads.pruning_ratio` 0.9 leaves none of 4 heads"):
+        make(**{**BOTH, "heads": heads, "pruning_ratio": 0.95})
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_refuses_a_pattern_that_was_changed(make, write_pattern, tmp_path):
+    pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
+    make(**{**BOTH, "heads": {"pattern": pattern}})
+    (tmp_path / "pattern" / "full_attention_heads.tsv").write_text("1.0\t0.2\n0.9\t0.1\n")
+    with pytest.raises(LeanKError, match=r"`heads.pattern` .* holds other gates than"):
+        make(**{**BOTH, "heads": {"pattern": pattern}}, resume=True)
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
 def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(make, write_pattern, rounding):
     pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
@@ -244,6 +259,7 @@ def test_a_checkpoint_of_the_mask_verifies(make, retriever_folder, tmp_path, cha
             "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
         ),
         ({"heads": {"step": 3}}, "unknown key `heads.step`"),
+        ({"method": "duo-attention+leank", "heads": {"steps": 0}}, "`heads.steps` is `0`"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_recipe(tmp_path, changes, problem):
