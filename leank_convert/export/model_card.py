@@ -14,7 +14,7 @@ _CARD = """\
 
 # {name}, K cache pruned by {ratio:.1%} (LeanK)
 
-{name} with a learned, static choice of which channels of each KV head's cached key are kept. The weights are
+{name} with a static choice of which channels of each KV head's cached key are kept. The weights are
 the original ones with the KV heads of each layer in another order, which changes nothing the model computes;
 the cache keeps {kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}.
 

@@ -43,6 +43,12 @@ def test_bytes_of_a_token_are_counted_by_head() -> None:
     assert count_cache_bytes([[0, 0]], 8, 4).saved == 1
 
 
+def test_the_card_calls_no_choice_learned_and_names_its_method() -> None:
+    text = card(method="random")
+    assert "learned" not in text
+    assert "| mask | `random`, made for owner/model |" in text
+
+
 def test_the_card_says_what_was_pruned_and_what_it_saves() -> None:
     text = card()
     assert "# owner/model, K cache pruned by 62.5% (LeanK)" in text
