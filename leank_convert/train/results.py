@@ -65,7 +65,7 @@ def write_result(
     if not (result.out / CONFIG_NAME).exists():
         save_mask(mask, result.mask)
     write_atomically(result.recipe, recipe.to_yaml().encode())
-    _warn_of_ties(mask, recipe)
+    _warn_of_ties(mask, recipe, gates)
     write_report(mask, log_path, result.folder / REPORT_NAME, gates)
     return mask
 
@@ -76,16 +76,38 @@ def count_tied(mask: ChannelMask) -> int:
     return 0 if factors is None else int((factors == factors.max()).sum())
 
 
-def _warn_of_ties(mask: ChannelMask, recipe: Recipe) -> None:
-    tied, kept = count_tied(mask), int(mask.channel_mask.sum())
+def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> None:
+    kept = int(mask.channel_mask.sum())
+    if not kept:
+        _logger.warning(
+            "no head keeps a channel: only sink and recent window are seen; a lower `pruning_ratio` leaves some"
+        )
+        return
+    if gates is not None and recipe.learns_gates:
+        heads = int(mask.channel_mask.any(-1).sum())
+        if not recipe.keeps_whole_heads:
+            heads = round((1 - recipe.heads.pruning_ratio) * gates.numel())
+        _tell_ties("heads", "gate", gates, heads, "heads.l1_weight", recipe.heads.l1_weight)
+    if mask.scaling_factors is not None:
+        weight = recipe.stage1.l1_weight
+        _tell_ties("channels", "factor", mask.scaling_factors, kept, "stage1.l1_weight", weight)
+
+
+def _tell_ties(what: str, name: str, learned: Tensor, kept: int, key: str, weight: float) -> None:
+    """Warn if more end with the largest value than are kept."""
+    largest = learned.max()
+    tied = int((learned == largest).sum())
     if tied > kept:
         _logger.warning(
-            "%d channels ended with the largest factor and the mask keeps %d: which of them is left to their "
-            "order; `%s` above %g tells them apart",
+            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; `%s` "
+            "%s %g tells them apart",
             tied,
+            what,
+            name,
             kept,
-            "heads.l1_weight" if recipe.method == "duo-attention" else "stage1.l1_weight",
-            recipe.heads.l1_weight if recipe.method == "duo-attention" else recipe.stage1.l1_weight,
+            key,
+            "above" if largest > 0 else "below",
+            weight,
         )
 
 

@@ -234,8 +234,7 @@ class Run:
         chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
         if not chosen.any():
             raise LeanKError(
-                f"`heads.pruning_ratio` {share:g} leaves none of {gates.numel()} heads whose channels could be "
-                "chosen",
+                f"`heads.pruning_ratio` {share:g} leaves none of {gates.numel()} heads to choose channels of",
                 hint="lower it",
             )
         return chosen
