@@ -116,10 +116,15 @@ class RunPlan:
 
     @property
     def num_factors(self) -> int:
-        """Values that are trained: L·H_kv·D; without channels to choose, a gate for each of L·H_kv heads."""
+        """Scaling factors: L·H_kv·D, or none where whole heads are chosen."""
         facts = self.facts
-        per_head = 1 if self.recipe.keeps_whole_heads else facts.head_dim
+        per_head = 0 if self.recipe.keeps_whole_heads else facts.head_dim
         return facts.num_hidden_layers * facts.num_key_value_heads * per_head
+
+    @property
+    def num_gates(self) -> int:
+        """Gates that are learned: L·H_kv or none."""
+        return self.facts.num_hidden_layers * self.facts.num_key_value_heads * self.recipe.learns_gates
 
     @property
     def tokens_per_step(self) -> float:
@@ -175,6 +180,7 @@ class RunPlan:
             "tokens_per_step": self.tokens_per_step,
             "tokens": self.tokens_per_step * self.num_steps,
             "scaling_factors": self.num_factors,
+            "gates": self.num_gates,
             "device": self.device,
             "memory": {**asdict(memory), "total": memory.total, "fits": memory.fits},
             "remedies": self.remedies(),
@@ -194,8 +200,10 @@ class RunPlan:
             f"{self.model}: {facts.num_hidden_layers} layers, {facts.num_key_value_heads} KV heads of "
             f"{facts.head_dim} channels",
         )
-        learned = "gates of heads" if recipe.keeps_whole_heads else "scaling factors"
-        yield "trained", f"{self.num_factors:,} {learned}; the weights stay as they are"
+        learned = [f"{self.num_gates:,} gates of heads"] if recipe.learns_gates else []
+        if not recipe.keeps_whole_heads:
+            learned.append(f"{self.num_factors:,} scaling factors")
+        yield "trained", f"{', '.join(learned)}; the weights stay as they are"
         phases = [
             f"{phase.steps:,} of {phase.name}"
             + ("" if phase.pruning_ratio is None else f" at {100 * phase.pruning_ratio:g}%")

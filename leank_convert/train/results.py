@@ -80,7 +80,7 @@ def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> No
     kept = int(mask.channel_mask.sum())
     if not kept:
         _logger.warning(
-            "no head keeps a channel: only sink and recent window are seen; a lower `pruning_ratio` leaves some"
+            "no head keeps a channel: only sink and recent window are seen; lower `pruning_ratio`"
         )
         return
     if gates is not None and recipe.learns_gates:
@@ -99,8 +99,8 @@ def _tell_ties(what: str, name: str, learned: Tensor, kept: int, key: str, weigh
     tied = int((learned == largest).sum())
     if tied > kept:
         _logger.warning(
-            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; `%s` "
-            "%s %g tells them apart",
+            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; "
+            "`%s` %s %g tells them apart",
             tied,
             what,
             name,

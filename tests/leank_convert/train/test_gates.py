@@ -118,6 +118,9 @@ def test_log_report_and_plan_speak_of_gates_and_not_of_stages_or_channels(
     text = plan_training(recipe, device="cpu", model_override=str(retriever_folder)).render()
     assert "4 gates of heads; the weights" in text
     assert "5: 5 of gates" in text and "of stage" not in text
+    both = plan_training(short_recipe(**BOTH), device="cpu", model_override=str(retriever_folder))
+    assert "4 gates of heads, 64 scaling factors; the weights" in both.render()
+    assert (both.to_dict()["gates"], both.to_dict()["scaling_factors"]) == (4, 64)
 
 
 def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
