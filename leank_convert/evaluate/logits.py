@@ -20,7 +20,7 @@ from transformers import Cache
 from leank_convert.checkpoint_io import first_line
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prefill import run_prefill
-from leank_convert.evaluate.subject import EvaluatedModel
+from leank_convert.evaluate.subject import EvaluatedModel, warn_of_positions
 from leank_convert.evaluate.variants import Dense, Variant
 
 NUM_BINS = 8
@@ -169,6 +169,7 @@ def evaluate_text(
             "prefilled, one fed and one predicted",
             hint="lower `--prefix-tokens`" if num_tokens > 2 else "give a longer text",
         )
+    warn_of_positions(evaluated, num_tokens)
     steps = []
     try:
         with torch.no_grad():

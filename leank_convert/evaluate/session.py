@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from leank_convert.checkpoint_io import read_config, resolve_model
 from leank_convert.device import choose_device
@@ -22,10 +22,11 @@ from leank_convert.evaluate.answering import Answer, answer_densely, answer_prom
 from leank_convert.evaluate.comparison import CacheBytes, Comparison
 from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
 from leank_convert.evaluate.prompt import Prompt
-from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated
+from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, load_tokenizer, warn_of_positions
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant
 
 AGAINST = "against"
+_BLOCK_SIZE = 1 << 24
 _logger = logging.getLogger("leank_convert")
 
 
@@ -68,11 +69,17 @@ def evaluate_checkpoint(
     evaluated = load_evaluated(checkpoint, chosen)
     prompts = draw_prompts(evaluated.tokenizer)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
+    # Before hours of answers, not after.
+    opponent = None if against is None else _find_opponent(against, evaluated.tokenizer)
     variants: list[Variant] = [Masked(PRUNED), *(others(evaluated) if others else ())]
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
     names = [variant.name for variant in variants]
-    log = AnswerLog(out, {"checkpoint": identify(checkpoint), "against": against})
+    settings = {
+        "checkpoint": identify(checkpoint),
+        "against": None if opponent is None else identify(opponent),
+    }
+    log = AnswerLog(out, settings)
     cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     with _bar(progress, len(prompts) * (len(names) + (against is not None))) as advance:
@@ -86,11 +93,11 @@ def evaluate_checkpoint(
         missing = log.missing(prompts, names)
         found = (len(prompts) - len(missing)) * len(names)
         keep(answer_prompts(evaluated, missing, variants, batch_size=batch_size), found)
-        if against is not None:
+        if opponent is not None:
             del evaluated, variants  # one model's weights at a time
             missing = log.missing(prompts, [AGAINST])
             batches = (
-                _answer_against(against, tokenizer, missing, chosen, batch_size) if missing else iter(())
+                _answer_against(opponent, tokenizer, missing, chosen, batch_size) if missing else iter(())
             )
             keep(batches, len(prompts) - len(missing))
             names.insert(0, AGAINST)
@@ -108,11 +115,15 @@ def evaluate_checkpoint(
     )
 
 
-def identify(checkpoint: Path) -> str:
-    """A digest of what a checkpoint answers with: its config, which holds its files' digests, and weights."""
-    digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
-    for shard in sorted(checkpoint.glob("*.safetensors")):
-        digest.update(f"{shard.name} {shard.stat().st_size}".encode())
+def identify(folder: Path) -> str:
+    """A digest of what a model answers with: its weights, its config, and the tokens that end a turn."""
+    digest = hashlib.sha256()
+    for pattern in ("config.json", "generation_config.json", "*.safetensors", "*.bin"):
+        for path in sorted(folder.glob(pattern)):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_SIZE):
+                    digest.update(block)
     return digest.hexdigest()[:16]
 
 
@@ -134,6 +145,7 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
             len(prompts),
             whole_size,
         )
+    warn_of_positions(evaluated, max(len(prompt.input_ids) + prompt.max_new_tokens for prompt in prompts))
     return num_whole
 
 
@@ -159,18 +171,23 @@ def _measure_cache(evaluated: EvaluatedModel, prompt: Prompt) -> CacheBytes:
     )
 
 
+def _find_opponent(name: str, tokenizer: Any) -> Path:
+    """The folder of the model to compare with, if it takes the same prompts."""
+    folder = resolve_model(name)
+    is_checkpoint = "leank" in read_config(folder)
+    _check_tokenizer(load_tokenizer(folder, trust_remote_code=is_checkpoint), tokenizer, name)
+    return folder
+
+
 def _answer_against(
-    name: str, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device, batch_size: int
+    folder: Path, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device, batch_size: int
 ) -> Iterator[list[Answer]]:
     """Answers of another model, which is a checkpoint of ours or any other."""
-    folder = resolve_model(name)
     if "leank" in read_config(folder):
         other = load_evaluated(folder, device)
-        _check_tokenizer(other.tokenizer, tokenizer, name)
         yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
         return
-    _check_tokenizer(AutoTokenizer.from_pretrained(folder), tokenizer, name)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     model.to(device).eval()
     yield from answer_densely(model, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
 

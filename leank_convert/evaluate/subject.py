@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import first_line, open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.errors import LeanKError
+
+_logger = logging.getLogger("leank_convert")
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,43 @@ def load_evaluated(checkpoint: Path, device: torch.device) -> EvaluatedModel:
     """Load a checkpoint, and its dense twin on the same memory.
 
     Raises:
-        LeanKError: If it is no LeanK checkpoint, or a shard of it is damaged.
+        LeanKError: If it is no LeanK checkpoint, a shard of it is damaged, or it has no tokenizer.
     """
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     open_checkpoint(checkpoint)  # a damaged shard is told better here than while loading
+    # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
     model.to(device).eval()
-    # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
     return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts)
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of a model's folder.
+
+    Raises:
+        LeanKError: If there is none, or it cannot be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise LeanKError(
+            f"the tokenizer of `{folder}` cannot be loaded: {first_line(error)}",
+            hint="prompts are made with the model's own tokenizer: put its files into that folder",
+        ) from error
+
+
+def warn_of_positions(evaluated: EvaluatedModel, num_tokens: int) -> None:
+    """Say so where a sequence of so many tokens is longer than the model was made for."""
+    limit = evaluated.model.config.max_position_embeddings
+    if num_tokens > limit:
+        _logger.warning(
+            "up to %d tokens, and the model has %d positions (`max_position_embeddings`): beyond them the "
+            "dense model itself may answer nonsense",
+            num_tokens,
+            limit,
+        )
 
 
 def _as_stock(model: Any, architecture: Architecture) -> Any:
@@ -70,4 +102,6 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
     weights = {key: value for key, value in model.state_dict().items() if not key.endswith(".channel_mask")}
     dense.load_state_dict(weights, assign=True)
+    # Its own is made of the config, which often names fewer of the tokens that end a turn.
+    dense.generation_config = copy.deepcopy(model.generation_config)
     return dense.to(model.device).eval()

@@ -123,6 +123,36 @@ def test_dense_answers_are_those_of_generate(convert):
         assert evaluated.tokenizer.decode(new, skip_special_tokens=True) == answered[prompt.index].strip()
 
 
+def test_dense_and_pruned_answers_end_at_the_same_tokens(convert, tmp_path):
+    """`generation_config.json` may name more of them than config.json."""
+    out = shutil.copytree(convert("all"), tmp_path / "out")
+    settings = json.loads((out / "generation_config.json").read_text())
+    plain = load_evaluated(convert("all"), torch.device("cpu"))
+    prompts = held_out_prompts(plain.tokenizer, DATA, num_samples=4, seed=5)
+    answered = texts(answer_prompts(plain, prompts, [Masked("all")], batch_size=4))["all"]
+    first = plain.tokenizer(answered[0])["input_ids"][0]
+    (out / "generation_config.json").write_text(
+        json.dumps({**settings, "eos_token_id": [settings["eos_token_id"], first]})
+    )
+    evaluated = load_evaluated(out, torch.device("cpu"))
+    ended = texts(answer_prompts(evaluated, prompts, [Dense(evaluated.dense), Masked("all")], batch_size=4))
+    assert ended["dense"] == ended["all"]
+    assert ended["dense"][0] == ""
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_a_folder_without_a_tokenizer_is_told_of_before_anything_is_answered(
+    convert, tmp_path, monkeypatch, against
+):
+    monkeypatch.setattr("leank_convert.evaluate.session.answer_prompts", None)
+    out = shutil.copytree(MODEL_DIR if against else convert("half"), tmp_path / "out")
+    for path in out.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(LeanKError, match=r"the tokenizer of `.*out` cannot be loaded") as caught:
+        compare(convert("half"), against=str(out)) if against else compare(out)
+    assert "put its files into that folder" in caught.value.hint
+
+
 def test_a_stock_model_to_compare_with_answers_as_the_checkpoint_does_dense(convert):
     result = compare(convert("half"), against="testbed")
     assert result.baseline == "against"
@@ -172,6 +202,39 @@ def test_answers_of_another_checkpoint_are_refused(convert, tmp_path):
     compare(convert("half"), out=tmp_path)
     with pytest.raises(LeanKError, match="`checkpoint` was"):
         compare(convert("none"), out=tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["checkpoint", "against"])
+def test_answers_of_other_weights_of_the_same_shape_are_refused(convert, tmp_path, changed):
+    """As of another fine-tuning, converted with the same mask."""
+    folder = shutil.copytree(convert("half") if changed == "checkpoint" else MODEL_DIR, tmp_path / "model")
+    arguments = {"out": tmp_path / "out"}
+    checkpoint = folder
+    if changed == "against":
+        checkpoint, arguments["against"] = convert("half"), str(folder)
+    compare(checkpoint, num_samples=2, **arguments)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(LeanKError, match=f"`{changed}` was"):
+        compare(checkpoint, num_samples=2, **arguments)
+
+
+def test_a_model_to_compare_with_may_be_named_by_another_path(convert, tmp_path, monkeypatch):
+    first = compare(convert("half"), num_samples=2, against=str(convert("none")), out=tmp_path)
+    monkeypatch.chdir(convert("none"))
+    assert compare(convert("half"), num_samples=2, against=".", out=tmp_path).outcomes == first.outcomes
+
+
+def test_prompts_beyond_the_models_positions_are_told_of(convert, tmp_path, caplog):
+    out = shutil.copytree(convert("half"), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    compare(out, num_samples=1)
+    assert "positions" not in caplog.text
+    (out / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
+    compare(out, num_samples=1)
+    assert "the model has 200 positions" in caplog.text
 
 
 def test_the_command_writes_results_and_prints_them(convert, tmp_path):
