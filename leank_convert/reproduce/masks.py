@@ -42,7 +42,8 @@ def make_run(run: MaskRun, sizes: Sizes, folder: Path, device: torch.device) -> 
     recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios, _UNWATCHED])
     directory = TrainingDirectory(folder)
     results = directory.results(recipe)
-    if all(result.mask.exists() for result in results.values()):
+    # Where a kill came between the two, nothing says what the mask was made by.
+    if all(result.mask.exists() and result.recipe.exists() for result in results.values()):
         for result in results.values():
             _check_recipe(result.recipe, recipe, folder)
         return {ratio: load_mask(result.mask) for ratio, result in results.items()}

@@ -117,6 +117,7 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, sizes):
 def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, monkeypatch):
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
     (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
+    (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
     original = masks_module.make_masks
 
@@ -128,7 +129,7 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, mo
     monkeypatch.setattr(results_module, "write_report", lambda *_: None)
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")
-    assert made == ["random-uniform", "short"]
+    assert made == ["static-norm-uniform", "random-uniform", "short"]
     assert json.loads((copied / "results.json").read_text()) == before
 
 
