@@ -38,7 +38,8 @@ def draw_curves(findings: Findings) -> Figure:
         _draw_lines(axes, findings)
     whole.set(ylabel="exact match (%)", ylim=(-2, 102), title="All methods")
     dense = 100 * findings.dense.scores.mean
-    top.set(ylim=(dense - 25.5, dense + 0.75), title="The same, near the dense model")
+    least = 100 * min(findings.plan.sizes.ratios)
+    top.set(xlim=(least - 3, 101), ylim=(dense - 25.5, dense + 0.75), title="The same, near the dense model")
     top.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 

@@ -62,11 +62,13 @@ class Verdict:
         claim: As the paper has it, or would.
         answer: `yes` and `no` where a 95% interval excludes the other, for a margin by the mean.
         detail: The figures.
+        topic: Which claims it is listed with.
     """
 
     claim: str
     answer: Answer
     detail: str
+    topic: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def collect_findings(
         curve.method: {ratio: find(row) for ratio, row in curve.points.items()} for curve in plan.curves
     }
     tables = {table.name: [find(row) for row in table.rows] for table in plan.tables}
-    verdicts = [*_judge_curves(plan, dense, curves), *_judge_tables(plan, tables)]
+    verdicts = [*_judge_main(plan, dense, curves), *_judge_pairs(plan, curves), *_judge_tables(plan, tables)]
     return Findings(plan, dense, curves, tables, verdicts, environment)
 
 
@@ -167,13 +169,26 @@ def subtract(scores: Scores, others: Scores) -> Difference:
     return compare([a - b for a, b in zip(scores.values, others.values, strict=True)])
 
 
+def describe_seeds(findings: Findings) -> str:
+    """What other seeds of training give, which no interval over prompts covers."""
+    by_ratio: dict[float, list[float]] = {}
+    for finding in findings.tables["seeds"]:
+        assert finding.entry is not None
+        by_ratio.setdefault(finding.entry.ratio, []).append(finding.scores.mean)
+    spreads = [
+        f"from {min(means):.1%} to {max(means):.1%} at {ratio:.0%}" for ratio, means in by_ratio.items()
+    ]
+    return f"{findings.plan.sizes.num_seeds} runs that differ by it alone score {' and '.join(spreads)}"
+
+
 def describe_difference(difference: Difference) -> str:
     """A difference with its interval, in points."""
-    low, high = difference.interval
-    return f"{100 * difference.mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    # Adding 0 makes -0.0, which is rounded from a little below, a zero.
+    mean, low, high = (round(100 * value, 1) + 0.0 for value in (difference.mean, *difference.interval))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
-def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float, Finding]]) -> list[Verdict]:
+def _judge_main(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float, Finding]]) -> list[Verdict]:
     main, hard = plan.sizes.main_ratio, plan.sizes.hard_ratio
     verdicts = [_close(f"LeanK at {main:.0%} is within 1 point of dense", curves["leank"][main], dense)]
     for ratio in (main, hard):
@@ -186,6 +201,20 @@ def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float
                 "; ".join(step.detail for step in steps),
             )
         )
+    saved = curves["leank"][main].value_removed
+    verdicts.append(
+        Verdict(
+            f"at {main:.0%} of K, LeanK drops some of V, too",
+            "yes" if saved > 0 else "no",
+            f"{saved:.1%} of V: heads of width 0",
+        )
+    )
+    return _about("The paper's main claims", verdicts)
+
+
+def _judge_pairs(plan: Plan, curves: Mapping[str, Mapping[float, Finding]]) -> list[Verdict]:
+    main, hard = plan.sizes.main_ratio, plan.sizes.hard_ratio
+    verdicts = []
     pairs = [("leank", "static-norm"), ("static-norm", "think"), ("leank", "think")]
     pairs += [("leank", other) for other in curves if other not in {"leank", "static-norm", "think"}]
     pairs += [(UNALIGNED, other) for other in ("static-norm", "double-sparsity", "per-head-budget-dynamic")]
@@ -199,19 +228,11 @@ def _judge_curves(plan: Plan, dense: Finding, curves: Mapping[str, Mapping[float
                         curves[worse][ratio],
                     )
                 )
-    saved = curves["leank"][main].value_removed
-    verdicts.append(
-        Verdict(
-            f"at {main:.0%} of K, LeanK drops some of V, too",
-            "yes" if saved > 0 else "no",
-            f"{saved:.1%} of V: heads of width 0",
-        )
-    )
-    return verdicts
+    return _about("Methods against one another", verdicts)
 
 
 def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[Verdict]:
-    verdicts = []
+    judged = []
     cells = tables["tasks"][0].scores.cells
     all_tasks = dict.fromkeys(task for task, _ in cells)
     longer = [length for length in plan.sizes.lengths if length > plan.sizes.short_length]
@@ -223,7 +244,7 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
             for name, rows in tables.items()
         }
         both, alone = at["stage2"].values()
-        verdicts.append(_above(f"stage 2 is worth its steps at {ratio:.0%}", both, alone))
+        verdicts = [_above(f"stage 2 is worth its steps at {ratio:.0%}", both, alone)]
         think, uniform, dynamic, learned = at["budget"].values()
         verdicts += [
             _above(f"dynamic channels gain from LeanK's budget per head at {ratio:.0%}", dynamic, think),
@@ -231,14 +252,15 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
             _above(f"learned channels beat dynamic ones of the same budget at {ratio:.0%}", learned, dynamic),
         ]
         weights = [finding for label, finding in at["lambda"].items() if 0.04 <= float(label) <= 0.1]
-        verdicts.append(_alike(f"any lambda from 0.04 to 0.1 does at {ratio:.0%}", weights))
+        if len(weights) > 1:
+            verdicts.append(_alike(f"any lambda from 0.04 to 0.1 does at {ratio:.0%}", weights))
         verdicts.append(_alike(f"any width multiple does at {ratio:.0%}", list(at["multiple"].values())))
         *fewer, every = at["tasks"].values()
         for finding in fewer:
             untrained = [task for task in all_tasks if task not in TASK_CHOICES[finding.label]]
             claim = f"training on {finding.label} suffices at {ratio:.0%}"
             verdicts.append(_close(claim, finding, every))
-            claim = f"{claim}, on {' and '.join(untrained)} alone, which it never saw"
+            claim = f"{claim} for {' and '.join(untrained)}, never trained on"
             verdicts.append(_close(claim, _narrow(finding, tasks=untrained), _narrow(every, tasks=untrained)))
         short, full = (_narrow(finding, lengths=longer) for finding in at["length"].values())
         verdicts.append(
@@ -252,9 +274,10 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
         verdicts.append(
             _alike(f"the seed of training matters little at {ratio:.0%}", list(at["seeds"].values()))
         )
+        judged += _about(f"LeanK's parts and settings at {ratio:.0%}", verdicts)
     by_frequency, gated, combined, _ = tables["heads"]
     ratio, both_ratio = plan.sizes.head_ratio, plan.sizes.combined_ratio
-    verdicts += [
+    verdicts = [
         _close(
             f"heads are found by their high frequencies as by DuoAttention, at {ratio:.0%}",
             by_frequency,
@@ -262,7 +285,11 @@ def _judge_tables(plan: Plan, tables: Mapping[str, Sequence[Finding]]) -> list[V
         ),
         _close(f"LeanK takes DuoAttention from {ratio:.0%} of K to {both_ratio:.0%}", combined, gated),
     ]
-    return verdicts
+    return judged + _about("Whole heads", verdicts)
+
+
+def _about(topic: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    return [replace(verdict, topic=topic) for verdict in verdicts]
 
 
 def _narrow(finding: Finding, **chosen: Any) -> Finding:
@@ -293,6 +320,10 @@ def _alike(claim: str, findings: Sequence[Finding]) -> Verdict:
 
 def _detail(first: Finding, second: Finding, difference: Difference) -> str:
     named = [f"{finding.label}: {finding.scores.mean:.1%}" for finding in (first, second)]
+    if first.entry and second.entry and first.removed != second.removed:
+        # Widths are rounded, whole heads most of all: what is compared is not always as much.
+        removed = (first.removed, second.removed)
+        named = [f"{name} without {share:.1%} of K" for name, share in zip(named, removed, strict=True)]
     return f"{', '.join(named)}; {describe_difference(difference)} points"
 
 

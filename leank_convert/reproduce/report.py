@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from leank_convert.checkpoint_io import write_atomically
 from leank_convert.reproduce.figures import draw_curves, draw_lengths, draw_table
-from leank_convert.reproduce.findings import Finding, Findings, describe_difference
+from leank_convert.reproduce.findings import Finding, Findings, describe_difference, describe_seeds
 from leank_convert.reproduce.paper import PAPER, SOURCE, PaperTable
 from leank_convert.train.figures import INK, STYLE
 from leank_convert.train.page import render_page, render_section
@@ -107,15 +107,18 @@ def _list_sections(findings: Findings) -> list[_Section]:
             "verdicts",
             "What the figures say",
             "Each answer is computed from paired differences. `not told apart`: the interval holds 0. Claims "
-            "that something suffices or does are judged by the mean and a margin of one point.",
-            (_verdict_grid(findings),),
+            "that something is close, suffices, matters little or does are judged by the mean and a margin "
+            "of one point. Intervals are over prompts, not over the seed of training, which may matter more: "
+            f"{describe_seeds(findings)}.",
+            _verdict_grids(findings),
         ),
         _Section(
             "comparison",
             "Pruning ratio against accuracy",
             "Baselines are not held to a width multiple; LeanK is, and without it is a line of its own. Of "
             "methods with several settings (budgets per head, window sizes) the one that is best on prompts "
-            "of a seed of their own is shown, chosen for each ratio.",
+            "of a seed of their own is shown, chosen for each ratio. Where more factors end at 1 than "
+            "channels are kept, which of them are kept is left to their order.",
             (
                 *_paper_grids("comparison"),
                 _grid("Ours", [findings.dense, *_points(findings)]),
@@ -170,9 +173,15 @@ def _paper_grids(name: str) -> tuple[_Grid, ...]:
     return (_Grid(caption, ("the paper's", "K removed", "accuracy (%)"), rows),)
 
 
-def _verdict_grid(findings: Findings) -> _Grid:
-    cells = tuple((verdict.claim, verdict.answer, verdict.detail) for verdict in findings.verdicts)
-    return _Grid("Ours", ("claim", "ours", "figures"), cells)
+def _verdict_grids(findings: Findings) -> tuple[_Grid, ...]:
+    return tuple(
+        _Grid(
+            topic,
+            ("claim", "ours", "figures"),
+            tuple((v.claim, v.answer, v.detail) for v in findings.verdicts if v.topic == topic),
+        )
+        for topic in dict.fromkeys(verdict.topic for verdict in findings.verdicts)
+    )
 
 
 def _grid(caption: str, rows: Sequence[Finding]) -> _Grid:

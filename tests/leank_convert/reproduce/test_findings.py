@@ -1,20 +1,28 @@
 """What is said of the figures follows from them, and from nothing else."""
 
+import dataclasses
 import itertools
 from collections import defaultdict
 
 import pytest
 import torch
 
+from leank_convert.evaluate.comparison import compare
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe_file import load_recipe
-from leank_convert.reproduce.findings import choose_entries, collect_findings
+from leank_convert.reproduce.findings import (
+    choose_entries,
+    collect_findings,
+    describe_difference,
+    describe_seeds,
+)
 from leank_convert.reproduce.measure import Scores
 from leank_convert.reproduce.plan import QUICK, Entry, Row, make_plan
 
 NUM_PROMPTS = 200
 CELLS = list(itertools.product(["retrieval", "multi_value", "variable_tracking"], QUICK.lengths))
-PLAN = make_plan(QUICK, load_recipe(QUICK.recipe, QUICK.overrides))
+RECIPE = load_recipe(QUICK.recipe, QUICK.overrides)
+PLAN = make_plan(QUICK, RECIPE)
 
 
 class _Bench:
@@ -44,12 +52,15 @@ class _ByTask:
 
 _HALF = torch.zeros(2, 2, 8, dtype=torch.bool)
 _HALF[0] = True
-_MASKS = {run.name: dict.fromkeys(run.ratios, ChannelMask(_HALF)) for run in PLAN.runs}
 
 
-def _collect(**shares):
+def _masks(plan):
+    return {run.name: dict.fromkeys(run.ratios, ChannelMask(_HALF)) for run in plan.runs}
+
+
+def _collect(plan=PLAN, **shares):
     bench = _Bench({name.replace("_", "-"): share for name, share in shares.items()})
-    return collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _MASKS, {})
+    return collect_findings(plan, choose_entries(plan.rows(), bench), bench, _masks(plan), {})
 
 
 def _answer(findings, claim):
@@ -85,8 +96,15 @@ def test_a_sweep_is_judged_by_its_worst_and_its_best():
 
 
 def test_a_lambda_outside_the_papers_range_is_no_part_of_its_claim():
-    findings = _collect(**{"lambda_0.3": 0.5})
-    assert _answer(findings, "any lambda from 0.04 to 0.1 does at 70%") == "yes"
+    plan = make_plan(dataclasses.replace(QUICK, l1_weights=(0.06, 0.1, 1.0)), RECIPE)
+    claim = "any lambda from 0.04 to 0.1 does at 70%"
+    assert _answer(_collect(plan, lambda_1=0.5), claim) == "yes"
+    assert _answer(_collect(plan, **{"lambda_0.1": 0.5}), claim) == "no"
+
+
+def test_a_single_lambda_of_the_papers_range_proves_nothing_of_the_range():
+    assert [weight for weight in QUICK.l1_weights if 0.04 <= weight <= 0.1] == [0.06]
+    assert not any("lambda" in verdict.claim for verdict in _collect().verdicts)
 
 
 def test_shares_of_k_and_v_are_those_of_the_pruned_region():
@@ -105,9 +123,9 @@ def test_the_setting_that_is_best_on_validation_prompts_is_shown():
 
 def test_what_was_never_trained_on_is_judged_by_its_prompts_alone():
     both = "training on retrieval and multi_value suffices at 70%"
-    unseen = f"{both}, on variable_tracking alone, which it never saw"
+    unseen = f"{both} for variable_tracking, never trained on"
     bench = _ByTask({"tasks-retrieval-multi_value": ["variable_tracking"]})
-    findings = collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _MASKS, {})
+    findings = collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _masks(PLAN), {})
     details = {verdict.claim: verdict for verdict in findings.verdicts}
     assert details[unseen].answer == details[both].answer == "no"
     assert "retrieval and multi_value: 0.0%" in details[unseen].detail
@@ -120,3 +138,23 @@ def test_scores_of_some_prompts():
     assert scores.where(tasks=["a"]).values == (1.0, 0.0)
     assert scores.where(lengths=[1]).mean == 0.75
     assert scores.where(tasks=["a"], lengths=[2]).cells == (("a", 2),)
+
+
+def test_unequal_shares_of_k_are_told_beside_the_scores():
+    details = {verdict.claim: verdict.detail for verdict in _collect().verdicts}
+    assert (
+        "leank: 100.0% without 50.0% of K, think: 100.0% without 62.5% of K"
+        in details["leank is better than think at 70%"]
+    )
+    assert details["leank is better than random at 70%"].startswith("leank: 100.0%, random: 100.0%; ")
+
+
+def test_what_the_training_seed_changes_is_told_for_both_ratios():
+    seeds = "from 80.0% to 100.0%"
+    assert describe_seeds(_collect(seed_1=0.8)) == (
+        f"2 runs that differ by it alone score {seeds} at 70% and {seeds} at 90%"
+    )
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus():
+    assert describe_difference(compare([-0.0001, 0.0])).startswith("+0.0 ")
