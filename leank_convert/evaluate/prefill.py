@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,17 +51,18 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
         attention_mask: 1 where real [B, S].
         query_window: How many of every prompt's last queries are kept.
     """
-    cache = model.build_cache("deferred")
-    with _recorded_queries(model, query_window) as queries:
-        output = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=positions_of(attention_mask),
-            past_key_values=cache,
-            logits_to_keep=1,
-        )
+    if bool(attention_mask.all()):
+        return _run(model, input_ids, query_window)
+    # Padding needs a mask of S x S for every row, which fills the memory and which flash attention does not
+    # take. A row by itself needs none.
+    rows = [
+        _run(model, ids[real.bool()][None], query_window)
+        for ids, real in zip(input_ids, attention_mask, strict=True)
+    ]
+    next_token = torch.cat([row.next_token for row in rows])
+    queries = tuple(_stack(layer) for layer in zip(*(row.queries for row in rows), strict=True))
     return Prefill(
-        model, cache, attention_mask, output.logits[:, -1].argmax(-1, keepdim=True), tuple(queries)
+        model, _join([row.cache for row in rows], model, attention_mask), attention_mask, next_token, queries
     )
 
 
@@ -94,6 +96,42 @@ def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, T
 def positions_of(attention_mask: Tensor) -> Tensor:
     """Positions [B, S] counted from each row's first real token."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
+    """Run prompts of one length [B, S]."""
+    cache, attention_mask = model.build_cache("deferred"), torch.ones_like(input_ids)
+    with _recorded_queries(model, query_window) as queries:
+        output = model(
+            input_ids=input_ids,
+            position_ids=positions_of(attention_mask),
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
+    next_token = output.logits[:, -1].argmax(-1, keepdim=True)
+    return Prefill(model, cache, attention_mask, next_token, tuple(queries))
+
+
+def _join(caches: Sequence[Any], model: Any, attention_mask: Tensor) -> Any:
+    """One cache of several, a row each, whose input is pending; they lose theirs, layer by layer."""
+    joined = model.build_cache("deferred")
+    batch_size, num_columns = attention_mask.shape
+    for index, layer in enumerate(joined.layers):
+        pending = [cache.layers[index].pending for cache in caches]
+        for cache in caches:
+            cache.layers[index].pending = None
+        keys, values = map(_stack, zip(*pending, strict=True))
+        layer.lazy_initialization(keys, values)
+        layer.rows.step(0, batch_size, num_columns, attention_mask.bool(), keys.device)
+        layer.extend_pending(keys, values)
+        layer.num_columns = num_columns
+    return joined
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of [1, H, N, D], as many columns of zeros before each as make it as long as the longest."""
+    longest = max(row.shape[2] for row in rows)
+    return torch.cat([functional.pad(row, (0, 0, longest - row.shape[2], 0)) for row in rows])
 
 
 @contextmanager
