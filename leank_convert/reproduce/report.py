@@ -118,8 +118,8 @@ def _list_sections(findings: Findings) -> list[_Section]:
             "The share is K's alone: methods that drop whole heads drop as much of V, which the last table "
             "adds up. Baselines are not held to a width multiple; LeanK is, and without it is a line of its "
             "own. Of methods with several settings (budgets per head, window sizes) the one that is best on "
-            "prompts of a seed of their own is shown, chosen for each ratio. Where more factors end at 1 than "
-            "channels are kept, which of them are kept is left to their order.",
+            "prompts of a seed of their own is shown, chosen for each ratio. Where more factors end at 1 "
+            "than channels are kept, which of them are kept is left to their order.",
             (
                 *_paper_grids("comparison"),
                 _grid("Ours", [findings.dense, *_points(findings)]),
