@@ -62,7 +62,7 @@ def answer_prompts(
         LeanKError: If memory does not suffice.
     """
     for batch in _batches(prompts, batch_size):
-        with _memory_errors(batch):
+        with memory_errors(batch):
             yield _answer(evaluated, batch, variants)
 
 
@@ -85,7 +85,7 @@ def answer_densely(
         LeanKError: If memory does not suffice.
     """
     for batch in _batches(prompts, batch_size):
-        with _memory_errors(batch), torch.no_grad():
+        with memory_errors(batch), torch.no_grad():
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
             output = model(
                 input_ids=input_ids,
@@ -121,7 +121,12 @@ def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pr
 
 
 @contextmanager
-def _memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
+def memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
+    """Tell of prompts, the longest last, that memory does not suffice for.
+
+    Raises:
+        LeanKError: In place of torch's error.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:

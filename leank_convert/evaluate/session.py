@@ -18,7 +18,7 @@ from leank_convert.checkpoint_io import read_config, resolve_model
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import AnswerLog
-from leank_convert.evaluate.answering import Answer, answer_densely, answer_prompts
+from leank_convert.evaluate.answering import Answer, answer_densely, answer_prompts, memory_errors
 from leank_convert.evaluate.comparison import CacheBytes, Comparison
 from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
 from leank_convert.evaluate.prompt import Prompt
@@ -152,16 +152,17 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
 @torch.no_grad()
 def _measure_cache(evaluated: EvaluatedModel, prompt: Prompt) -> CacheBytes:
     """What the cache of one prompt holds when its first answer token has been fed."""
-    prefill = run_prefill(evaluated.model, *pad_left([prompt.input_ids], evaluated.model.device))
-    cache = fork(prefill.cache)
-    attention_mask = torch.cat([prefill.attention_mask, torch.ones_like(prefill.next_token)], dim=1)
-    evaluated.model(
-        input_ids=prefill.next_token,
-        attention_mask=attention_mask,
-        position_ids=positions_of(attention_mask)[:, -1:],
-        past_key_values=cache,
-    )
-    memory = cache.memory()
+    with memory_errors([prompt]):
+        prefill = run_prefill(evaluated.model, *pad_left([prompt.input_ids], evaluated.model.device))
+        cache = fork(prefill.cache)
+        attention_mask = torch.cat([prefill.attention_mask, torch.ones_like(prefill.next_token)], dim=1)
+        evaluated.model(
+            input_ids=prefill.next_token,
+            attention_mask=attention_mask,
+            position_ids=positions_of(attention_mask)[:, -1:],
+            past_key_values=cache,
+        )
+        memory = cache.memory()
     return CacheBytes(
         num_tokens=attention_mask.shape[1],
         key_dense=memory.dense_keys,

@@ -153,6 +153,16 @@ def test_a_folder_without_a_tokenizer_is_told_of_before_anything_is_answered(
     assert "put its files into that folder" in caught.value.hint
 
 
+def test_a_prompt_too_long_for_the_memory_is_told_of(convert, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
+
+    monkeypatch.setattr("leank_convert.evaluate.session.run_prefill", fail)
+    with pytest.raises(LeanKError, match=r"1 prompts of up to .*: tried to allocate 80 GiB$") as caught:
+        compare(convert("half"))
+    assert caught.value.hint == "take shorter prompts"
+
+
 def test_a_stock_model_to_compare_with_answers_as_the_checkpoint_does_dense(convert):
     result = compare(convert("half"), against="testbed")
     assert result.baseline == "against"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -122,7 +123,9 @@ def _read(path: Path) -> list[Prompt] | None:
 
 
 def _write(path: Path, prompts: Sequence[Prompt]) -> None:
-    lines = [json.dumps({**vars(prompt), "input_ids": prompt.input_ids.tolist()}) for prompt in prompts]
+    names = [field.name for field in fields(Prompt)]
+    records = [{name: getattr(prompt, name) for name in names} for prompt in prompts]
+    lines = [json.dumps({**record, "input_ids": record["input_ids"].tolist()}) for record in records]
     content = "\n".join(lines).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

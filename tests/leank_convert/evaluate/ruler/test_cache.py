@@ -52,6 +52,19 @@ def test_what_was_drawn_before_is_read(ask, drawn, plain_tokenizer, question_fil
     assert facts(first) == facts(straight)
 
 
+def test_a_prompt_that_was_asked_for_its_digest_is_cached_like_others(ask, monkeypatch):
+    draw = PromptSource.draw
+
+    def digested(*arguments):
+        prompts = draw(*arguments)
+        assert all(prompt.digest for prompt in prompts)
+        return prompts
+
+    monkeypatch.setattr(PromptSource, "draw", digested)
+    first = ask(tasks=("vt",))
+    assert [prompt.digest for prompt in ask(tasks=("vt",))] == [prompt.digest for prompt in first]
+
+
 def test_another_length_or_task_leaves_the_others_cached(ask, drawn):
     ask()
     del drawn[:]
