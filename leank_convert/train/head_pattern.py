@@ -82,11 +82,13 @@ def _read_gates(path: Path) -> np.ndarray[Any, Any]:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
             raise ValueError("it is empty")
-        gates = np.loadtxt(text.splitlines(), dtype=float, delimiter="\t", ndmin=2)
+        gates = np.loadtxt(text.splitlines(), dtype=float, comments=None, delimiter="\t", ndmin=2)
         if not np.isfinite(gates).all():
             raise ValueError("a gate is not finite")
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error, "a line per layer, a number per KV head, separated by tabs") from error
+        # Of lines of unequal length, numpy goes on to name an argument of its own.
+        told = error if isinstance(error, OSError) else first_line(error).partition(";")[0]
+        raise _unreadable(path, told, "a line per layer, a number per KV head, separated by tabs") from error
     return gates
 
 

@@ -78,6 +78,8 @@ def test_another_models_pattern_is_refused(load):
         ("full_attention_heads.tsv", " \n", "it is empty"),
         ("full_attention_heads.tsv", "0.5\t1\t1\n0.5\n", "columns"),
         ("full_attention_heads.tsv", "0.5,1,1\n", "0.5,1,1"),
+        ("full_attention_heads.tsv", "# layer 0\n", "# layer 0"),
+        ("full_attention_heads.tsv", "0.5\t1\t1\n0\t0\t0\n# of M\n", "from 3 to 1 at row 3$"),
         ("full_attention_heads.tsv", "0.5\tnan\t1\n0\t0\t0\n", "a gate is not finite"),
         ("config.json", None, "No such file"),
         ("config.json", "{", "line 1"),
