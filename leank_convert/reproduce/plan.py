@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from leank_convert.recipe import Recipe
 
 _MAIN = "leank"
-UNALIGNED = "leank, any width"
+UNALIGNED = "leank (any width)"
 """The curve that meets the baselines on their terms: few channels in whole multiples are few heads."""
 
 # Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
