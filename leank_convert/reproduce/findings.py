@@ -320,11 +320,16 @@ def _alike(claim: str, findings: Sequence[Finding]) -> Verdict:
 
 def _detail(first: Finding, second: Finding, difference: Difference) -> str:
     named = [f"{finding.label}: {finding.scores.mean:.1%}" for finding in (first, second)]
-    if first.entry and second.entry and first.removed != second.removed:
-        # Widths are rounded, whole heads most of all: what is compared is not always as much.
-        removed = (first.removed, second.removed)
-        named = [f"{name} without {share:.1%} of K" for name, share in zip(named, removed, strict=True)]
+    shares = [_describe_removed(finding) for finding in (first, second)]
+    if first.entry and second.entry and shares[0] != shares[1]:
+        # Widths are rounded, whole heads most of all, and V goes with heads: not always as much is compared.
+        named = [f"{name} without {share}" for name, share in zip(named, shares, strict=True)]
     return f"{', '.join(named)}; {describe_difference(difference)} points"
+
+
+def _describe_removed(finding: Finding) -> str:
+    value = f" and {finding.value_removed:.1%} of V" if finding.value_removed else ""
+    return f"{finding.removed:.1%} of K{value}"
 
 
 def _removed(entry: Entry, masks: Masks) -> tuple[float, float]:

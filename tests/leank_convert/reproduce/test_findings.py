@@ -143,7 +143,7 @@ def test_scores_of_some_prompts():
 def test_unequal_shares_of_k_are_told_beside_the_scores():
     details = {verdict.claim: verdict.detail for verdict in _collect().verdicts}
     assert (
-        "leank: 100.0% without 50.0% of K, think: 100.0% without 62.5% of K"
+        "leank: 100.0% without 50.0% of K and 50.0% of V, think: 100.0% without 62.5% of K; "
         in details["leank is better than think at 70%"]
     )
     assert details["leank is better than random at 70%"].startswith("leank: 100.0%, random: 100.0%; ")
