@@ -211,7 +211,9 @@ def _evaluate_text(
         raise LeanKError(f"`{text_file}`: {error}", hint="--text takes plain text in UTF-8") from error
     evaluated = load_evaluated(checkpoint, choose_device(device))
     variants: list[Variant] = [Masked(PRUNED), *_find_variants(also, evaluated)]
-    result = evaluate_text(evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint))
+    result = evaluate_text(
+        evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=True
+    )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         numbers = out / "text.json"

@@ -8,7 +8,7 @@ as a decode step on each cache.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import Cache
 from leank_convert.checkpoint_io import first_line
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prefill import run_prefill
+from leank_convert.evaluate.progress import progress_bar
 from leank_convert.evaluate.subject import EvaluatedModel, warn_of_positions
 from leank_convert.evaluate.variants import Dense, Variant
 
@@ -141,7 +142,7 @@ def evaluate_text(
     prefix_tokens: int,
     max_tokens: int | None = None,
     checkpoint: str = "",
-    advance: Callable[[int], None] = lambda count: None,
+    progress: bool = False,
 ) -> TextComparison:
     """Compare the predictions of variants with the dense model's on a text.
 
@@ -152,7 +153,7 @@ def evaluate_text(
         prefix_tokens: The first tokens, which are prefilled.
         max_tokens: Where the text is cut; None for all of it.
         checkpoint: What results call it.
-        advance: Called with the number of tokens that were fed since the last call.
+        progress: Whether to draw a progress bar to stderr.
 
     Returns:
         The comparison.
@@ -182,9 +183,10 @@ def evaluate_text(
                 _count_whole(cache, variant, prefix_tokens, num_tokens)
                 for (_, cache), variant in zip(started[1:], variants, strict=True)
             ]
-            for step in _feed(started, input_ids.to(evaluated.model.device), prefix_tokens):
-                steps.append(step)
-                advance(1)
+            with progress_bar(progress, "tokens", num_tokens - 1 - prefix_tokens) as advance:
+                for step in _feed(started, input_ids.to(evaluated.model.device), prefix_tokens):
+                    steps.append(step)
+                    advance(1)
     except torch.OutOfMemoryError as error:
         raise LeanKError(
             f"memory does not suffice for {num_tokens} tokens in {len(variants) + 1} caches: "

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM
 
 from leank_convert.checkpoint_io import read_config, resolve_model
@@ -21,6 +18,7 @@ from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import Answer, answer_densely, answer_prompts, memory_errors
 from leank_convert.evaluate.comparison import CacheBytes, Comparison
 from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
+from leank_convert.evaluate.progress import progress_bar
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, load_tokenizer, warn_of_positions
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant
@@ -82,7 +80,7 @@ def evaluate_checkpoint(
     log = AnswerLog(out, settings)
     cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
-    with _bar(progress, len(prompts) * (len(names) + (against is not None))) as advance:
+    with progress_bar(progress, "answers", len(prompts) * (len(names) + (against is not None))) as advance:
 
         def keep(batches: Iterator[list[Answer]], num_found: int) -> None:
             advance(num_found)
@@ -199,12 +197,3 @@ def _check_tokenizer(other: Any, tokenizer: Any, name: str) -> None:
             f"`{name}` has another vocabulary than the checkpoint: the same prompt would be other tokens",
             hint="compare models of one tokenizer",
         )
-
-
-@contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of answers, to stderr."""
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task("answers", total=total)
-        yield lambda count: bar.advance(task, count)

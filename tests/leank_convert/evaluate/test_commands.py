@@ -96,6 +96,15 @@ def test_a_text_is_compared_token_by_token(writer, tmp_path):
     assert (tmp_path / "r" / "text.png").stat().st_size > 1000
 
 
+def test_a_text_shows_how_far_it_is(writer, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    text = tmp_path / "text.txt"
+    text.write_text("The quick courier left parcel 77 in the hall. " * 20)
+    printed = run(writer, "--text", text, "--prefix-tokens", 150, "--json")
+    num_tokens = json.loads(printed.stdout)["num_tokens"]
+    assert f"{num_tokens - 151}/{num_tokens - 151}" in printed.stderr
+
+
 def test_a_text_that_is_none_is_named(writer, tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(b"\x89PNG\xff\xfe")
