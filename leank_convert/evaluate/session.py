@@ -73,11 +73,9 @@ def evaluate_checkpoint(
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
     names = [variant.name for variant in variants]
-    settings = {
-        "checkpoint": identify(checkpoint),
-        "against": None if opponent is None else identify(opponent),
-    }
-    log = AnswerLog(out, settings)
+    # Reading all weights takes seconds for every 10 GB.
+    compared = {} if out is None else {"checkpoint": checkpoint, "against": opponent}
+    log = AnswerLog(out, {key: folder and identify(folder) for key, folder in compared.items()})
     cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     with progress_bar(progress, "answers", len(prompts) * (len(names) + (against is not None))) as advance:
