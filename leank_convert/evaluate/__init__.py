@@ -1,6 +1,4 @@
-"""Evaluation: what a checkpoint loses against its own dense model, on one prefill."""
+"""Evaluation: what a checkpoint loses against its own dense model, on one prefill.
 
-from leank_convert.evaluate.comparison import Comparison, render_comparison
-from leank_convert.evaluate.session import evaluate_checkpoint
-
-__all__ = ["Comparison", "evaluate_checkpoint", "render_comparison"]
+Nothing is imported here: the command line imports `commands`, and `--help` is not to wait for torch.
+"""

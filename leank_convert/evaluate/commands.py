@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from leank_convert.errors import LeanKError
 from leank_convert.options import (
@@ -115,6 +116,11 @@ def evaluate(
         raise click.UsageError("--task and --length go together")
     if text_file is not None and (tasks or against or recipe_name or overrides):
         raise click.UsageError("--text goes without --task, --against, --recipe and --set")
+    source = click.get_current_context().get_parameter_source
+    ignored = {"num_samples": "-n", "seed": "--seed", "batch_size": "--batch-size"}
+    for name, flag in ignored.items():
+        if text_file is not None and source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--text goes without {flag}: it is one text, and all of it")
     if (text_file is None) != (prefix_tokens is None):
         raise click.UsageError("--text and --prefix-tokens go together")
     if tasks and (recipe_name or overrides):
@@ -127,8 +133,9 @@ def evaluate(
     if text_file is not None and prefix_tokens is not None:
         _evaluate_text(checkpoint, text_file, prefix_tokens, also, device, out, as_json)
         return
-    from leank_convert.evaluate import evaluate_checkpoint, render_comparison
+    from leank_convert.evaluate.comparison import render_comparison
     from leank_convert.evaluate.held_out import MEASURE, held_out_prompts
+    from leank_convert.evaluate.session import evaluate_checkpoint
 
     draw: Callable[[Any], Sequence[Prompt]]
     if tasks:

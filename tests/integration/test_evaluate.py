@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.evaluate.answer_log import ANSWERS_NAME
 from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.held_out import held_out_prompts
+from leank_convert.evaluate.session import evaluate_checkpoint
 from leank_convert.evaluate.subject import load_evaluated
 from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order, window_alone
 from leank_convert.export import export_checkpoint

@@ -132,6 +132,12 @@ def test_the_shipped_model_has_no_words_for_rulers_tasks(tmp_path):
         (["--text", "x.txt"], "--text and --prefix-tokens go together"),
         (["--prefix-tokens", "5"], "--text and --prefix-tokens go together"),
         (["--text", "x.txt", "--prefix-tokens", "5", "--against", "y"], "--text goes without"),
+        (["--text", "x.txt", "--prefix-tokens", "5", "-n", "200"], "--text goes without -n"),
+        (["--text", "x.txt", "--prefix-tokens", "5", "--seed", "3"], "--text goes without --seed"),
+        (
+            ["--text", "x.txt", "--prefix-tokens", "5", "--batch-size", "2"],
+            "--text goes without --batch-size",
+        ),
         (["--also", "nothing"], "nothing"),
     ],
 )
