@@ -13,7 +13,7 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import first_line
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.prefill import pad_left, positions_of, run_prefill
+from leank_convert.evaluate.prefill import pad_left, positions_of, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.subject import EvaluatedModel
 from leank_convert.evaluate.variants import Variant
@@ -87,15 +87,8 @@ def answer_densely(
     for batch in _batches(prompts, batch_size):
         with memory_errors(batch), torch.no_grad():
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
-            output = model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=positions_of(attention_mask),
-                logits_to_keep=1,
-                use_cache=True,
-            )
-            token = output.logits[:, -1].argmax(-1, keepdim=True)
-            rows = _decode(model, output.past_key_values, token, attention_mask, batch)
+            token, cache = prefill_stock(model, input_ids, attention_mask)
+            rows = _decode(model, cache, token, attention_mask, batch)
         yield _score_rows(model, tokenizer, batch, name, rows)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert.recipe import WindowsSection
@@ -64,6 +65,54 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
     return Prefill(
         model, _join([row.cache for row in rows], model, attention_mask), attention_mask, next_token, queries
     )
+
+
+@torch.no_grad()
+def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Cache]:
+    """Run a batch of prompts in a stock model: as `run_prefill` does, if its cache is the usual one.
+
+    Args:
+        model: A causal language model of transformers.
+        input_ids: Tokens, padded on the left [B, S].
+        attention_mask: 1 where real [B, S].
+
+    Returns:
+        The greedy token after each prompt [B, 1], and the cache.
+    """
+
+    def run(ids: Tensor, mask: Tensor) -> tuple[Tensor, Cache]:
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions_of(mask),
+            logits_to_keep=1,
+            use_cache=True,
+        )
+        return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+
+    if bool(attention_mask.all()):
+        return run(input_ids, attention_mask)
+    tokens, caches = [], []
+    for ids, real in zip(input_ids, attention_mask.bool(), strict=True):
+        alone = ids[real][None]
+        token, cache = run(alone, torch.ones_like(alone))
+        if not _is_plain(cache):
+            return run(input_ids, attention_mask)
+        tokens.append(token)
+        caches.append(cache)
+    joined = DynamicCache()
+    for index in range(len(caches[0].layers)):
+        layers: list[Any] = [cache.layers[index] for cache in caches]
+        keys, values = (_stack([getattr(layer, name) for layer in layers]) for name in ("keys", "values"))
+        joined.update(keys, values, index)
+        for layer in layers:
+            layer.keys = layer.values = None
+    return torch.cat(tokens), joined
+
+
+def _is_plain(cache: Cache) -> bool:
+    """Whether every layer holds all columns; a sliding window's, for one, holds fewer."""
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def fork(cache: Any, windows: WindowsSection | None = None) -> Any:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
+from leank_convert.evaluate.prefill import fork, pad_left, positions_of, prefill_stock, run_prefill
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 
@@ -69,6 +69,60 @@ def test_a_fork_decodes_every_row_as_it_would_alone(model):
     for index, row in enumerate(rows):
         alone = decode(model, run_prefill(model, *pad_left([row], CPU)))
         torch.testing.assert_close(logits[index], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def stock_model(sliding_window):
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        sliding_window=sliding_window,
+    )
+    model = MistralForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("sliding_window", [None, 12])
+def test_a_stock_models_row_is_what_it_is_alone(sliding_window):
+    stock, rows = stock_model(sliding_window), prompts(30, 17, 1)
+    together = stock_logits(stock, *pad_left(rows, CPU))
+    for index, row in enumerate(rows):
+        alone = stock_logits(stock, *pad_left([row], CPU))
+        torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(monkeypatch):
+    stock, seen = stock_model(None), []
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return attend(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", record)
+    prefill_stock(stock, *pad_left(prompts(30, 17, 1), CPU))
+    assert seen
+    assert all(mask is None for mask in seen)
+
+
+@torch.no_grad()
+def stock_logits(model, input_ids, attention_mask):
+    """The logits of the step after the prompts [B, vocabulary], the greedy tokens among them."""
+    token, cache = prefill_stock(model, input_ids, attention_mask)
+    attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
+    return model(
+        input_ids=token,
+        attention_mask=attention_mask,
+        position_ids=positions_of(attention_mask)[:, -1:],
+        past_key_values=cache,
+    ).logits[:, -1]
 
 
 @torch.no_grad()
