@@ -45,7 +45,7 @@ def draw_curves(findings: Findings) -> Figure:
 
 
 def draw_table(rows: Sequence[Finding], dense: Finding) -> Figure:
-    """Bars of a table's rows with their intervals against the dense model, a panel a pruning ratio."""
+    """Points of a table's rows with their intervals against the dense model, a panel a pruning ratio."""
     by_ratio: dict[float, list[Finding]] = {}
     for finding in rows:
         if finding.entry is not None:
@@ -53,7 +53,7 @@ def draw_table(rows: Sequence[Finding], dense: Finding) -> Figure:
     figure = new_figure(max(1.6, 0.34 * max(map(len, by_ratio.values())) + 0.9))
     panels = figure.subplots(1, len(by_ratio), squeeze=False)[0]
     for axes, (ratio, shown) in zip(panels, by_ratio.items(), strict=True):
-        _draw_bars(axes, shown, dense)
+        _draw_points(axes, shown, dense)
         axes.set_title(f"{ratio:.0%} of K asked for")
     return figure
 
@@ -101,7 +101,7 @@ def _draw_lines(axes: Axes, findings: Findings) -> None:
     axes.grid(axis="y")
 
 
-def _draw_bars(axes: Axes, shown: Sequence[Finding], dense: Finding) -> None:
+def _draw_points(axes: Axes, shown: Sequence[Finding], dense: Finding) -> None:
     places = range(len(shown))
     means = [100 * finding.scores.mean for finding in shown]
     base = 100 * dense.scores.mean
@@ -109,8 +109,19 @@ def _draw_bars(axes: Axes, shown: Sequence[Finding], dense: Finding) -> None:
         (max(0.0, mean - base - 100 * low), max(0.0, base + 100 * high - mean))
         for mean, (low, high) in zip(means, (f.against_dense.interval for f in shown), strict=True)
     ]
-    axes.barh(places, means, height=0.6, color=BLUE, xerr=list(zip(*reach, strict=True)), ecolor=INK)
+    axes.errorbar(
+        means, places, xerr=list(zip(*reach, strict=True)), fmt="o", color=BLUE, ecolor=INK, markersize=6
+    )
     axes.axvline(base, color=INK, linewidth=1, linestyle=":")
+    for place, mean in zip(places, means, strict=True):
+        axes.annotate(
+            f"{mean:.1f}", (1, place), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            textcoords="offset points", va="center",
+        )  # fmt: skip
+    # Not from 0, where differences of those that do well would be lost, nor so close that tenths look large.
+    most = max(base, *(mean + above for mean, (_, above) in zip(means, reach, strict=True)))
+    least = min(most - 5, *(mean - below for mean, (below, _) in zip(means, reach, strict=True)))
+    room = 0.06 * (most - least)
+    axes.set(xlabel="exact match (%)", xlim=(least - room, most + room), ylim=(len(shown) - 0.5, -0.5))
     axes.set_yticks(list(places), [finding.label for finding in shown])
-    axes.set(xlabel="exact match (%)", xlim=(0, 104), ylim=(len(shown) - 0.5, -0.5))
     axes.grid(axis="x")

@@ -146,7 +146,8 @@ def _list_sections(findings: Findings) -> list[_Section]:
                 "",
                 (*_paper_grids(table.name), _grid("Ours", [findings.dense, *rows])),
                 lambda rows=rows: draw_table(rows, findings.dense),  # type: ignore[misc]
-                "Ours. Lines: 95% intervals of the difference to the dense model, which is dotted.",
+                "Ours; each panel has its own scale. Lines: 95% intervals of the difference to the dense "
+                "model, which is dotted.",
             )
         )
     sections.append(
