@@ -1,4 +1,4 @@
-"""RULER's synthetic tasks (arXiv 2404.06654) for any tokenizer with a chat template, nothing downloaded.
+"""RULER's synthetic tasks (arXiv 2404.06654) for any tokenizer, nothing downloaded.
 
 Parameters are those of RULER's `synthetic.yaml`, and so are the tokens to generate and the scoring; a prompt
 and room for its answer have at most the length asked for. As in RULER, the beginning of the answer follows

@@ -38,7 +38,7 @@ def cached_prompts(
     A file that is damaged is drawn and written anew; one that cannot be written is told of and done without.
 
     Args:
-        tokenizer: The model's own, with a chat template.
+        tokenizer: The model's own.
         tasks: Names of `RULER_TASKS`.
         lengths: Tokens of prompt and answer.
         num_samples: Prompts of each task at each length.

@@ -27,7 +27,8 @@ class PromptSource:
     """Draws the prompts of a task at a length.
 
     Attributes:
-        tokenizer: The model's own, with a chat template.
+        tokenizer: The model's own; without a chat template, prompts are plain text, for a base model to go on
+            with.
         seed: Of everything drawn.
         haystack: Running text.
         questions: For `qa`; None where it is not asked.
@@ -44,12 +45,12 @@ class PromptSource:
         Each is a function of the source, the task, the length and its index alone.
 
         Raises:
-            LeanKError: If the tokenizer has no chat template or cannot write an answer, the length leaves no
-                room for the task, or the question file is too small.
+            LeanKError: If the tokenizer cannot write an answer, the length leaves no room for the task, or
+                the question file is too small.
         """
         drafts = [self._draft(task, length, index) for index in range(num_samples)]
         prefixes = [self._encode(draft.answer_prefix) for draft in drafts]
-        shortest = encode_prompts(self.tokenizer, [draft.render(0) for draft in drafts])
+        shortest = self._encode_prompts([draft.render(0) for draft in drafts])
         taken = [
             len(prompt) + len(prefix) + draft.max_new_tokens
             for draft, prefix, prompt in zip(drafts, prefixes, shortest, strict=True)
@@ -86,7 +87,7 @@ class PromptSource:
 
     def _fill(self, draft: Draft, shortest: list[int], room: int) -> list[int]:
         def render(num_pieces: int) -> list[int]:
-            return encode_prompts(self.tokenizer, [draft.render(num_pieces)])[0]
+            return self._encode_prompts([draft.render(num_pieces)])[0]
 
         return fit(render, shortest, room)[1]
 
@@ -103,6 +104,13 @@ class PromptSource:
                 f"`{prompt.task}`: `{', '.join(prompt.references)}` becomes `{written}`",
                 hint="RULER takes a model of general text; the shipped model has tasks of its own",
             )
+
+    def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        if getattr(self.tokenizer, "chat_template", None) is not None or not texts:
+            return encode_prompts(self.tokenizer, texts)
+        # The beginning of the answer stands on a line of its own.
+        rows: list[list[int]] = self.tokenizer([f"{text}\n" for text in texts])["input_ids"]
+        return rows
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -161,7 +169,7 @@ def draw_prompts(
     """Draw as many prompts of every task at every length, each independent of which others are asked for.
 
     Args:
-        tokenizer: The model's own, with a chat template.
+        tokenizer: The model's own.
         tasks: Names of `RULER_TASKS`.
         lengths: Tokens of prompt and answer.
         num_samples: Prompts of each task at each length.

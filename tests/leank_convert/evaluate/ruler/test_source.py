@@ -1,3 +1,4 @@
+import copy
 import re
 
 import pytest
@@ -75,10 +76,21 @@ def test_a_length_without_room_is_refused_with_one_that_has_it(plain_tokenizer, 
     assert len(draw(plain_tokenizer, task, enough + 20, num_samples=6)) == 6
 
 
-def test_a_tokenizer_without_chat_template_is_refused(plain_tokenizer, draw):
-    plain_tokenizer.chat_template = None
-    with pytest.raises(LeanKError, match="has no chat template"):
-        draw(plain_tokenizer, "vt")
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_without_a_chat_template_a_prompt_is_plain_text_with_the_tokenizers_own_bos(tokenizer, task, draw):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    (prompt,) = draw(bare, task, num_samples=1)
+    (chat,) = draw(tokenizer, task, num_samples=1)
+    assert prompt.references == chat.references
+    assert prompt.length - 200 < len(prompt.input_ids) + prompt.max_new_tokens <= prompt.length
+    ids, bos = prompt.input_ids.tolist(), bare.convert_tokens_to_ids("<s>")
+    adds_bos = bare("x")["input_ids"][0] == bos
+    assert ids.count(bos) == int(adds_bos)
+    text = bare.decode(ids, skip_special_tokens=True)
+    assert "<|turn|>" not in text
+    begin = text.rpartition("\n")[2]
+    assert re.match(r"\s*(The secret|Answer:)", begin)
 
 
 def test_a_tokenizer_that_cannot_write_the_answer_is_refused():
