@@ -232,7 +232,7 @@ def render_comparison(result: Comparison) -> str:
     ):
         lines.append(f"{name:<26}{dense:>12,}{pruned:>12,}{1 - pruned / dense:>9.1%}")
     lines += ["", f"pruning ratio: asked {asked}, reached {result.pruning_ratio:.1%}"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _title(variant: str) -> str:

@@ -102,6 +102,7 @@ def test_render_names_every_task_and_both_ratios():
     ):
         assert expected in text
     assert "2048 tokens\n" not in text  # one length needs no heading
+    assert not any(line.endswith(" ") for line in text.splitlines())
     facts = result.to_dict()
     assert facts["total"]["n"] == 8
     assert facts["scores"][0]["differences"]["pruned"]["lost"] == 1
