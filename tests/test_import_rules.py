@@ -13,7 +13,7 @@ RANKS = [
     {"architectures", "recipe", "head_layout", "safetensors_file", "cache_bytes", "device"},
     {"checkpoint_io", "mask", "testbed", "recipe_file", "recipe_listing"},
     {"data"},
-    {"train", "methods", "export"},
+    {"train", "methods", "export", "onnx"},
     {"verify", "inspection", "hub", "evaluate", "benchmark", "analyze"},
     {"cli", "reproduce"},
     {"__main__"},
@@ -21,6 +21,8 @@ RANKS = [
 NEVER_EACH_OTHER = [
     ("train", "export"),
     ("methods", "export"),
+    ("train", "onnx"),
+    ("methods", "onnx"),
     ("verify", "evaluate"),
     ("evaluate", "benchmark"),
     ("recipe", "architectures"),

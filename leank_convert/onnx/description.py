@@ -1,0 +1,117 @@
+"""leank_onnx.json: what a program must know to run the graph, whatever its language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from leank_convert.onnx.graph import cache_shapes
+from leank_convert.onnx.subject import PrunedModel
+
+FORMAT_VERSION = 1
+DESCRIPTION_NAME = "leank_onnx.json"
+
+
+def describe(pruned: PrunedModel, *, opset: int, files: Mapping[str, str]) -> dict[str, Any]:
+    """Describe a graph.
+
+    Args:
+        pruned: The model it was made of.
+        opset: Its version of the ONNX operators.
+        files: SHA-256 by file name.
+    """
+    config = pruned.model.config
+    num_layers, kv_heads, head_dim = pruned.channel_masks.shape
+    return {
+        "format_version": FORMAT_VERSION,
+        "opset": opset,
+        "dtype": "float32",
+        "model": {
+            "name": pruned.name,
+            "model_type": config.model_type,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+        },
+        "bos_token_id": next(iter(_token_ids(pruned, "bos_token_id")), None),
+        "eos_token_ids": _token_ids(pruned, "eos_token_id"),
+        "sink_size": pruned.sink_size,
+        "recent_size": pruned.recent_size,
+        "flush_size": pruned.flush_size,
+        "widths": pruned.widths,
+        "buckets": [_buckets(layer) for layer in pruned.buckets],
+        "channel_order": pruned.channel_order.tolist(),
+        "head_permutation": pruned.head_permutation,
+        "inputs": _inputs(pruned),
+        "outputs": _outputs(pruned),
+        "files": dict(sorted(files.items())),
+    }
+
+
+def _token_ids(pruned: PrunedModel, key: str) -> list[int]:
+    """Of the generation config, which often names more tokens than the config."""
+    for config in (pruned.model.generation_config, pruned.model.config):
+        value = getattr(config, key, None)
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
+
+
+def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    described, first = [], 0
+    for width, count in layer:
+        described.append({"width": width, "heads": [first, first + count]})
+        first += count
+    return described
+
+
+def _inputs(pruned: PrunedModel) -> list[dict[str, Any]]:
+    described: list[dict[str, Any]] = [
+        {"name": name, "dtype": "int64", "shape": shape}
+        for name, shape in (
+            ("input_ids", ["batch", "new_tokens"]),
+            ("past_lengths", ["batch"]),
+            ("pruned_lengths", ["batch"]),
+            ("logits_index", ["batch", "logits"]),
+        )
+    ]
+    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
+        _, layer, region, *width, part = name.split(".")
+        described.append(
+            {
+                "name": name,
+                "dtype": "float32",
+                "shape": shape,
+                "layer": int(layer),
+                "region": region,
+                "width": int(width[0]) if width else None,
+                "part": part,
+            }
+        )
+    return described
+
+
+def _outputs(pruned: PrunedModel) -> list[dict[str, Any]]:
+    num_layers, kv_heads, head_dim = pruned.channel_masks.shape
+    vocab_size = pruned.model.config.vocab_size
+    described: list[dict[str, Any]] = [
+        {"name": "logits", "dtype": "float32", "shape": ["batch", "logits", vocab_size]}
+    ]
+    for layer in range(num_layers):
+        for part, shape in (
+            ("key", ["batch", kv_heads, "new_tokens", head_dim]),
+            ("value", ["batch", kv_heads, head_dim, "new_tokens"]),
+        ):
+            described.append(
+                {
+                    "name": f"present.{layer}.{part}",
+                    "dtype": "float32",
+                    "shape": shape,
+                    "layer": layer,
+                    "part": part,
+                }
+            )
+    return described

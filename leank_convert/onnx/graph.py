@@ -1,0 +1,308 @@
+"""The graph: one for prompt chunks, decode steps and later turns, traced through transformers' model code.
+
+Inputs, B rows of Q new tokens each, stored without padding:
+
+- `input_ids` [B, Q], `past_lengths` [B] (cached tokens of each row), `pruned_lengths` [B] (those of them in
+  the pruned region), `logits_index` [B, K] (of which new tokens logits are wanted), all int64;
+- `past_key_values.{i}.window.key` [B, H_kv, S, D] and `.window.value` [B, H_kv, D, S]: sink and recent
+  tokens. Token t lies in slot t if t < sink_size, else in sink_size + (t - sink_size) mod (S - sink_size).
+  While a prompt is read S is anything from its length up, and more than sink_size: slot t holds token t;
+- `past_key_values.{i}.pruned.{w}.key` [B, n, P, w] and `.pruned.{w}.value` [B, n, D, P] for each bucket of n
+  heads of width w > 0: token t lies in slot t - sink_size.
+
+Outputs: `logits` [B, K, V]; `present.{i}.key` [B, H_kv, Q, D] and `present.{i}.value` [B, H_kv, D, Q], of the
+new tokens alone. Whoever runs the graph writes them into its buffers. What a slot without a token holds is
+multiplied by 0, so it must be finite.
+
+The lanes of a key are its channels in `channel_order`: a head's kept ones first, so that a pruned key is the
+first w lanes of the whole one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from leank_convert.onnx.subject import PrunedModel
+
+_ATTENTION = "leank_onnx"
+# Far below any logit, and finite: a row without any token yet must not become NaN.
+_HIDDEN = -1e9
+# torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
+_EXPORTER_WARNINGS = (
+    (UserWarning, "# The axis name: .* will not be used"),
+    (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
+)
+
+
+@dataclass
+class _LayerCache:
+    """One layer's buffers: `window` and, by width, `pruned` are (keys, values)."""
+
+    buckets: list[tuple[int, int]]
+    lanes: Tensor | None
+    window: tuple[Tensor, Tensor]
+    pruned: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class _Step:
+    """What the layers of one step share: what hides slots and later tokens, and the new keys and values."""
+
+    layers: list[_LayerCache]
+    window_bias: Tensor
+    pruned_bias: Tensor | None
+    new_bias: Tensor
+    present: list[Tensor] = field(default_factory=list)
+
+
+class StepModel(nn.Module):
+    """One step of a pruned model as a function of its cache.
+
+    Args:
+        pruned: The model and its masks.
+    """
+
+    def __init__(self, pruned: PrunedModel) -> None:
+        super().__init__()
+        self.model = pruned.model
+        self.sink_size = pruned.sink_size
+        self.buckets = pruned.buckets
+        identity = torch.arange(pruned.channel_masks.shape[-1])
+        self._reordered = []
+        for layer, order in enumerate(pruned.channel_order):
+            self._reordered.append(not bool((order == identity).all()))
+            self.register_buffer(f"lanes_{layer}", order, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_lengths: Tensor,
+        pruned_lengths: Tensor,
+        logits_index: Tensor,
+        cache: Sequence[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, K, V], and each layer's new keys [B, H_kv, Q, D] and values [B, H_kv, D, Q]."""
+        batch, num_new = input_ids.shape
+        layers, num_pruned = self._layers(cache)
+        past, new = past_lengths[:, None], torch.arange(num_new)
+        groups = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
+        causal = _bias(new[None] <= new[:, None])[None].expand(groups, num_new, num_new)
+        step = _Step(
+            layers,
+            _bias(_held(past, pruned_lengths[:, None], cache[0].shape[2], self.sink_size))[:, None, None],
+            None
+            if num_pruned is None
+            else _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None])[:, None, None],
+            causal.reshape(groups * num_new, num_new),
+        )
+        hidden = self.model.model(
+            input_ids=input_ids,
+            position_ids=past + new[None],
+            # Not used: the cache's lengths say what is seen. Without one the model would build its own.
+            attention_mask=torch.zeros(batch, 1, num_new, num_new),
+            use_cache=False,
+            leank_step=step,
+        ).last_hidden_state
+        hidden = hidden.gather(1, logits_index[:, :, None].expand(-1, -1, hidden.shape[2]))
+        return self.model.lm_head(hidden), step.present
+
+    def _layers(self, cache: Sequence[Tensor]) -> tuple[list[_LayerCache], int | None]:
+        """The buffers by layer, in the order of `cache_shapes`, and the slots of the pruned region."""
+        buffers, layers, num_pruned = iter(cache), [], None
+        for layer, buckets in enumerate(self.buckets):
+            window = next(buffers), next(buffers)
+            pruned = {width: (next(buffers), next(buffers)) for width, _ in buckets if width}
+            for keys, _ in pruned.values():
+                num_pruned = keys.shape[2]
+            lanes = getattr(self, f"lanes_{layer}") if self._reordered[layer] else None
+            layers.append(_LayerCache(buckets, lanes, window, pruned))
+        return layers, num_pruned
+
+
+def cache_shapes(
+    pruned: PrunedModel, batch: Any, window_slots: Any, pruned_slots: Any
+) -> dict[str, list[Any]]:
+    """Names and shapes of the cache's inputs, in the graph's order; sizes may be numbers or names."""
+    _, heads, head_dim = pruned.channel_masks.shape
+    shapes: dict[str, list[Any]] = {}
+    for layer, buckets in enumerate(pruned.buckets):
+        prefix = f"past_key_values.{layer}"
+        shapes[f"{prefix}.window.key"] = [batch, heads, window_slots, head_dim]
+        shapes[f"{prefix}.window.value"] = [batch, heads, head_dim, window_slots]
+        for width, count in buckets:
+            if width:
+                shapes[f"{prefix}.pruned.{width}.key"] = [batch, count, pruned_slots, width]
+                shapes[f"{prefix}.pruned.{width}.value"] = [batch, count, head_dim, pruned_slots]
+    return shapes
+
+
+def trace(pruned: PrunedModel, *, opset: int) -> Any:
+    """Trace the step of a model.
+
+    Args:
+        pruned: The model and its masks.
+        opset: The graph's version of the ONNX operators.
+
+    Returns:
+        A `torch.onnx.ONNXProgram`; its `save` writes it.
+    """
+    # Sizes that no other size equals, lest the tracer takes two for one.
+    sizes = {
+        "batch": 2,
+        "new_tokens": 3,
+        "logits": 5,
+        "window_slots": pruned.sink_size + 11,
+        "pruned_slots": 13,
+    }
+    batch, slots, stored = sizes["batch"], sizes["window_slots"], sizes["pruned_slots"]
+    shapes = cache_shapes(pruned, batch, slots, stored)
+    names = cache_shapes(pruned, "batch", "window_slots", "pruned_slots")
+    ids = torch.ones(batch, sizes["new_tokens"], dtype=torch.long)
+    args = (
+        ids,
+        torch.tensor([4, 5]),
+        torch.tensor([0, 0]),
+        torch.zeros(batch, sizes["logits"], dtype=torch.long),
+        [torch.zeros(*shape) for shape in shapes.values()],
+    )
+    dynamic = (
+        {0: "batch", 1: "new_tokens"},
+        {0: "batch"},
+        {0: "batch"},
+        {0: "batch", 1: "logits"},
+        [
+            {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
+            for shape in names.values()
+        ],
+    )
+    layers = range(len(pruned.buckets))
+    with torch.no_grad(), _own_attention(pruned.model), _quiet_exporter():
+        return torch.onnx.export(
+            StepModel(pruned).eval(),
+            args,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=dynamic,
+            input_names=["input_ids", "past_lengths", "pruned_lengths", "logits_index", *shapes],
+            output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],
+            verbose=False,
+        )
+
+
+def _held(past: Tensor, pruned: Tensor, num_slots: int, sink_size: int) -> Tensor:
+    """Which window slots hold a token that is still seen whole, bool [B, S]; lengths are [B, 1]."""
+    slot = torch.arange(num_slots)[None]
+    # Behind the sink a slot holds the last token that maps to it. One not written yet gives a token within
+    # the sink, which the lower bound hides.
+    ring = torch.full((1, 1), num_slots - sink_size, dtype=torch.long)
+    token = torch.where(slot < sink_size, slot, past - 1 - torch.remainder(past - 1 - slot, ring))
+    return (token < past) & ((slot < sink_size) | (token >= sink_size + pruned))
+
+
+def _bias(seen: Tensor) -> Tensor:
+    return torch.where(seen, 0.0, _HIDDEN)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    leank_step: _Step,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over [window | new tokens | pruned]: query [B, H, Q, D], key and value [B, H_kv, Q, D]."""
+    step, layer = leank_step, leank_step.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    batch, num_heads, num_new, head_dim = query.shape
+    kv_heads = key.shape[1]
+    groups = num_heads // kv_heads
+    if layer.lanes is not None:
+        query = _reorder(query, layer.lanes.repeat_interleave(groups, dim=0))
+        key = _reorder(key, layer.lanes)
+    value = value.transpose(2, 3)
+    step.present += [key, value]
+
+    query = (query * scaling).reshape(batch, kv_heads, groups * num_new, head_dim)
+    window_keys, window_values = layer.window
+    num_slots = window_keys.shape[2]
+    in_window = query @ window_keys.transpose(2, 3) + step.window_bias
+    in_new = query @ key.transpose(2, 3) + step.new_bias
+    whole, pruned, first = [], [], 0
+    for width, count in layer.buckets:
+        heads = slice(first, first + count)
+        first += count
+        logits = [in_window[:, heads], in_new[:, heads]]
+        if width:
+            logits.append(
+                query[:, heads, :, :width] @ layer.pruned[width][0].transpose(2, 3) + step.pruned_bias
+            )
+        weights = torch.cat(logits, -1).softmax(-1)
+        whole.append(weights[..., : num_slots + num_new])
+        if width:
+            pruned.append(_weigh(layer.pruned[width][1], weights[..., num_slots + num_new :]))
+    weights = _join(whole)
+    output = _weigh(window_values, weights[..., :num_slots]) + _weigh(value, weights[..., num_slots:])
+    if pruned:
+        # Heads of width 0 come first, and see nothing of the pruned region.
+        empty = layer.buckets[0][1] if layer.buckets[0][0] == 0 else 0
+        rest = output[:, empty:] + _join(pruned)
+        output = torch.cat([output[:, :empty], rest], 1) if empty else rest
+    output = output.transpose(2, 3).reshape(batch, num_heads, num_new, head_dim)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _weigh(values: Tensor, weights: Tensor) -> Tensor:
+    """[B, n, D, M] of values [B, n, D, N]: in this order onnxruntime reads the values where they lie."""
+    return values @ weights.transpose(2, 3)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _reorder(states: Tensor, lanes: Tensor) -> Tensor:
+    """Put the channels of [B, heads, Q, D] in the order [heads, D]: one gather over heads and channels."""
+    batch, heads, num_new, head_dim = states.shape
+    index = (lanes + torch.arange(heads)[:, None] * head_dim).flatten()
+    flat = states.transpose(1, 2).flatten(2).index_select(2, index)
+    return flat.view(batch, num_new, heads, head_dim).transpose(1, 2)
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    """Let the model attend by `_attend` for a while."""
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda **_: None)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep what the tracer says about itself, and not about the model, out of the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for category, message in _EXPORTER_WARNINGS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        logger.setLevel(level)

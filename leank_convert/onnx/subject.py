@@ -1,0 +1,118 @@
+"""What a graph is made of: stock code on a checkpoint's weights, and the channels that its cache keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.errors import LeanKError
+
+# Their angles depend on how long the sequence has become, which a traced graph does not know.
+_ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class PrunedModel:
+    """A dense model, and how its K cache is pruned.
+
+    Attributes:
+        model: A stock causal LM in float32, eval mode, on the CPU, its heads in the checkpoint's order.
+        channel_masks: Kept channels, bool [L, H_kv, D]; widths ascend within a layer.
+        sink_size: First tokens that keep every channel.
+        recent_size: Last tokens that keep every channel.
+        flush_size: Tokens that leave the recent window at once.
+        name: The model's name, for the description.
+        head_permutation: [layer][new] = old over KV heads, None where heads are in the model's own order.
+    """
+
+    model: Any
+    channel_masks: Tensor
+    sink_size: int
+    recent_size: int
+    flush_size: int
+    name: str = "model"
+    head_permutation: list[list[int]] | None = None
+
+    @property
+    def widths(self) -> list[list[int]]:
+        """Kept channels [L][H_kv]."""
+        widths: list[list[int]] = self.channel_masks.sum(-1).tolist()
+        return widths
+
+    @property
+    def buckets(self) -> list[list[tuple[int, int]]]:
+        """Per layer the width of each bucket and how many heads it has, widths ascending."""
+        return [[(width, row.count(width)) for width in sorted(set(row))] for row in self.widths]
+
+    @property
+    def channel_order(self) -> Tensor:
+        """The channel that each lane of a cached key holds: kept ones first, both ascending. [L, H_kv, D]."""
+        return (~self.channel_masks).to(torch.int8).argsort(dim=-1, stable=True)
+
+
+def load_pruned(checkpoint: Path) -> PrunedModel:
+    """Load a converted checkpoint as its stock class, in float32.
+
+    Raises:
+        LeanKError: If it is no LeanK checkpoint, is damaged, or its rope cannot be written as a graph.
+    """
+    config, leank = read_leank_config(checkpoint)
+    facts = read_leank_facts(config, checkpoint)
+    check_rope(facts, checkpoint)
+    opened = open_checkpoint(checkpoint)
+    name = facts.architecture.attention_tensor
+    lacking = [
+        layer for layer in range(len(leank["widths"])) if opened.find(name(layer, "channel_mask")) is None
+    ]
+    if lacking:
+        raise LeanKError(f"`{checkpoint}`: tensor `{name(lacking[0], 'channel_mask')}` is missing")
+    values = {**config, "model_type": facts.architecture.model_type}
+    stock_config = getattr(transformers, facts.architecture.config_class).from_dict(values)
+    stock_class = getattr(transformers, facts.architecture.causal_lm_class)
+    masks = []
+    # The masks are no part of the stock model, which would warn of them.
+    stock_class = type(
+        stock_class.__name__, (stock_class,), {"_keys_to_ignore_on_load_unexpected": [r"\.channel_mask$"]}
+    )
+    model = stock_class.from_pretrained(checkpoint, config=stock_config, dtype=torch.float32)
+    for layer in range(facts.num_hidden_layers):
+        masks.append(_read_tensor(opened, name(layer, "channel_mask")))
+    return PrunedModel(
+        model.eval(),
+        torch.stack(masks),
+        leank["sink_size"],
+        leank["recent_size"],
+        leank["flush_size"],
+        name=checkpoint.resolve().name,
+        head_permutation=leank["head_permutation"],
+    )
+
+
+def check_rope(facts: ModelFacts, origin: object) -> None:
+    """Refuse a rope whose angles depend on the sequence's length.
+
+    Raises:
+        LeanKError: If it is one.
+    """
+    kind = facts.rope_parameters["rope_type"]
+    if kind in _ROPE_TYPES_BY_LENGTH:
+        raise LeanKError(
+            f"`{origin}`: `rope_type` is `{kind}`, whose angles depend on the length of the sequence; "
+            "a graph has one set of angles",
+            hint="export it for PyTorch, or with a fixed rope such as `yarn` or `llama3`",
+        )
+
+
+def _read_tensor(opened: Any, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(opened.folder / opened.shard_of(name), framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
