@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +17,17 @@ from leank_convert.analyze.commands import analyze
 from leank_convert.benchmark.commands import benchmark, warmup
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.commands import evaluate
+from leank_convert.export_command import check_hub_options, export, finish_export, quiet_transformers
 from leank_convert.options import (
     hub_options,
     json_option,
     method_options,
-    out_option,
-    overwrite_option,
     recipe_option,
     set_option,
     window_options,
 )
 
 if TYPE_CHECKING:
-    from leank_convert.mask import ChannelMask
     from leank_convert.recipe import Recipe
 
 
@@ -129,7 +126,7 @@ def train(
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
-    _check_hub_options(repo_id, private)
+    check_hub_options(repo_id, private)
     flags = {
         "method": method,
         "budget": budget,
@@ -145,7 +142,7 @@ def train(
     recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given)
     if repo_id and len(recipe.pruning_ratios) > 1:
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
-    _quiet_transformers()
+    quiet_transformers()
     from leank_convert.device import is_first_process
 
     if dry_run:
@@ -175,64 +172,7 @@ def train(
             click.echo(TrainingDirectory(folder).mask)
             continue
         export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
-        _finish_export(folder, repo_id, private)
-
-
-@main.command()
-@click.argument("model")
-@out_option
-@click.option("--mask", "mask_path", metavar="FILE|ID", help="Mask: .safetensors, .npy, .pth, or a hub id.")
-@click.option("--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache.")
-@recipe_option
-@set_option
-@window_options
-@click.option("--prune", type=click.Choice(["eager", "deferred"]), default="eager", show_default=True)
-@overwrite_option
-@hub_options
-def export(
-    model: str,
-    out: Path,
-    mask_path: str | None,
-    all_channels: bool,
-    recipe_name: str | None,
-    overrides: tuple[str, ...],
-    sink_size: int | None,
-    recent_size: int | None,
-    flush_size: int | None,
-    prune: str,
-    overwrite: bool,
-    repo_id: str | None,
-    private: bool,
-) -> None:
-    """Write MODEL's pruned checkpoint from a mask.
-
-    Without --mask: the mask that `train --mask-only` left in --out, else the recipe's `mask`.
-    """
-    if mask_path and all_channels:
-        raise click.UsageError("--mask and --all-channels exclude each other")
-    _check_hub_options(repo_id, private)
-    keys = [override.partition("=")[0].strip() for override in overrides]
-    for key in keys:
-        if key.split(".")[0] not in ("windows", "mask", "model"):
-            raise click.UsageError(
-                f"--set {key} matters to training alone; export takes windows, mask and model"
-            )
-    recipe = _export_recipe(model, out, recipe_name, overrides)
-    from leank_convert.export import export_checkpoint
-
-    mask, origin = _choose_mask(model, out, mask_path, all_channels, recipe)
-    flags = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
-    export_checkpoint(
-        model,
-        mask,
-        out,
-        **_choose_windows(flags, keys, mask, recipe),
-        prune=prune,
-        config_overrides=recipe.model.config_overrides if recipe else None,
-        overwrite=overwrite,
-        mask_origin=origin,
-    )
-    _finish_export(out, repo_id, private)
+        finish_export(folder, repo_id, private)
 
 
 @main.command()
@@ -278,26 +218,8 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
 main.add_command(analyze)
 main.add_command(benchmark)
 main.add_command(evaluate)
+main.add_command(export)
 main.add_command(warmup)
-
-
-def _check_hub_options(repo_id: str | None, private: bool) -> None:
-    """Refuse what the hub would refuse when everything else is done."""
-    if private and repo_id is None:
-        raise click.UsageError("--private goes with --push-to-hub")
-    if repo_id is not None:
-        from leank_convert.hub import check_repo_id
-
-        check_repo_id(repo_id)
-
-
-def _finish_export(out: Path, repo_id: str | None, private: bool) -> None:
-    """Print where the checkpoint lies, and upload it if that was asked for."""
-    click.echo(out)
-    if repo_id is not None:
-        from leank_convert.hub import push_to_hub
-
-        click.echo(push_to_hub(out, repo_id, private=private))
 
 
 def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -> None:
@@ -305,69 +227,3 @@ def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -
 
     plan = plan_training(recipe, device=device, model_override=model)
     click.echo(json.dumps(plan.to_dict()) if as_json else plan.render(), nl=as_json)
-
-
-def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str, ...]) -> Recipe | None:
-    """The recipe that tells how the config changes: by name, of the run in `out`, or the model's, if any."""
-    from leank_convert.recipe_file import find_recipe, load_recipe
-
-    trained = out / "leank" / "recipe.yaml"
-    if name is None and trained.exists():
-        name = str(trained)
-    if name is None:
-        try:
-            name = find_recipe(model)
-        except LeanKError:
-            if overrides:
-                raise
-            return None
-    return load_recipe(name, overrides)
-
-
-def _choose_mask(
-    model: str, out: Path, mask_path: str | None, all_channels: bool, recipe: Recipe | None
-) -> tuple[ChannelMask, str]:
-    from leank_convert.checkpoint_io import read_config, resolve_model
-    from leank_convert.mask import MASK_FILE_NAME, all_channels_mask, load_mask, resolve_mask
-
-    if all_channels:
-        from leank_convert.architectures import apply_config_overrides, read_model_facts
-
-        config = apply_config_overrides(
-            read_config(resolve_model(model)), recipe.model.config_overrides if recipe else {}
-        )
-        return all_channels_mask(read_model_facts(config, origin=model)), "--all-channels"
-    trained = out / MASK_FILE_NAME
-    if mask_path is None and trained.exists():
-        mask_path = str(trained)
-    if mask_path is None and recipe is not None:
-        mask_path = recipe.mask
-    if mask_path is None:
-        raise LeanKError(
-            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe",
-            hint=f"pass `--mask FILE`, or learn one with `leank-convert train {model} -o {out}`",
-        )
-    path = resolve_mask(mask_path)
-    return load_mask(path), mask_path
-
-
-def _choose_windows(
-    flags: Mapping[str, int | None], set_keys: Sequence[str], mask: ChannelMask, recipe: Recipe | None
-) -> dict[str, int | None]:
-    """Each size from its flag, else `--set`, else the mask's training, else the recipe, else the default."""
-    chosen = dict(flags)
-    for name, value in flags.items():
-        if value is not None or recipe is None:
-            continue
-        by_set = "windows" in set_keys or f"windows.{name}" in set_keys
-        by_recipe = mask.provenance is None and name in recipe.windows.model_fields_set
-        if by_set or by_recipe:
-            chosen[name] = getattr(recipe.windows, name)
-    return chosen
-
-
-def _quiet_transformers() -> None:
-    """Keep transformers' own loading bars out of the terminal; ours tell more."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ RANKS = [
     {"data"},
     {"train", "methods", "export", "onnx"},
     {"verify", "inspection", "hub", "evaluate", "benchmark", "analyze"},
+    {"export_command"},
     {"cli", "reproduce"},
     {"__main__"},
 ]
@@ -36,6 +37,7 @@ WITHOUT_TORCH = [
     "head_layout",
     "safetensors_file",
     "options",
+    "export_command",
     "cli",
     "__main__",
     "__init__",

@@ -44,7 +44,14 @@ from leank_convert.mask import (
     save_mask,
 )
 
-__all__ = ["check_exportable", "check_replaceable", "export_checkpoint", "recover"]
+__all__ = [
+    "check_exportable",
+    "check_replaceable",
+    "export_checkpoint",
+    "recover",
+    "refuse_overlap",
+    "refuse_to_lose_mask",
+]
 
 
 def check_exportable(
@@ -109,7 +116,7 @@ def export_checkpoint(
     check_mask_fits(mask, facts, mask_origin=str(mask_origin), model_origin=str(model))
     windows = _choose_windows(mask, sink_size, recent_size, flush_size, prune)
     plan = plan_export(checkpoint, mask, facts)
-    _refuse_to_lose_mask(out, mask, overwrite=overwrite)
+    refuse_to_lose_mask(out, mask, overwrite=overwrite)
 
     name = model_name(model)
     known = mask.provenance or MaskProvenance.for_model(
@@ -149,7 +156,7 @@ def _open_source(
 ) -> tuple[Checkpoint, dict[str, Any], ModelFacts]:
     """The source, its config with the overrides applied, and the facts of that."""
     folder = resolve_model(model)
-    _refuse_overlap(folder, out)
+    refuse_overlap(folder, out)
     checkpoint = open_checkpoint(folder)
     if "quantization_config" in checkpoint.config:
         raise LeanKError(
@@ -170,7 +177,12 @@ def _choose_windows(
     return Windows(**{**trained, **chosen}, prune=prune)
 
 
-def _refuse_overlap(folder: Path, out: Path) -> None:
+def refuse_overlap(folder: Path, out: Path) -> None:
+    """Refuse to write into a model's own folder, or around it.
+
+    Raises:
+        LeanKError: If one of the two holds the other.
+    """
     source, target = folder.resolve(), out.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise LeanKError(
@@ -178,7 +190,12 @@ def _refuse_overlap(folder: Path, out: Path) -> None:
         )
 
 
-def _refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
+def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
+    """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
+
+    Raises:
+        LeanKError: If it would be replaced.
+    """
     check_replaceable(out, overwrite=overwrite)
     kept = out / MASK_FILE_NAME
     if kept.exists() and not overwrite and not load_mask(kept).channel_mask.equal(mask.channel_mask):

@@ -20,6 +20,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import MASK_FILE_NAME
 
 TRAINING_FOLDER = "leank"
+ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 # Says that a folder is part of a swap; the partial folder's is locked while its writer lives.
 _MARKER = ".leank-export"
 
@@ -172,10 +173,12 @@ def _lock(partial: Path) -> int:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    try:
-        return "leank" in json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    """Whether an export wrote a folder: a checkpoint or a graph."""
+    for name, key in ((CONFIG_NAME, "leank"), (ONNX_DESCRIPTION_NAME, "channel_order")):
+        with suppress(OSError, ValueError, TypeError):
+            if key in json.loads((folder / name).read_text(encoding="utf-8")):
+                return True
+    return False
 
 
 def _link_or_copy(source: str, destination: str) -> None:

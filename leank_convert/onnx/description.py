@@ -9,7 +9,6 @@ from leank_convert.onnx.graph import cache_shapes
 from leank_convert.onnx.subject import PrunedModel
 
 FORMAT_VERSION = 1
-DESCRIPTION_NAME = "leank_onnx.json"
 
 
 def describe(pruned: PrunedModel, *, opset: int, files: Mapping[str, str]) -> dict[str, Any]:

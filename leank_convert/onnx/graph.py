@@ -59,7 +59,7 @@ class _Step:
 
     layers: list[_LayerCache]
     window_bias: Tensor
-    pruned_bias: Tensor | None
+    pruned_bias: Tensor
     new_bias: Tensor
     present: list[Tensor] = field(default_factory=list)
 
@@ -92,16 +92,14 @@ class StepModel(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, K, V], and each layer's new keys [B, H_kv, Q, D] and values [B, H_kv, D, Q]."""
         batch, num_new = input_ids.shape
-        layers, num_pruned = self._layers(cache)
+        layers, num_pruned = self._layers(cache)  # without a pruned region its bias is read by nobody
         past, new = past_lengths[:, None], torch.arange(num_new)
         groups = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
         causal = _bias(new[None] <= new[:, None])[None].expand(groups, num_new, num_new)
         step = _Step(
             layers,
             _bias(_held(past, pruned_lengths[:, None], cache[0].shape[2], self.sink_size))[:, None, None],
-            None
-            if num_pruned is None
-            else _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None])[:, None, None],
+            _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None])[:, None, None],
             causal.reshape(groups * num_new, num_new),
         )
         hidden = self.model.model(
@@ -115,9 +113,9 @@ class StepModel(nn.Module):
         hidden = hidden.gather(1, logits_index[:, :, None].expand(-1, -1, hidden.shape[2]))
         return self.model.lm_head(hidden), step.present
 
-    def _layers(self, cache: Sequence[Tensor]) -> tuple[list[_LayerCache], int | None]:
+    def _layers(self, cache: Sequence[Tensor]) -> tuple[list[_LayerCache], int]:
         """The buffers by layer, in the order of `cache_shapes`, and the slots of the pruned region."""
-        buffers, layers, num_pruned = iter(cache), [], None
+        buffers, layers, num_pruned = iter(cache), [], 0
         for layer, buckets in enumerate(self.buckets):
             window = next(buffers), next(buffers)
             pruned = {width: (next(buffers), next(buffers)) for width, _ in buckets if width}
@@ -156,22 +154,14 @@ def trace(pruned: PrunedModel, *, opset: int) -> Any:
         A `torch.onnx.ONNXProgram`; its `save` writes it.
     """
     # Sizes that no other size equals, lest the tracer takes two for one.
-    sizes = {
-        "batch": 2,
-        "new_tokens": 3,
-        "logits": 5,
-        "window_slots": pruned.sink_size + 11,
-        "pruned_slots": 13,
-    }
-    batch, slots, stored = sizes["batch"], sizes["window_slots"], sizes["pruned_slots"]
-    shapes = cache_shapes(pruned, batch, slots, stored)
+    batch, num_new, num_logits = 2, 3, 5
+    shapes = cache_shapes(pruned, batch, pruned.sink_size + 11, pruned.sink_size + 17)
     names = cache_shapes(pruned, "batch", "window_slots", "pruned_slots")
-    ids = torch.ones(batch, sizes["new_tokens"], dtype=torch.long)
     args = (
-        ids,
+        torch.ones(batch, num_new, dtype=torch.long),
         torch.tensor([4, 5]),
         torch.tensor([0, 0]),
-        torch.zeros(batch, sizes["logits"], dtype=torch.long),
+        torch.zeros(batch, num_logits, dtype=torch.long),
         [torch.zeros(*shape) for shape in shapes.values()],
     )
     dynamic = (
@@ -196,6 +186,15 @@ def trace(pruned: PrunedModel, *, opset: int) -> Any:
             output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],
             verbose=False,
         )
+
+
+def run_in_torch(pruned: PrunedModel, inputs: Sequence[Tensor]) -> Tensor:
+    """The logits [B, K, V] that the graph must give for its inputs, in its order, computed by PyTorch."""
+    ids, past, num_pruned, index, *cache = inputs
+    with torch.no_grad(), _own_attention(pruned.model):
+        logits: Tensor
+        logits, _ = StepModel(pruned)(ids, past, num_pruned, index, cache)
+    return logits
 
 
 def _held(past: Tensor, pruned: Tensor, num_slots: int, sink_size: int) -> Tensor:
@@ -245,9 +244,8 @@ def _attend(
         first += count
         logits = [in_window[:, heads], in_new[:, heads]]
         if width:
-            logits.append(
-                query[:, heads, :, :width] @ layer.pruned[width][0].transpose(2, 3) + step.pruned_bias
-            )
+            kept = query[:, heads, :, :width] @ layer.pruned[width][0].transpose(2, 3)
+            logits.append(kept + step.pruned_bias)
         weights = torch.cat(logits, -1).softmax(-1)
         whole.append(weights[..., : num_slots + num_new])
         if width:

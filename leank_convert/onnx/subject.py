@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
@@ -66,27 +67,22 @@ def load_pruned(checkpoint: Path) -> PrunedModel:
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     check_rope(facts, checkpoint)
-    opened = open_checkpoint(checkpoint)
-    name = facts.architecture.attention_tensor
-    lacking = [
-        layer for layer in range(len(leank["widths"])) if opened.find(name(layer, "channel_mask")) is None
-    ]
-    if lacking:
-        raise LeanKError(f"`{checkpoint}`: tensor `{name(lacking[0], 'channel_mask')}` is missing")
+    masks = _read_masks(open_checkpoint(checkpoint), facts)
     values = {**config, "model_type": facts.architecture.model_type}
-    stock_config = getattr(transformers, facts.architecture.config_class).from_dict(values)
-    stock_class = getattr(transformers, facts.architecture.causal_lm_class)
-    masks = []
-    # The masks are no part of the stock model, which would warn of them.
-    stock_class = type(
-        stock_class.__name__, (stock_class,), {"_keys_to_ignore_on_load_unexpected": [r"\.channel_mask$"]}
+    stock: Any = getattr(transformers, facts.architecture.causal_lm_class)
+
+    class Stock(stock):  # type: ignore[misc]
+        # The masks are no part of the stock model, which would warn of them.
+        _keys_to_ignore_on_load_unexpected = (r"\.channel_mask$",)
+
+    model = Stock.from_pretrained(
+        checkpoint,
+        config=getattr(transformers, facts.architecture.config_class).from_dict(values),
+        dtype=torch.float32,
     )
-    model = stock_class.from_pretrained(checkpoint, config=stock_config, dtype=torch.float32)
-    for layer in range(facts.num_hidden_layers):
-        masks.append(_read_tensor(opened, name(layer, "channel_mask")))
     return PrunedModel(
         model.eval(),
-        torch.stack(masks),
+        masks,
         leank["sink_size"],
         leank["recent_size"],
         leank["flush_size"],
@@ -110,9 +106,13 @@ def check_rope(facts: ModelFacts, origin: object) -> None:
         )
 
 
-def _read_tensor(opened: Any, name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(opened.folder / opened.shard_of(name), framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+def _read_masks(opened: Checkpoint, facts: ModelFacts) -> Tensor:
+    masks = []
+    for layer in range(facts.num_hidden_layers):
+        name = facts.architecture.attention_tensor(layer, "channel_mask")
+        shard = opened.shard_of(name)
+        if shard is None:
+            raise LeanKError(f"`{opened.folder}`: tensor `{name}` is missing", hint="export it again")
+        with safe_open(opened.folder / shard, framework="pt") as file:
+            masks.append(file.get_tensor(name))
+    return torch.stack(masks)

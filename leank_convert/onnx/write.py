@@ -1,24 +1,43 @@
-"""Write a graph, its weights and its description."""
+"""Write a graph: its weights, its description, and the folder that runs without PyTorch."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import logging
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from leank_convert.checkpoint_io import write_atomically
+from leank_convert.checkpoint_io import (
+    COMPANION_PATTERNS,
+    model_name,
+    read_leank_config,
+    resolve_model,
+    write_atomically,
+)
 from leank_convert.errors import LeanKError
+from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
 from leank_convert.export.config_json import encode_json
+from leank_convert.export.publish import ONNX_DESCRIPTION_NAME, staged_folder
 from leank_convert.export.runtime_files import sha256_of
-from leank_convert.onnx.description import DESCRIPTION_NAME, describe
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.onnx.check import check_graph
+from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import trace
+from leank_convert.onnx.readme import build_readme
 from leank_convert.onnx.subject import PrunedModel, load_pruned
 
 MODEL_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
+RUNNER_NAME = "leank_onnx.py"
 DEFAULT_OPSET = 23
 OPSETS = range(18, 26)
 
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
+
+_logger = logging.getLogger("leank_convert")
 
 
 def check_available(opset: int = DEFAULT_OPSET) -> None:
@@ -29,8 +48,8 @@ def check_available(opset: int = DEFAULT_OPSET) -> None:
     """
     if opset not in OPSETS:
         raise LeanKError(
-            f"`--opset` is {opset}; graphs are written for {OPSETS[0]} to {OPSETS[-1]}",
-            hint=f"leave it out: {DEFAULT_OPSET} is what the runner is tested with",
+            f"opset {opset} is not supported; graphs are written for {OPSETS[0]} to {OPSETS[-1]}",
+            hint=f"leave `--opset` out: {DEFAULT_OPSET} is what the runner is tested with",
         )
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
@@ -40,11 +59,82 @@ def check_available(opset: int = DEFAULT_OPSET) -> None:
         )
 
 
+def export_onnx(
+    model: str | Path,
+    mask: ChannelMask | None,
+    out: Path,
+    *,
+    opset: int = DEFAULT_OPSET,
+    sink_size: int | None = None,
+    recent_size: int | None = None,
+    flush_size: int | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    mask_origin: str | Path = "mask",
+) -> Path:
+    """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
+
+    The weights are in float32, and in memory twice while the graph is checked against PyTorch.
+
+    Args:
+        model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
+        mask: Which channels are kept, in the model's own head order; None for a converted checkpoint.
+        out: The folder to write. A training run that lies there is kept.
+        opset: The graph's version of the ONNX operators.
+        sink_size: First tokens that keep every channel; by default the mask's, else 128.
+        recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
+        flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
+        config_overrides: Keys of config.json to replace, such as `rope_parameters`.
+        overwrite: Whether to replace a checkpoint or a graph in `out`.
+        mask_origin: The mask's file, for messages.
+
+    Returns:
+        `out`.
+
+    Raises:
+        LeanKError: If a library is missing, or anything about the source, the mask, the opset or the target
+            is wrong; `out` is then as before.
+    """
+    check_available(opset)
+    checkpoint = resolve_model(model)
+    if mask is None:
+        read_leank_config(checkpoint)
+        refuse_overlap(checkpoint, out)
+        refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)
+    else:
+        check_exportable(model, out, config_overrides=config_overrides, overwrite=overwrite)
+        refuse_to_lose_mask(out, mask, overwrite=overwrite)
+    with staged_folder(out, overwrite=overwrite) as partial:
+        temporary = partial / "checkpoint"
+        if mask is not None:
+            checkpoint = export_checkpoint(
+                model,
+                mask,
+                temporary,
+                sink_size=sink_size,
+                recent_size=recent_size,
+                flush_size=flush_size,
+                prune="deferred",
+                config_overrides=config_overrides,
+                mask_origin=mask_origin,
+            )
+        pruned = dataclasses.replace(load_pruned(checkpoint), name=model_name(model))
+        export_graph(pruned, partial, opset=opset)
+        check_graph(pruned, partial / MODEL_NAME)
+        _copy_companions(checkpoint, partial)
+        write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
+        write_atomically(partial / RUNNER_NAME, Path(__file__).with_name(RUNNER_NAME).read_bytes())
+        write_atomically(partial / "README.md", build_readme(pruned, opset=opset).encode())
+        if temporary.exists():
+            shutil.rmtree(temporary)
+    return out
+
+
 def export_graph(pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAULT_OPSET) -> None:
     """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder.
 
-    Where no slot of the pruned region may be needed, as in a dense model of the same exporter, replace
-    `channel_masks` by zeros and `recent_size` by the capacity.
+    For the dense model of the same exporter, replace `channel_masks` by zeros and `recent_size` by the
+    capacity: nothing is pruned then.
 
     Args:
         pruned: A converted checkpoint's folder, or a model in memory with its masks.
@@ -63,4 +153,17 @@ def export_graph(pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAU
     program.save(folder / MODEL_NAME, external_data=True)
     files = {name: sha256_of(folder / name) for name in (MODEL_NAME, WEIGHTS_NAME)}
     description = describe(pruned, opset=opset, files=files)
-    write_atomically(folder / DESCRIPTION_NAME, encode_json(description))
+    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(description))
+
+
+def _copy_companions(checkpoint: Path, folder: Path) -> None:
+    """Copy the tokenizer and its kin as the checkpoint has them."""
+    found = {path for pattern in COMPANION_PATTERNS for path in checkpoint.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        copy = folder / path.relative_to(checkpoint)
+        copy.parent.mkdir(exist_ok=True)
+        write_atomically(copy, path.read_bytes())
+    if not (folder / "tokenizer.json").exists():
+        _logger.warning(
+            "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, RUNNER_NAME
+        )

@@ -1,0 +1,90 @@
+"""Check a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leank_convert.errors import LeanKError
+from leank_convert.onnx.graph import cache_shapes, run_in_torch
+from leank_convert.onnx.subject import PrunedModel
+
+# A wrong graph is wrong by the size of the logits; rounding in float32 is far below.
+_TOLERANCE = 1e-3
+
+
+def check_graph(pruned: PrunedModel, path: Path) -> None:
+    """Check a graph of a model.
+
+    Args:
+        pruned: The model it was made of.
+        path: The graph; its weights lie beside it.
+
+    Raises:
+        LeanKError: If the graph breaks ONNX's rules, or onnxruntime's answers are not PyTorch's.
+    """
+    import onnx
+    import onnxruntime
+
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise _fault(f"`{path.name}` breaks the rules of ONNX: {error}") from error
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    for what, inputs, expected in (_prompt(pruned), _decode(pruned)):
+        names = [item.name for item in session.get_inputs()]
+        # A graph names only what it reads; every input of ours is read.
+        values = dict(zip(names, inputs, strict=True))
+        actual = session.run(["logits"], {name: value.numpy() for name, value in values.items()})[0]
+        difference = float((torch.from_numpy(actual) - expected).abs().max() / expected.abs().max())
+        if not difference < _TOLERANCE:
+            raise _fault(
+                f"`{path.name}`: logits of {what} differ from PyTorch's by {difference:.1e} of the largest"
+            )
+
+
+def _prompt(pruned: PrunedModel) -> tuple[str, list[Tensor], Tensor]:
+    """A prompt of several tokens, against the stock model, which knows nothing of the cache."""
+    ids = _some_tokens(pruned, 2, 7)
+    with torch.no_grad():
+        expected = pruned.model(input_ids=ids, use_cache=False).logits
+    nothing = torch.zeros(2, dtype=torch.long)
+    index = torch.arange(7).expand(2, -1)
+    return "a prompt", [ids, nothing, nothing, index, *_some_cache(pruned)], expected
+
+
+def _decode(pruned: PrunedModel) -> tuple[str, list[Tensor], Tensor]:
+    """A step of one token on a cache of which tokens are pruned, against the same step in PyTorch."""
+    past = torch.tensor(
+        [pruned.sink_size + pruned.recent_size + 3, pruned.sink_size + pruned.recent_size + 1]
+    )
+    ids = _some_tokens(pruned, 2, 1)
+    inputs: list[Any] = [ids, past, torch.tensor([3, 1]), torch.zeros(2, 1, dtype=torch.long)]
+    inputs += _some_cache(pruned)
+    return "a decode step", inputs, run_in_torch(pruned, inputs)
+
+
+def _some_tokens(pruned: PrunedModel, batch: int, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(pruned.model.config.vocab_size, (batch, num_tokens), generator=generator)
+
+
+def _some_cache(pruned: PrunedModel) -> list[Tensor]:
+    """A cache of two rows with random content."""
+    generator = torch.Generator().manual_seed(1)
+    slots = pruned.sink_size + pruned.recent_size + pruned.flush_size
+    shapes = cache_shapes(pruned, 2, slots, 5)
+    return [torch.randn(*shape, generator=generator) for shape in shapes.values()]
+
+
+def _fault(message: str) -> LeanKError:
+    return LeanKError(
+        message,
+        hint="a fault of leank-convert or of these versions of torch and onnxruntime: please report it",
+        exit_code=1,
+    )

@@ -1,0 +1,76 @@
+"""README.md of an exported folder: what is in it and how to run it."""
+
+from __future__ import annotations
+
+from leank_convert.cache_bytes import count_cache_bytes
+from leank_convert.onnx.subject import PrunedModel
+
+_README = """\
+# {name}: K cache pruned by {ratio:.1%} (LeanK), as an ONNX graph
+
+`model.onnx` (opset {opset}, float32; weights in `model.onnx.data`) decodes with a cache that keeps
+{kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}. It needs no PyTorch.
+
+## Run
+
+```
+pip install numpy onnxruntime tokenizers
+python leank_onnx.py . "The capital of France is"
+```
+
+```python
+from leank_onnx import LeanKOnnx
+
+model = LeanKOnnx(".")
+print(model.generate(["The capital of France is"], max_new_tokens=20))
+```
+
+A chat template, where the model has one, needs `jinja2` too.
+
+## Other languages
+
+`leank_onnx.json` describes every input and output: the graph is a function of the new tokens and of buffers
+that the host owns, and it returns the new tokens' keys and values alone, which the host writes into its
+buffers. `leank_onnx.py` is a complete host to read along.
+
+- All rows are stored without padding; `past_lengths` and `pruned_lengths` count each row's own tokens.
+- Window: token t lies in slot t if t < {sink}, else in slot {sink} + (t - {sink}) mod {ring}: {slots} slots.
+  While a prompt is read there are at least its length, and more than {sink}, and slot t holds token t.
+- After the prompt the row is split: the first {sink} and the last {recent} of its tokens stay in the window,
+  those between go to the pruned buffers in order, the first `width` lanes of a key and the whole value.
+- A token is appended to a window that holds {ring} tokens behind the sink: its oldest {flush} first move to
+  the pruned buffers, and `pruned_lengths` grows by {flush}. Of several new tokens, all are attended to before
+  the first is appended.
+- Buffers start as zeros: what a slot without a token holds is multiplied by 0.
+
+## Bytes per cached token, over all layers and heads
+
+| region | tokens | K | V | saved |
+|---|---|---|---|---|
+| dense model | all | {cache.key_dense:,} | {cache.value_dense:,} | |
+| window | first {sink}, last {recent} to {ring} | {cache.key_dense:,} | {cache.value_dense:,} | 0% |
+| pruned | all between | {cache.key_pruned:,} | {cache.value_pruned:,} | {cache.saved:.1%} |
+"""
+
+
+def build_readme(pruned: PrunedModel, *, opset: int) -> str:
+    """Build the README.md of a folder.
+
+    Args:
+        pruned: The model.
+        opset: The graph's version of the ONNX operators.
+    """
+    kept = float(pruned.channel_masks.float().mean())
+    ring = pruned.recent_size + pruned.flush_size
+    return _README.format(
+        name=pruned.name,
+        opset=opset,
+        ratio=1 - kept,
+        kept=kept,
+        sink=pruned.sink_size,
+        recent=pruned.recent_size,
+        flush=pruned.flush_size,
+        ring=ring,
+        slots=pruned.sink_size + ring,
+        cache=count_cache_bytes(pruned.widths, pruned.channel_masks.shape[-1], 4),
+    )
