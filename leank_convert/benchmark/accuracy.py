@@ -103,15 +103,15 @@ def attend_exactly(
     exact, own = [], []
     for row in rows.tolist():
         q, k, v = (tensor[row : row + 1] for tensor in (query, keys, values))
-        own.append(_attend_row(q, k, v, channel_mask, sink_size, pruned))
+        own.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
         q, k, v = (tensor.to(_EXACT[query.dtype]) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.MATH):
-            exact.append(_attend_row(q, k, v, channel_mask, sink_size, pruned))
+            exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
     output = torch.cat(exact)
     return AttentionTruth(rows, output, relative_error(torch.cat(own), output))
 
 
-def _attend_row(
+def attend_row(
     query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
 ) -> Tensor:
     """Attention of one row, heads that see pruned tokens and heads that do not apart."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,43 +10,11 @@ from typing import Any, TypeVar
 import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES
+from leank_convert.benchmark.onnx_command import onnx
+from leank_convert.benchmark.options import finish, read_layers, sizes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TOY = "tiny"
-
-
-def _sizes(*names: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that reads whole numbers between `x`, such as `64x32k`; `k` is 1024."""
-
-    def read(text: str) -> tuple[int, ...]:
-        try:
-            numbers = tuple(_read_size(part) for part in text.lower().split("x"))
-        except ValueError:
-            numbers = ()
-        if len(numbers) != len(names) or min(numbers) < 1:
-            example = "x".join(("64", "32k", "128")[: len(names)])
-            raise click.BadParameter(f"`{text}` is not {' x '.join(names)}, such as {example}")
-        return numbers
-
-    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            return None if value is None else read(value)
-        return [read(text) for text in value]
-
-    return callback
-
-
-def _read_size(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
-
-
-def _read_layers(ctx: click.Context, param: click.Parameter, value: str) -> list[int] | None:
-    if value == "all":
-        return None
-    try:
-        return [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"`{value}` is neither `all` nor layers such as `0,10`") from None
 
 
 def _shape_options(command: _Command) -> _Command:
@@ -94,14 +61,12 @@ def benchmark() -> None:
 @click.option(
     "--case",
     "cases",
-    callback=_sizes("batch", "tokens"),
+    callback=sizes("batch", "tokens"),
     multiple=True,
     metavar="BATCHxTOKENS",
     help="Such as 64x32k; repeatable. Default: 64x32k.",
 )
-@click.option(
-    "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
-)
+@click.option("--layers", default="all", callback=read_layers, metavar="all|0,10", help="Layers of the mask.")
 @click.option(
     "--peers",
     metavar="NAME,…",
@@ -139,7 +104,7 @@ def kernel(
         peers=choose_peers(peers, chosen),
         rounds=rounds or (3 if toy else 21),
     )
-    _finish(document)
+    finish(document)
 
 
 @benchmark.command()
@@ -147,7 +112,7 @@ def kernel(
 @click.option(
     "--case",
     "cases",
-    callback=_sizes("batch", "prompt", "new"),
+    callback=sizes("batch", "prompt", "new"),
     multiple=True,
     metavar="BATCHxPROMPTxNEW",
     help="Repeatable. Default: 64x4kx128.",
@@ -197,26 +162,26 @@ def generate(
         rounds=rounds,
         static_limit=static_limit,
     )
-    _finish(document)
+    finish(document)
 
 
 @benchmark.command()
 @_subject_options
 @click.option(
     "--allocated",
-    callback=_sizes("prompt", "new"),
+    callback=sizes("prompt", "new"),
     metavar="PROMPTxNEW",
     help="Row whose cache is counted. Default: 32kx128.",
 )
 @click.option(
     "--prefill",
-    callback=_sizes("batch", "prompt"),
+    callback=sizes("batch", "prompt"),
     metavar="BATCHxPROMPT",
     help="Prefill whose peak is measured. Default: 4x32k.",
 )
 @click.option(
     "--largest",
-    callback=_sizes("prompt", "new"),
+    callback=sizes("prompt", "new"),
     multiple=True,
     metavar="PROMPTxNEW",
     help="Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
@@ -262,14 +227,14 @@ def memory(
         batches=[] if "largest" in skip else largest or ([(48, 8)] if toy else [(4096, 1024), (32768, 128)]),
         limit=None if limit is None else round(limit * 1e9),
     )
-    _finish(document)
+    finish(document)
 
 
 @benchmark.command()
 @_shape_options
 @click.option(
     "--length",
-    callback=_sizes("tokens"),
+    callback=sizes("tokens"),
     metavar="TOKENS",
     help="Context, question and answer of the step that is timed. Default: 64k.",
 )
@@ -278,27 +243,27 @@ def memory(
 )
 @click.option(
     "--question-size",
-    callback=_sizes("question", "answer"),
+    callback=sizes("question", "answer"),
     metavar="QUESTIONxANSWER",
     help="Tokens of each. Default: 24x40.",
 )
 @click.option(
     "--peer-length",
     "peer_lengths",
-    callback=_sizes("tokens"),
+    callback=sizes("tokens"),
     multiple=True,
     metavar="TOKENS",
     help="Where full sequences run beside ours, halved until they fit; repeatable. Default: 16k and 64k.",
 )
 @click.option(
     "--memory-length",
-    callback=_sizes("tokens"),
+    callback=sizes("tokens"),
     metavar="TOKENS",
     help="Where peak memory is read. Default: 96k.",
 )
 @click.option(
     "--schedule-range",
-    callback=_sizes("shortest", "longest"),
+    callback=sizes("shortest", "longest"),
     metavar="SHORTESTxLONGEST",
     help="Lengths of the schedule's samples. Default: 16kx96k.",
 )
@@ -355,7 +320,10 @@ def train(
         dtype=choose_dtype(dtype),
     )
     if document is not None:
-        _finish(document)
+        finish(document)
+
+
+benchmark.add_command(onnx)
 
 
 @click.command()
@@ -373,11 +341,3 @@ def warmup(checkpoint: Path, device: str | None, as_json: bool) -> None:
 def _geometry_or_toy(mask: str | None, recipe: str | None, geometry: str | None, *, toy: bool) -> str | None:
     """On the CPU a real model's shape has to be asked for."""
     return _TOY if toy and not (mask or recipe or geometry) else geometry
-
-
-def _finish(document: dict[str, Any]) -> None:
-    from leank_convert.benchmark.report import render_json
-
-    click.echo(render_json(document))
-    if not document["ok"]:
-        sys.exit(1)

@@ -46,8 +46,10 @@ class Report:
         width = None if sys.stderr.isatty() else _WIDTH
         self._console = Console(stderr=True, highlight=False, width=width, quiet=quiet)
 
-    def header(self, environment: Mapping[str, Any], subject: Mapping[str, Any]) -> None:
-        """Say what is measured on what."""
+    def header(
+        self, environment: Mapping[str, Any], subject: Mapping[str, Any], *, for_cpu: bool = False
+    ) -> None:
+        """Say what is measured on what; `for_cpu` if the CPU is what figures are for."""
         versions = ", ".join(
             f"{name} {version}" for name, version in environment["versions"].items() if version
         )
@@ -55,7 +57,7 @@ class Report:
         commit = f", commit {environment['commit']}" if environment["commit"] else ""
         self.line(f"{environment['device']}{driver}{commit}")
         self.line(versions)
-        if environment["device_type"] == "cpu":
+        if environment["device_type"] == "cpu" and not for_cpu:
             self.line("on the CPU: a test of this command, its figures say nothing of speed")
         self.line(
             f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "

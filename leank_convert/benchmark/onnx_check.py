@@ -1,0 +1,105 @@
+"""What an ONNX step is held to: the stock model in float64, attending over dense keys by the definition."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leank_convert.benchmark.accuracy import attend_row, relative_error
+from leank_convert.benchmark.onnx_cache import TOKEN, FilledCache
+
+# What the exported graph's logits may differ by, relative to the exact ones.
+TOLERANCE = 1e-4
+_ATTENTION = "leank_benchmark_exact"
+
+
+@dataclass(frozen=True)
+class LogitsCheck:
+    """How far logits are from the exact ones, ‖result - exact‖ / ‖exact‖.
+
+    Attributes:
+        error: Of the graph.
+        torch_error: Of torch in float32.
+        pruning_effect: How far exact pruned logits are from exact dense ones; 0 for the dense side.
+    """
+
+    error: float
+    torch_error: float
+    pruning_effect: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the tolerance; NaN never is."""
+        return self.error <= TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a NaN becomes null."""
+        values = {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
+        return {**values, "tolerance": TOLERANCE, "ok": self.ok}
+
+
+class ExactLogits:
+    """Logits `[vocabulary]` of the step that follows a cache, by side, in float64 and in torch's float32."""
+
+    def __init__(self, model: Any, cache: FilledCache) -> None:
+        exact = copy.deepcopy(model).double()
+        self.exact = {side: _logits(exact, cache, side) for side in ("dense", "leank")}
+        self.own = {side: _logits(copy.deepcopy(model), cache, side) for side in ("dense", "leank")}
+
+    def check(self, side: str, logits: Tensor) -> LogitsCheck:
+        """Hold a graph's logits to the exact ones of its side."""
+        exact = self.exact[side]
+        return LogitsCheck(
+            relative_error(logits, exact),
+            relative_error(self.own[side], exact),
+            relative_error(exact, self.exact["dense"]),
+        )
+
+
+def _logits(model: Any, cache: FilledCache, side: str) -> Tensor:
+    subject = cache.subject
+    pruned = cache.num_pruned if side == "leank" else 0
+    masks = subject.channel_masks
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        layer = module.layer_idx
+        keys, values = (
+            torch.cat([stored[layer].to(query), new], dim=2)
+            for stored, new in ((cache.keys, key), (cache.values, value))
+        )
+        mask = masks[layer] if side == "leank" else torch.ones_like(masks[layer])
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend_row(query, keys, values, mask, subject.windows.sink_size, pruned).transpose(
+                1, 2
+            ), None
+
+    with _attending(model, attend), torch.no_grad():
+        output = model(
+            torch.tensor([[TOKEN]]), position_ids=torch.tensor([[cache.num_tokens]]), use_cache=False
+        )
+    logits: Tensor = output.logits.flatten()
+    return logits
+
+
+@contextmanager
+def _attending(model: Any, attend: Any) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_ATTENTION, attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda **_: None)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
