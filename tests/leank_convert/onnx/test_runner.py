@@ -1,0 +1,142 @@
+"""The shipped runner reads, decodes and flushes as the PyTorch runtime does, whatever the rows and turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+CASES = ["llama", "mistral", "qwen2", "qwen3", "no channels", "all channels"]
+# Lengths of the prompts, and how many tokens of them are read at a time.
+PROMPTS = {
+    "one prompt at once": ([37], 256),
+    "unequal prompts in chunks": ([37, 5, 20], 16),
+    "one token": ([1, 2], 9),
+    "token by token": ([9, 14], 1),
+    "a last chunk of one token": ([33, 17], 16),
+    "prompts as long as the windows": ([3, 9, 10, 13], 64),
+}
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 64, length).tolist()
+
+
+def assert_close(ours: list[np.ndarray], expected: list[torch.Tensor]) -> None:
+    for row, reference in zip(ours, expected, strict=True):
+        assert row.shape == tuple(reference.shape)
+        if len(row):
+            error = np.abs(row - reference.numpy()).max() / reference.abs().max().item()
+            assert error < 1e-4, f"relative error {error:.2e}"
+            assert (row.argmax(-1) == reference.argmax(-1).numpy()).all()
+
+
+@pytest.mark.parametrize("lengths,chunk", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_runtimes_over_chunks_flushes_and_turns(
+    case, lengths, chunk, exported, runtime_session
+):
+    model = exported(case)
+    ours, reference = model.load().start(), runtime_session(model.leank)
+    turns = [[tokens(length, seed) for seed, length in enumerate(lengths)]]
+    turns += [[tokens(1, 100 * step + row) for row in range(len(lengths))] for step in range(22)]
+    # A turn of many, one and no tokens: one token is decoded, several are seen by one another first.
+    turns.append([tokens(count, 9) for count in (17, 1, 0, 2)][: len(lengths)])
+    turns += [[tokens(1, 100 * step + row) for row in range(len(lengths))] for step in range(30, 41)]
+    for index, turn in enumerate(turns):
+        read_at_a_time = 256 if index else chunk
+        assert_close(ours.feed(turn, prompt_chunk=read_at_a_time, all_logits=True), reference.feed(turn))
+    assert ours.lengths.tolist() == [sum(map(len, row)) for row in zip(*turns, strict=True)]
+
+
+def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported, runtime_session):
+    model = exported("llama")
+    ours, reference = model.load().start(), runtime_session(model.leank)
+    rows = [tokens(40), tokens(7, 1)]
+    assert_close(ours.feed(rows, all_logits=True), reference.feed(rows))
+    sizes = {ours.cache_bytes}
+    for step in range(130):
+        before = {name: array.ctypes.data for name, array in ours._tensors().items()}
+        new = [[3 + step % 60], [5 + step % 50]]
+        assert_close(ours.feed(new), reference.feed(new))
+        moved = {name for name, array in ours._tensors().items() if array.ctypes.data != before[name]}
+        if moved:
+            assert moved == {name for name in before if ".pruned." in name}
+        assert bool(moved) == (ours.cache_bytes not in sizes)
+        sizes.add(ours.cache_bytes)
+    # 161 tokens are pruned in the longer row: room for 64, 128 and 192 was made.
+    assert int(ours.pruned_lengths.max()) > 128
+    assert len(sizes) == 3
+
+
+def test_generate_gives_the_runtimes_tokens_for_padded_rows(exported):
+    model = exported("qwen3")
+    prompts = [tokens(37), tokens(5, 1), tokens(20, 2)]
+    ids = torch.zeros(3, 37, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, -len(prompt) :], mask[row, -len(prompt) :] = torch.tensor(prompt), 1
+    expected = model.leank.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, 37:]
+    answers = model.load().generate(prompts, max_new_tokens=40, prompt_chunk=16)
+    for answer, reference in zip(answers, expected.tolist(), strict=True):
+        assert answer == reference[: len(answer)]
+        assert len(answer) == 40 or answer[-1] == 2
+
+
+def test_a_row_is_answered_in_a_batch_as_it_is_alone(exported):
+    model = exported("qwen2").load()
+    prompts = [tokens(length, length) for length in (21, 4, 13, 1)]
+    together = model.generate(prompts, max_new_tokens=24)
+    assert together == [model.generate([prompt], max_new_tokens=24)[0] for prompt in prompts]
+
+
+def test_an_answer_ends_with_the_models_own_token_while_others_go_on(exported):
+    model = exported("llama").load()
+    prompts = [tokens(15, 4), tokens(6, 5)]
+    object.__setattr__(model.description, "eos_token_ids", frozenset())
+    free = model.generate(prompts, max_new_tokens=12)
+    ending = next(token for token in free[0] if token not in free[1])
+    object.__setattr__(model.description, "eos_token_ids", frozenset({ending}))
+    first, second = model.generate(prompts, max_new_tokens=12)
+    assert first == free[0][: free[0].index(ending) + 1]
+    assert second == free[1]
+
+
+def test_the_next_turn_begins_with_the_token_that_ended_the_answer(exported, runtime_session):
+    model = exported("llama")
+    session, reference = model.load().start(), runtime_session(model.leank)
+    prompt, turn = tokens(18), tokens(6, 1)
+    (answer,) = session.generate([prompt], max_new_tokens=9)
+    reference.feed([prompt])
+    for token in answer[:-1]:
+        reference.feed([[token]])
+    assert_close(session.feed([turn], all_logits=True), reference.feed([answer[-1:] + turn]))
+
+
+def test_a_streamer_is_told_every_token_in_order(exported):
+    model = exported("llama").load()
+    told = [[], []]
+    answers = model.generate(
+        [tokens(9), tokens(4, 1)], max_new_tokens=8, streamer=lambda row, token: told[row].append(token)
+    )
+    assert told == answers
+
+
+def test_texts_are_tokenized_and_answers_decoded(exported):
+    model = exported("llama").load()
+    assert model.encode("w0 w59 other") == [4, 63, 3]
+    assert model.generate(["w0 w59"], max_new_tokens=4) == model.generate([[4, 63]], max_new_tokens=4)
+    assert model.decode([4, 2, 63]) == "w0 </s> w59"
+
+
+def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(exported):
+    model = exported("llama").load()
+    draw = {"max_new_tokens": 20, "do_sample": True, "temperature": 3.0}
+    assert model.generate([tokens(9)], seed=1, **draw) == model.generate([tokens(9)], seed=1, **draw)
+    assert model.generate([tokens(9)], seed=1, **draw) != model.generate([tokens(9)], seed=2, **draw)
+
+
+def test_a_top_p_below_the_likeliest_token_is_greedy(exported):
+    model = exported("llama").load()
+    drawn = model.generate([tokens(9)], max_new_tokens=20, do_sample=True, top_p=1e-6, seed=0)
+    assert drawn == model.generate([tokens(9)], max_new_tokens=20)

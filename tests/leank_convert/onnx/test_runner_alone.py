@@ -1,0 +1,197 @@
+"""The shipped runner on its own: without torch, from the command line, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from leank_convert.onnx import leank_onnx
+from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
+
+TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
+BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
+
+
+def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = BLOCKED):
+    """Run the folder's own leank_onnx.py where `blocked` cannot be imported."""
+    script = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
+        f"sys.argv = {['leank_onnx.py', str(folder), *arguments]!r}\n"
+        f"runpy.run_path({str(folder / 'leank_onnx.py')!r}, run_name='__main__')\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=folder, check=False
+    )
+
+
+def change_description(folder: Path, **values: object) -> None:
+    path = folder / "leank_onnx.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_the_command_line_prints_the_answer_without_torch_and_transformers(copied):
+    done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1", "--check"])
+    assert (done.returncode, done.stderr) == (0, "")
+    model = LeanKOnnx(copied, threads=1)
+    (answer,) = model.generate(["w1 w2 w3"], max_new_tokens=12)
+    assert done.stdout == model.decode(answer) + "\n"
+
+
+def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied):
+    (copied / "chat_template.jinja").write_text(TEMPLATE)
+    wrapped = run_alone(copied, ["w2 w3", "--max-new-tokens", "6"])
+    plain = run_alone(copied, ["w2 w3", "--max-new-tokens", "6", "--plain"])
+    model = LeanKOnnx(copied)
+    for done, text in ((wrapped, "w1 w2 w3"), (plain, "w2 w3")):
+        assert done.stdout == model.decode(model.generate([text], max_new_tokens=6)[0]) + "\n"
+
+
+def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
+    (copied / "chat_template.jinja").write_text(TEMPLATE)
+    done = run_alone(copied, ["w2 w3"], [*BLOCKED, "jinja2"])
+    assert done.returncode == 2
+    assert "needs jinja2, which is not installed" in done.stderr
+    assert "--plain" in done.stderr
+    assert run_alone(copied, ["w2 w3", "--plain"], [*BLOCKED, "jinja2"]).returncode == 0
+
+
+def test_a_chat_template_in_the_tokenizers_config_is_read_with_its_special_tokens(copied):
+    config = {"chat_template": "{{ bos_token }} {{ messages[0].content }} {{ eos_token }}"}
+    config |= {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (copied / "tokenizer_config.json").write_text(json.dumps(config))
+    assert LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}]) == [1, 4, 2]
+
+
+def test_a_chat_template_that_refuses_or_fails_is_told(copied):
+    for template in ("{{ raise_exception('no system role') }}", "{% for %}"):
+        (copied / "chat_template.jinja").write_text(template)
+        with pytest.raises(LeanKOnnxError, match="chat template"):
+            LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
+
+
+def test_the_command_line_tells_a_mistake_in_one_line(tmp_path, copied):
+    done = run_alone(copied, ["w1", "--temperature", "0.5"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: temperature is 0.5, but nothing is drawn: pass")
+    assert done.stderr.count("\n") == 1
+    (tmp_path / "leank_onnx.py").write_bytes(Path(leank_onnx.__file__).read_bytes())
+    done = run_alone(tmp_path, ["w1"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "leank_onnx.json` does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_a_missing_file_is_named_before_onnxruntime_looks_for_it(name, copied):
+    (copied / name).unlink()
+    with pytest.raises(LeanKOnnxError, match=f"{name}` is missing"):
+        LeanKOnnx(copied)
+
+
+def test_a_graph_that_onnxruntime_cannot_read_is_named(copied):
+    (copied / "model.onnx").write_bytes(b"no graph")
+    with pytest.raises(LeanKOnnxError, match=r"cannot load `.*model\.onnx`"):
+        LeanKOnnx(copied)
+
+
+def test_changed_weights_are_found_by_their_digest(copied):
+    model = LeanKOnnx(copied)
+    model.check_files()
+    path = copied / "model.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(LeanKOnnxError, match=r"model\.onnx\.data` differs"):
+        model.check_files()
+
+
+def test_another_format_or_dtype_is_refused(copied):
+    change_description(copied, format_version=2)
+    with pytest.raises(LeanKOnnxError, match=r"format_version is 2, this leank_onnx\.py reads 1"):
+        LeanKOnnx(copied)
+    change_description(copied, format_version=1, dtype="bfloat16")
+    with pytest.raises(LeanKOnnxError, match="dtype `bfloat16`"):
+        LeanKOnnx(copied)
+
+
+def test_a_description_of_another_graph_is_refused(copied):
+    description = json.loads((copied / "leank_onnx.json").read_text())
+    buckets = [*description["buckets"][:1], [{"width": 3, "heads": [0, 4]}]]
+    change_description(copied, buckets=buckets)
+    with pytest.raises(LeanKOnnxError, match=r"past_key_values\.1\.pruned\.3\.key"):
+        LeanKOnnx(copied)
+
+
+def test_a_description_without_a_key_or_that_is_no_json_is_refused(copied):
+    description = json.loads((copied / "leank_onnx.json").read_text())
+    del description["sink_size"]
+    (copied / "leank_onnx.json").write_text(json.dumps(description))
+    with pytest.raises(LeanKOnnxError, match="lacks `sink_size`"):
+        LeanKOnnx(copied)
+    (copied / "leank_onnx.json").write_text("{")
+    with pytest.raises(LeanKOnnxError, match="is no JSON"):
+        LeanKOnnx(copied)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": 0.7}, "temperature is 0.7, but nothing is drawn"),
+        ({"top_p": 0.9}, "top_p is 0.9, but nothing is drawn"),
+        ({"seed": 1}, "seed is 1, but nothing is drawn"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0: pass more than 0"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p is 1.5"),
+        ({"prompt_chunk": 0}, "prompt_chunk is 0"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_the_prompt_is_read(options, message, exported):
+    session = exported("llama").load().start()
+    with pytest.raises(LeanKOnnxError, match=message):
+        session.generate([[5, 6]], **options)
+    assert session.lengths.size == 0
+
+
+@pytest.mark.parametrize(
+    "prompts,message",
+    [
+        ([], "prompts is empty"),
+        ([[5], []], r"prompts\[1\] is empty"),
+        (["w1", ""], r"prompts\[1\] is empty"),
+        ("w1", "prompts is a string"),
+        ([[5, 64]], r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
+        ([[-1]], "has token -1"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(prompts, message, exported):
+    with pytest.raises(LeanKOnnxError, match=message):
+        exported("llama").load().generate(prompts)
+
+
+def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(exported):
+    session = exported("llama").load().start()
+    session.feed([[5, 6], [7]])
+    with pytest.raises(LeanKOnnxError, match="the turn has 1 rows, the session 2"):
+        session.feed([[5]])
+    with pytest.raises(LeanKOnnxError, match="every row of the turn is empty"):
+        session.feed([[], []])
+    assert session.lengths.tolist() == [2, 1]
+
+
+def test_threads_below_one_are_refused(exported):
+    with pytest.raises(LeanKOnnxError, match="threads is 0"):
+        LeanKOnnx(exported("llama").folder, threads=0)
+
+
+def test_without_a_tokenizer_tokens_are_answered_and_text_is_refused(copied):
+    (copied / "tokenizer.json").unlink()
+    model = LeanKOnnx(copied)
+    assert len(model.generate([[5, 6]], max_new_tokens=3)[0]) == 3
+    with pytest.raises(LeanKOnnxError, match=r"has no tokenizer\.json"):
+        model.generate(["w1"])
