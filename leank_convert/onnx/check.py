@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leank_convert.checkpoint_io import first_line
 from leank_convert.errors import LeanKError
 from leank_convert.onnx.graph import cache_shapes, run_in_torch
 from leank_convert.onnx.subject import PrunedModel
@@ -34,14 +35,18 @@ def check_graph(pruned: PrunedModel, path: Path) -> None:
     except onnx.checker.ValidationError as error:
         raise _fault(f"`{path.name}` breaks the rules of ONNX: {error}") from error
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    for what, inputs, expected in (_prompt(pruned), _decode(pruned)):
+    options.log_severity_level = 4  # what fails is told below
+    answers = []
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         names = [item.name for item in session.get_inputs()]
-        # A graph names only what it reads; every input of ours is read.
-        values = dict(zip(names, inputs, strict=True))
-        actual = session.run(["logits"], {name: value.numpy() for name, value in values.items()})[0]
-        difference = float((torch.from_numpy(actual) - expected).abs().max() / expected.abs().max())
+        for what, inputs, expected in (_prompt(pruned), _decode(pruned)):
+            values = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+            answers.append((what, torch.from_numpy(session.run(["logits"], values)[0]), expected))
+    except Exception as error:  # onnxruntime's errors have no class in common
+        raise _fault(f"onnxruntime cannot run `{path.name}`: {first_line(error)}") from error
+    for what, logits, expected in answers:
+        difference = float((logits - expected).abs().max() / expected.abs().max())
         if not difference < _TOLERANCE:
             raise _fault(
                 f"`{path.name}`: logits of {what} differ from PyTorch's by {difference:.1e} of the largest"

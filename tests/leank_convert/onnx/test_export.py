@@ -1,0 +1,351 @@
+"""`export --format onnx` writes a whole, described and checked folder, or nothing."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import shutil
+import struct
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask, load_mask, save_mask
+from leank_convert.onnx import write
+from leank_convert.onnx.check import check_graph
+from leank_convert.onnx.subject import load_pruned
+
+SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+SIZE_FLAGS = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
+# The heads of layer 0 change places, layer 1 has one bucket.
+WIDTHS = [[7, 0], [4, 4]]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def mask_file(tmp_path_factory):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+    for layer, row in enumerate(WIDTHS):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(16, generator=generator)[:width]] = True
+    path = tmp_path_factory.mktemp("mask") / "channel_mask.safetensors"
+    save_mask(ChannelMask(mask), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, retriever_folder, mask_file):
+    out = tmp_path_factory.mktemp("export") / "out"
+    result = run("export", retriever_folder, "--mask", mask_file, *SIZE_FLAGS, "--format", "onnx", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}\n"
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, retriever_folder, mask_file):
+    out = tmp_path_factory.mktemp("checkpoint") / "out"
+    return export_checkpoint(retriever_folder, load_mask(mask_file), out, **SIZES)
+
+
+@pytest.fixture
+def description(folder):
+    return json.loads((folder / "leank_onnx.json").read_text())
+
+
+@pytest.fixture
+def without_tracing(monkeypatch):
+    """Exports are instant, their graph an empty file."""
+
+    def write_empty(pruned, folder, *, opset):
+        (folder / "model.onnx").touch()
+        (folder / "leank_onnx.json").write_text('{"channel_order": []}')
+
+    monkeypatch.setattr(write, "export_graph", write_empty)
+    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+
+
+def test_folder_holds_graph_weights_description_runner_and_tokenizer(folder, retriever_folder):
+    own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "leank_onnx.py", "README.md"}
+    travelling = {path.name for path in retriever_folder.iterdir()} - {"config.json", "model.safetensors"}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= travelling
+    assert {path.name for path in folder.iterdir()} == own | travelling | {"channel_mask.safetensors"}
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+
+def test_description_names_every_tensor_of_the_graph_with_its_shape(folder, description):
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    kinds = {onnx.TensorProto.INT64: "int64", onnx.TensorProto.FLOAT: "float32"}
+
+    def facts(values):
+        for value in values:
+            kind = value.type.tensor_type
+            yield (
+                value.name,
+                kinds[kind.elem_type],
+                [dim.dim_param or dim.dim_value for dim in kind.shape.dim],
+            )
+
+    for part, values in (("inputs", graph.graph.input), ("outputs", graph.graph.output)):
+        described = [(tensor["name"], tensor["dtype"], tensor["shape"]) for tensor in description[part]]
+        assert described == list(facts(values))
+    versions = {item.domain: item.version for item in graph.opset_import}
+    assert versions[""] == description["opset"] == 23
+
+
+def test_cache_tensors_are_described_by_layer_region_width_and_part(description):
+    described = {
+        tensor["name"]: (tensor["layer"], tensor["region"], tensor["width"], tensor["part"], tensor["shape"])
+        for tensor in description["inputs"][4:]
+    }
+    assert described == {
+        "past_key_values.0.window.key": (0, "window", None, "key", ["batch", 2, "window_slots", 16]),
+        "past_key_values.0.window.value": (0, "window", None, "value", ["batch", 2, 16, "window_slots"]),
+        "past_key_values.0.pruned.7.key": (0, "pruned", 7, "key", ["batch", 1, "pruned_slots", 7]),
+        "past_key_values.0.pruned.7.value": (0, "pruned", 7, "value", ["batch", 1, 16, "pruned_slots"]),
+        "past_key_values.1.window.key": (1, "window", None, "key", ["batch", 2, "window_slots", 16]),
+        "past_key_values.1.window.value": (1, "window", None, "value", ["batch", 2, 16, "window_slots"]),
+        "past_key_values.1.pruned.4.key": (1, "pruned", 4, "key", ["batch", 2, "pruned_slots", 4]),
+        "past_key_values.1.pruned.4.value": (1, "pruned", 4, "value", ["batch", 2, 16, "pruned_slots"]),
+    }
+
+
+def test_description_gives_the_heads_order_and_each_lanes_channel(folder, description, mask_file):
+    mask = load_mask(mask_file).channel_mask
+    assert load_mask(folder / "channel_mask.safetensors").channel_mask.equal(mask)
+    assert description["head_permutation"] == [[1, 0], [0, 1]]
+    assert description["widths"] == [[0, 7], [4, 4]]
+    assert description["buckets"] == [
+        [{"width": 0, "heads": [0, 1]}, {"width": 7, "heads": [1, 2]}],
+        [{"width": 4, "heads": [0, 2]}],
+    ]
+    for layer, permutation in enumerate(description["head_permutation"]):
+        for new, old in enumerate(permutation):
+            kept = [channel for channel in range(16) if mask[layer, old, channel]]
+            dropped = [channel for channel in range(16) if not mask[layer, old, channel]]
+            assert description["channel_order"][layer][new] == kept + dropped
+    assert {name: description[name] for name in SIZES} == SIZES
+
+
+def test_digests_are_those_of_the_graphs_files(folder, description):
+    names = ("model.onnx", "model.onnx.data")
+    assert description["files"] == {name: digest(folder / name) for name in names}
+
+
+def test_weights_are_stored_once_and_beside_the_graph(folder, retriever_folder):
+    with (retriever_folder / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    num_weights = sum(
+        int(np.prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"
+    )
+    # Padding to pages, and small constants of the graph, are not a second copy of the weights.
+    assert (folder / "model.onnx.data").stat().st_size < 1.5 * 4 * num_weights
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    stored = {
+        entry.value
+        for tensor in graph.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    assert stored == {"model.onnx.data"}
+
+
+def test_graph_tells_nothing_of_the_machine_that_wrote_it(folder):
+    content = (folder / "model.onnx").read_bytes()
+    assert b".py" not in content
+    assert str(folder.parent).encode() not in content
+
+
+def test_prompts_of_unequal_lengths_get_the_original_models_logits(folder, description, retriever_folder):
+    model = AutoModelForCausalLM.from_pretrained(retriever_folder)
+    rows = [torch.randint(3, 64, (length,)) for length in (9, 4)]
+    ids = torch.zeros(2, 9, dtype=torch.long)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    sizes = {"batch": 2, "window_slots": 12, "pruned_slots": 1}
+    inputs = {
+        tensor["name"]: np.ones([sizes.get(size, size) for size in tensor["shape"]], np.float32)
+        for tensor in description["inputs"][4:]
+    }
+    inputs["input_ids"] = ids.numpy()
+    inputs["past_lengths"] = inputs["pruned_lengths"] = np.zeros(2, np.int64)
+    inputs["logits_index"] = np.array([[8, 0], [3, 1]])
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    logits = session.run(["logits"], inputs)[0]
+    for row, tokens in enumerate(rows):
+        with torch.no_grad():
+            expected = model(tokens[None]).logits[0, inputs["logits_index"][row]]
+        error = np.abs(logits[row] - expected.numpy()).max() / expected.abs().max()
+        assert error < 1e-4
+
+
+def test_a_converted_checkpoint_gives_the_same_folder(folder, checkpoint, tmp_path):
+    result = run("export", checkpoint, "--format", "onnx", "-o", tmp_path / "graph")
+    assert result.exit_code == 0, result.output
+
+    def content(path):
+        described = json.loads((path / "leank_onnx.json").read_text())
+        described["model"].pop("name")
+        return described, {file.name for file in path.iterdir()}
+
+    assert content(tmp_path / "graph") == content(folder)
+
+
+def test_check_passes_the_model_itself(folder, checkpoint):
+    check_graph(load_pruned(checkpoint), folder / "model.onnx")
+
+
+def test_check_finds_weights_that_are_not_the_models(folder, checkpoint):
+    pruned = load_pruned(checkpoint)
+    with torch.no_grad():
+        pruned.model.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
+    with pytest.raises(LeanKError, match="logits of a prompt differ from PyTorch's") as caught:
+        check_graph(pruned, folder / "model.onnx")
+    assert caught.value.exit_code == 1
+
+
+def test_check_finds_channels_that_are_not_the_masks(folder, checkpoint):
+    pruned = load_pruned(checkpoint)
+    other = dataclasses.replace(pruned, channel_masks=pruned.channel_masks.flip(-1))
+    with pytest.raises(LeanKError, match="logits of a decode step differ from PyTorch's"):
+        check_graph(other, folder / "model.onnx")
+
+
+def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
+    spoiled = shutil.copytree(folder, tmp_path / "spoiled")
+    (spoiled / "model.onnx.data").write_bytes(b"short")
+    with pytest.raises(LeanKError, match=r"`model.onnx`") as caught:
+        check_graph(load_pruned(checkpoint), spoiled / "model.onnx")
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "remedy"),
+    [
+        (["--format", "onnx", "--opset", "17"], "opset 17 is not supported", "leave `--opset` out: 23"),
+        (["--format", "onnx", "--opset", "26"], "written for 18 to 25", "leave `--opset` out"),
+        (["--format", "onnx", "--prune", "eager"], "--prune goes with checkpoints", "Usage:"),
+        (["--format", "onnx", "--push-to-hub", "a/b"], "--push-to-hub uploads checkpoints", "`hf upload`"),
+        (["--opset", "23"], "--opset goes with --format onnx", "Usage:"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_go_together_are_refused(
+    options, message, remedy, retriever_folder, mask_file, tmp_path
+):
+    result = run("export", retriever_folder, "--mask", mask_file, *options, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert remedy in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_library_is_named_with_the_extra_to_install(
+    retriever_folder, mask_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(write, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
+    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
+    result = run("export", retriever_folder, *arguments)
+    assert result.exit_code == 2
+    assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
+    assert "hint: pip install 'leank-convert[onnx]'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, "attend within a sliding window only"),
+        ({"model_type": "gpt2"}, "unknown architecture"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "`rope_type` is `dynamic`"),
+    ],
+    ids=["sliding window", "unknown family", "rope that changes with the length"],
+)
+def test_model_that_cannot_be_a_graph_is_refused_and_nothing_written(
+    config, message, retriever_folder, mask_file, tmp_path, edit_json
+):
+    source = shutil.copytree(retriever_folder, tmp_path / "source")
+    edit_json(source / "config.json", **config)
+    result = run("export", source, "--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_checkpoints_own_mask_is_not_to_be_replaced(checkpoint, mask_file, tmp_path):
+    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
+    result = run("export", checkpoint, *arguments)
+    assert result.exit_code == 2
+    assert "already is a LeanK checkpoint, with a mask and windows of its own" in result.stderr
+    assert "hint: leave out --mask" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_graph_is_not_written_into_the_checkpoint_it_is_made_of(checkpoint):
+    before = sorted(checkpoint.iterdir())
+    result = run("export", checkpoint, "--format", "onnx", "-o", checkpoint / "graph", "--overwrite")
+    assert result.exit_code == 2
+    assert "overlaps the source" in result.stderr
+    assert sorted(checkpoint.iterdir()) == before
+
+
+@pytest.mark.usefixtures("without_tracing")
+def test_graph_is_replaced_only_when_that_is_asked_for(checkpoint, tmp_path):
+    arguments = ["export", checkpoint, "--format", "onnx", "-o", tmp_path / "out"]
+    assert run(*arguments).exit_code == 0
+    (tmp_path / "out" / "model.onnx").write_text("first")
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert "hint: name another folder" in refused.stderr
+    assert (tmp_path / "out" / "model.onnx").read_text() == "first"
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert (tmp_path / "out" / "model.onnx").read_text() == ""
+
+
+@pytest.mark.usefixtures("without_tracing")
+def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folder, mask_file, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copyfile(mask_file, out / "channel_mask.safetensors")
+    result = run("export", retriever_folder, "--format", "onnx", "-o", out)
+    assert result.exit_code == 0, result.output
+    assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(load_mask(mask_file).channel_mask)
+    assert (out / "model.onnx").exists()
+
+
+@pytest.mark.usefixtures("without_tracing")
+def test_full_disk_leaves_nothing_behind(retriever_folder, mask_file, tmp_path, monkeypatch):
+    def fill(pruned, path):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.onnx.data")
+
+    monkeypatch.setattr(write, "check_graph", fill)
+    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
+    result = run("export", retriever_folder, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr == "error: `model.onnx.data`: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("without_tracing")
+def test_model_without_a_fast_tokenizer_is_exported_with_a_warning(checkpoint, tmp_path, caplog):
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    result = run("export", bare, "--format", "onnx", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "`leank_onnx.py` will take tokens alone" in caplog.text
