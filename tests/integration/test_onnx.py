@@ -1,0 +1,80 @@
+"""The shipped model as an ONNX folder answers, without torch, token by token as the PyTorch runtime does."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.tasks import TASKS, build_sample
+
+WIDTHS = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
+NEW_TOKENS = 40
+# Runs in a process of its own, in the exported folder, where nothing of ours can be imported.
+HOST = """
+import json, sys
+sys.modules.update(dict.fromkeys(["torch", "transformers", "leank_convert", "onnx", "onnxscript"]))
+sys.path.insert(0, ".")
+from leank_onnx import LeanKOnnx
+model = LeanKOnnx(".", threads=1)
+prompts = [model.encode_chat([{"role": "user", "content": text}]) for text in json.load(sys.stdin)]
+session = model.start()
+answers = session.generate(prompts, max_new_tokens=NEW_TOKENS, prompt_chunk=100)
+pruned = session.pruned_lengths.tolist()
+json.dump({"prompts": prompts, "answers": answers, "pruned": pruned}, sys.stdout)
+""".replace("NEW_TOKENS", str(NEW_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(4, 4, 64, dtype=torch.bool)
+    for layer, row in enumerate(WIDTHS):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(64, generator=generator)[:width]] = True
+    folder = tmp_path_factory.mktemp("shipped") / "checkpoint"
+    return export_checkpoint(MODEL_DIR, ChannelMask(mask), folder, sink_size=8, recent_size=32, flush_size=8)
+
+
+def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(checkpoint, tmp_path):
+    folder = tmp_path / "onnx"
+    export_onnx(checkpoint, None, folder)
+    rng = random.Random(0)
+    samples = [build_sample(task, rng, length) for task, length in zip(TASKS, (400, 170, 260), strict=True)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", HOST],
+        input=json.dumps([sample.prompt for sample in samples]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, trust_remote_code=True, dtype=torch.float32
+    ).eval()
+    chats = [[{"role": "user", "content": sample.prompt}] for sample in samples]
+    rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert result["prompts"] == prompts
+    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    answers = output[:, inputs["input_ids"].shape[1] :].tolist()
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    expected = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
+    assert result["answers"] == expected
+    # Tokens were pruned, and flushed while decoding, before what is compared.
+    assert min(result["pruned"]) > 100
+    assert any(pruned > len(prompt) - 40 for pruned, prompt in zip(result["pruned"], prompts, strict=True))
