@@ -18,10 +18,7 @@ from leank_convert.checkpoint_io import first_line
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 
-_PACKAGES = (
-    *("torch", "transformers", "tilelang", "triton", "flashinfer-python", "onnx", "onnxruntime"),
-    "leank-convert",
-)
+_PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
 _ROW = 16384
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

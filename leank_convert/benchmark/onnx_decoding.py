@@ -6,6 +6,7 @@ which comes once in `flush_size` steps. Attention alone is the step of a model o
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -37,6 +38,7 @@ from leank_convert.benchmark.report import Report, build_document, number, ratio
 from leank_convert.benchmark.subject import Subject
 from leank_convert.benchmark.timing import summarize
 
+_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 _WARM_UP = 2
 _COLUMNS = [
     *("tokens", "dense ms", "leank ms", "leank faster", "in CPU time", "by bytes"),
@@ -73,6 +75,7 @@ def benchmark_onnx(
     chosen = choose_layers(subject, layers)
     measured = take_layers(subject, chosen)
     environment = {**describe_environment(torch.device("cpu")), "device": _processor(), "threads": threads}
+    environment["versions"] = {name: importlib.metadata.version(name) for name in _PACKAGES}
     environment["load_before"] = os.getloadavg()[0]
     report = Report()
     report.header(environment, subject.describe(), for_cpu=True)
@@ -247,7 +250,7 @@ def _print_bytes(report: Report, cases: Sequence[Mapping[str, Any]], whole: Mapp
             for case in cases
         ],
         [
-            f"the whole mask's pruned tokens take {share(whole['limit'])} of dense ones; with the window "
-            f"{whole['next_percent']:.0%} is reached from {whole['reached_from_tokens']:,} tokens on"
+            f"whole mask: {share(whole['limit'])} of dense bytes in the long run; "
+            f"{whole['next_percent']:.0%}, window included, from {whole['reached_from_tokens']:,} tokens on"
         ],
     )

@@ -81,6 +81,7 @@ def test_attention_and_step_are_measured_beside_the_dense_graph(run):
     # A check that pruning does not move would prove nothing.
     assert short["step"]["checks"]["leank"]["pruning_effect"] == 0
     assert long["step"]["checks"]["leank"]["pruning_effect"] > 1e3 * long["step"]["checks"]["leank"]["error"]
+    assert max(map(len, result.stderr.splitlines())) <= 100
     assert "whole step, one row" in result.stderr
     assert "load of the machine" in result.stderr
     assert "say nothing of speed" not in result.stderr
