@@ -379,11 +379,15 @@ class _Pass:
         for name, array in outputs.items():
             self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
-    def run(self, **integers: Array) -> Array:
+    def run(self, *, is_last_of_prompt: bool = False, **integers: Array) -> Array:
         """Return logits `[B, K, V]`, valid until the next run."""
         for name, values in integers.items():
             self._integers[name][:] = values
-        self._session.run_with_iobinding(self._binding)
+        options = onnxruntime.RunOptions()
+        if is_last_of_prompt:
+            # A long prompt's attention takes many times the memory that decoding needs: give it back.
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._session.run_with_iobinding(self._binding, options)
         return self._logits
 
 
@@ -474,16 +478,17 @@ class Session:
         running = [row for row, values in enumerate(logits) if len(values)]
         while True:
             for row in running:
-                token = pick(logits[row][-1])
-                answers[row].append(token)
-                if streamer is not None:
-                    streamer(row, token)
+                answers[row].append(pick(logits[row][-1]))
+            # Known before the streamer is: one that raises ends the answer, and the session can go on.
+            self._unread = [answer[-1:] for answer in answers]
+            if streamer is not None:
+                for row in running:
+                    streamer(row, answers[row][-1])
             ended = self.model.description.eos_token_ids
             running = [
                 row for row in running if answers[row][-1] not in ended and len(answers[row]) < max_new_tokens
             ]
             if not running:
-                self._unread = [answer[-1:] for answer in answers]
                 return answers
             tokens: list[list[int]] = [[] for _ in answers]
             for row in running:
@@ -510,13 +515,31 @@ class Session:
         return given
 
     def _feed(self, rows: Sequence[TokenIds], chunk: int, all_logits: bool) -> list[Array]:
+        if self._windows:
+            return self._read(rows, chunk, all_logits, self._append)
+        try:
+            self._allocate(len(rows), self.model.description.sink_size + 1)
+            logits = self._read(rows, chunk, all_logits, self._read_prompt)
+            self._split()
+        except BaseException:
+            # Half a prompt is no cache that could be decoded on: be empty again.
+            self._windows, self._pruned, self._pass = [], {}, None
+            self.lengths = self.pruned_lengths = np.zeros(0, np.int64)
+            raise
+        return logits
+
+    def _read(
+        self,
+        rows: Sequence[TokenIds],
+        chunk: int,
+        all_logits: bool,
+        read_chunk: Callable[[Array, Array, Array, int], Array],
+    ) -> list[Array]:
         num_new = np.array([len(row) for row in rows])
-        is_prompt = not self._windows
-        if is_prompt:
-            self._allocate(len(rows), max(int(num_new.max()), self.model.description.sink_size + 1))
         d = self.model.description
+        longest = int(num_new.max())
         parts: list[list[Array]] = [[np.zeros((0, d.vocab_size), d.dtype)] for _ in rows]
-        for start in range(0, int(num_new.max()), chunk):
+        for start in range(0, longest, chunk):
             counts = np.clip(num_new - start, 0, chunk)
             ids = np.zeros((len(rows), int(counts.max())), np.int64)
             for row, count in enumerate(counts):
@@ -524,14 +547,12 @@ class Session:
             index = np.maximum(counts - 1, 0)[:, None]
             if all_logits:
                 index = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-            logits = (self._read_prompt if is_prompt else self._append)(ids, counts, index)
+            logits = read_chunk(ids, counts, index, longest - start - ids.shape[1])
             for row in np.flatnonzero(counts).tolist():
                 if all_logits:
                     parts[row].append(logits[row, : counts[row]].copy())
                 else:
                     parts[row] = [logits[row].copy()]
-        if is_prompt:
-            self._split()
         return [np.concatenate(part) for part in parts]
 
     def _allocate(self, batch: int, num_slots: int) -> None:
@@ -541,19 +562,24 @@ class Session:
         for layer, bucket in self._seen_buckets():
             self._pruned[layer, bucket.width] = self._new_pruned(batch, bucket, 1)
 
-    def _read_prompt(self, ids: Array, counts: Array, index: Array) -> Array:
+    def _read_prompt(self, ids: Array, counts: Array, index: Array, num_left: int) -> Array:
+        """Read a chunk of all prompts; the longest one goes on for `num_left` tokens."""
         # A row that has ended is padded: what its padding leaves lies behind its length, where nothing looks.
-        logits = self._run(ids, index)
+        logits = self._run(ids, index, is_last_of_prompt=not num_left)
         assert self._pass is not None
+        present = self._pass.present
         start = int(self.lengths.max())
         stop = start + ids.shape[1]
-        for (keys, values), (new_keys, new_values) in zip(self._windows, self._pass.present, strict=True):
+        if stop > self._windows[0][0].shape[2]:
+            # Twice what is there, since every slot costs time, empty or not.
+            self._grow_windows(min(2 * stop, stop + num_left))
+        for (keys, values), (new_keys, new_values) in zip(self._windows, present, strict=True):
             keys[:, :, start:stop] = new_keys
             values[..., start:stop] = new_values
         self.lengths += counts
         return logits
 
-    def _append(self, ids: Array, counts: Array, index: Array) -> Array:
+    def _append(self, ids: Array, counts: Array, index: Array, _: int) -> Array:
         """Read the first `counts[b]` of each row's tokens, one as decoding does, several as a turn."""
         self._make_room(counts == 1)
         logits = self._run(ids, index)
@@ -570,12 +596,16 @@ class Session:
             self.lengths[rows] += 1
         return logits
 
-    def _run(self, ids: Array, index: Array) -> Array:
+    def _run(self, ids: Array, index: Array, is_last_of_prompt: bool = False) -> Array:
         shape = (*ids.shape, index.shape[1])
         if self._pass is None or self._pass.shape != shape:
             self._pass = _Pass(self.model, self._tensors(), *shape)
         return self._pass.run(
-            input_ids=ids, past_lengths=self.lengths, pruned_lengths=self.pruned_lengths, logits_index=index
+            input_ids=ids,
+            past_lengths=self.lengths,
+            pruned_lengths=self.pruned_lengths,
+            logits_index=index,
+            is_last_of_prompt=is_last_of_prompt,
         )
 
     def _split(self) -> None:
@@ -627,6 +657,14 @@ class Session:
                 pruned_keys, pruned_values = self._pruned[layer, bucket.width]
                 pruned_keys[row, :, start:stop] = keys[heads, :, : bucket.width][:, slots]
                 pruned_values[row, :, :, start:stop] = values[heads][..., slots]
+
+    def _grow_windows(self, num_slots: int) -> None:
+        self._pass = None
+        for layer, (old_keys, old_values) in enumerate(self._windows):
+            keys, values = self._new_window(len(self.lengths), num_slots)
+            keys[:, :, : old_keys.shape[2]] = old_keys
+            values[..., : old_values.shape[3]] = old_values
+            self._windows[layer] = (keys, values)
 
     def _grow(self, num_tokens: int) -> None:
         """Allocate anew where there is no room for `num_tokens` pruned ones."""

@@ -140,3 +140,38 @@ def test_a_top_p_below_the_likeliest_token_is_greedy(exported):
     model = exported("llama").load()
     drawn = model.generate([tokens(9)], max_new_tokens=20, do_sample=True, top_p=1e-6, seed=0)
     assert drawn == model.generate([tokens(9)], max_new_tokens=20)
+
+
+def test_an_answer_that_its_streamer_ends_is_gone_on_with(exported):
+    model = exported("llama").load()
+    whole, ended = model.start(), model.start()
+    (answer,) = whole.generate([tokens(18)], max_new_tokens=5)
+    told = []
+
+    def stop(row, token):
+        told.append(token)
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ended.generate([tokens(18)], max_new_tokens=40, streamer=stop)
+    assert told == answer
+    assert np.array_equal(ended.feed([tokens(3)])[0], whole.feed([tokens(3)])[0])
+
+
+def test_a_session_whose_prompt_was_interrupted_is_empty(exported, monkeypatch):
+    model = exported("llama").load()
+    session, passes = model.start(), []
+    run = session._run
+
+    def interrupted(*args, **kwargs):
+        passes.append(args)
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(session, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.feed([tokens(30)], prompt_chunk=16)
+    assert session.cache_bytes == 0
+    assert np.array_equal(session.feed([tokens(30)])[0], model.start().feed([tokens(30)])[0])
