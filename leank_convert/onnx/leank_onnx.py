@@ -244,6 +244,9 @@ class LeanKOnnx:
         if file.is_file():
             return file.read_text(encoding="utf-8")
         template = self._tokenizer_config().get("chat_template")
+        if isinstance(template, list):
+            # Several by name, as older files hold them.
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return template if isinstance(template, str) else None
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

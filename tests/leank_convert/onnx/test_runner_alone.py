@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -28,6 +29,17 @@ def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = B
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=folder, check=False
     )
+
+
+def test_the_runner_imports_nothing_but_its_three_libraries_anywhere():
+    imported = set()
+    for node in ast.walk(ast.parse(Path(leank_onnx.__file__).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or ".").split(".")[0])
+    # jinja2 inside `try`, as another test shows.
+    assert imported - set(sys.stdlib_module_names) == {"numpy", "onnxruntime", "tokenizers", "jinja2"}
 
 
 def change_description(folder: Path, **values: object) -> None:
@@ -59,6 +71,12 @@ def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
     assert "needs jinja2, which is not installed" in done.stderr
     assert "--plain" in done.stderr
     assert run_alone(copied, ["w2 w3", "--plain"], [*BLOCKED, "jinja2"]).returncode == 0
+
+
+def test_of_several_chat_templates_the_default_one_is_taken(copied):
+    templates = [{"name": "rag", "template": "w1"}, {"name": "default", "template": "w2"}]
+    (copied / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}]) == [6]
 
 
 def test_a_chat_template_in_the_tokenizers_config_is_read_with_its_special_tokens(copied):
