@@ -24,7 +24,7 @@ def describe(pruned: PrunedModel, *, opset: int, files: Mapping[str, str]) -> di
     return {
         "format_version": FORMAT_VERSION,
         "opset": opset,
-        "dtype": "float32",
+        "dtype": pruned.dtype,
         "model": {
             "name": pruned.name,
             "model_type": config.model_type,
@@ -82,7 +82,7 @@ def _inputs(pruned: PrunedModel) -> list[dict[str, Any]]:
         described.append(
             {
                 "name": name,
-                "dtype": "float32",
+                "dtype": pruned.dtype,
                 "shape": shape,
                 "layer": int(layer),
                 "region": region,
@@ -97,7 +97,7 @@ def _outputs(pruned: PrunedModel) -> list[dict[str, Any]]:
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
     vocab_size = pruned.model.config.vocab_size
     described: list[dict[str, Any]] = [
-        {"name": "logits", "dtype": "float32", "shape": ["batch", "logits", vocab_size]}
+        {"name": "logits", "dtype": pruned.dtype, "shape": ["batch", "logits", vocab_size]}
     ]
     for layer in range(num_layers):
         for part, shape in (
@@ -107,7 +107,7 @@ def _outputs(pruned: PrunedModel) -> list[dict[str, Any]]:
             described.append(
                 {
                     "name": f"present.{layer}.{part}",
-                    "dtype": "float32",
+                    "dtype": pruned.dtype,
                     "shape": shape,
                     "layer": layer,
                     "part": part,

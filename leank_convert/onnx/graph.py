@@ -34,8 +34,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from leank_convert.onnx.subject import PrunedModel
 
 _ATTENTION = "leank_onnx"
-# Far below any logit, and finite: a row without any token yet must not become NaN.
-_HIDDEN = -1e9
+# Far below any logit, and finite in float16 too: a row without any token yet must not become NaN.
+_HIDDEN = -6e4
 # torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
 _EXPORTER_WARNINGS = (
     (UserWarning, "# The axis name: .* will not be used"),
@@ -95,18 +95,20 @@ class StepModel(nn.Module):
         layers, num_pruned = self._layers(cache)  # without a pruned region its bias is read by nobody
         past, new = past_lengths[:, None], torch.arange(num_new)
         groups = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
-        causal = _bias(new[None] <= new[:, None])[None].expand(groups, num_new, num_new)
+        dtype = self.model.dtype
+        causal = _bias(new[None] <= new[:, None], dtype)[None].expand(groups, num_new, num_new)
+        held = _held(past, pruned_lengths[:, None], cache[0].shape[2], self.sink_size)
         step = _Step(
             layers,
-            _bias(_held(past, pruned_lengths[:, None], cache[0].shape[2], self.sink_size))[:, None, None],
-            _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None])[:, None, None],
+            _bias(held, dtype)[:, None, None],
+            _bias(torch.arange(num_pruned)[None] < pruned_lengths[:, None], dtype)[:, None, None],
             causal.reshape(groups * num_new, num_new),
         )
         hidden = self.model.model(
             input_ids=input_ids,
             position_ids=past + new[None],
             # Not used: the cache's lengths say what is seen. Without one the model would build its own.
-            attention_mask=torch.zeros(batch, 1, num_new, num_new),
+            attention_mask=torch.zeros(batch, 1, num_new, num_new, dtype=dtype),
             use_cache=False,
             leank_step=step,
         ).last_hidden_state
@@ -162,7 +164,7 @@ def trace(pruned: PrunedModel, *, opset: int) -> Any:
         torch.tensor([4, 5]),
         torch.tensor([0, 0]),
         torch.zeros(batch, num_logits, dtype=torch.long),
-        [torch.zeros(*shape) for shape in shapes.values()],
+        [torch.zeros(*shape, dtype=pruned.model.dtype) for shape in shapes.values()],
     )
     dynamic = (
         {0: "batch", 1: "new_tokens"},
@@ -207,8 +209,8 @@ def _held(past: Tensor, pruned: Tensor, num_slots: int, sink_size: int) -> Tenso
     return (token < past) & ((slot < sink_size) | (token >= sink_size + pruned))
 
 
-def _bias(seen: Tensor) -> Tensor:
-    return torch.where(seen, 0.0, _HIDDEN)
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(seen, 0.0, _HIDDEN).to(dtype)
 
 
 def _attend(
@@ -246,7 +248,7 @@ def _attend(
         if width:
             kept = query[:, heads, :, :width] @ layer.pruned[width][0].transpose(2, 3)
             logits.append(kept + step.pruned_bias)
-        weights = torch.cat(logits, -1).softmax(-1)
+        weights = torch.cat(logits, -1).softmax(-1, dtype=torch.float32).to(query.dtype)
         whole.append(weights[..., : num_slots + num_new])
         if width:
             pruned.append(_weigh(layer.pruned[width][1], weights[..., num_slots + num_new :]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from leank_convert.cache_bytes import count_cache_bytes
+from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.onnx.subject import PrunedModel
 
 _README = """\
 # {name}: K cache pruned by {ratio:.1%} (LeanK), as an ONNX graph
 
-`model.onnx` (opset {opset}, float32; weights in `model.onnx.data`) decodes with a cache that keeps
+`model.onnx` (opset {opset}, {dtype}; weights in `model.onnx.data`) decodes with a cache that keeps
 {kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}. It needs no PyTorch.
 
 ## Run
@@ -65,6 +65,7 @@ def build_readme(pruned: PrunedModel, *, opset: int) -> str:
     return _README.format(
         name=pruned.name,
         opset=opset,
+        dtype=pruned.dtype,
         ratio=1 - kept,
         kept=kept,
         sink=pruned.sink_size,
@@ -72,5 +73,7 @@ def build_readme(pruned: PrunedModel, *, opset: int) -> str:
         flush=pruned.flush_size,
         ring=ring,
         slots=pruned.sink_size + ring,
-        cache=count_cache_bytes(pruned.widths, pruned.channel_masks.shape[-1], 4),
+        cache=count_cache_bytes(
+            pruned.widths, pruned.channel_masks.shape[-1], BYTES_PER_ELEMENT[pruned.dtype]
+        ),
     )

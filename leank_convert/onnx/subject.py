@@ -17,6 +17,8 @@ from leank_convert.errors import LeanKError
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
+# onnxruntime's CPU has no kernels for bfloat16.
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class PrunedModel:
     """A dense model, and how its K cache is pruned.
 
     Attributes:
-        model: A stock causal LM in float32, eval mode, on the CPU, its heads in the checkpoint's order.
+        model: A stock causal LM of one of `DTYPES`, in eval mode, on the CPU, its heads in the checkpoint's
+            order.
         channel_masks: Kept channels, bool [L, H_kv, D]; widths ascend within a layer.
         sink_size: First tokens that keep every channel.
         recent_size: Last tokens that keep every channel.
@@ -40,6 +43,11 @@ class PrunedModel:
     flush_size: int
     name: str = "model"
     head_permutation: list[list[int]] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The key in `DTYPES` of weights and cache."""
+        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def widths(self) -> list[list[int]]:
@@ -58,8 +66,12 @@ class PrunedModel:
         return (~self.channel_masks).to(torch.int8).argsort(dim=-1, stable=True)
 
 
-def load_pruned(checkpoint: Path) -> PrunedModel:
-    """Load a converted checkpoint as its stock class, in float32.
+def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
+    """Load a converted checkpoint as its stock class.
+
+    Args:
+        checkpoint: Its folder.
+        dtype: A key of `DTYPES`, of weights and cache.
 
     Raises:
         LeanKError: If it is no LeanK checkpoint, is damaged, or its rope cannot be written as a graph.
@@ -78,7 +90,7 @@ def load_pruned(checkpoint: Path) -> PrunedModel:
     model = Stock.from_pretrained(
         checkpoint,
         config=getattr(transformers, facts.architecture.config_class).from_dict(values),
-        dtype=torch.float32,
+        dtype=DTYPES[dtype],
     )
     return PrunedModel(
         model.eval(),

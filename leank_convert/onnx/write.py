@@ -65,6 +65,7 @@ def export_onnx(
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
+    dtype: str = "float32",
     sink_size: int | None = None,
     recent_size: int | None = None,
     flush_size: int | None = None,
@@ -74,13 +75,14 @@ def export_onnx(
 ) -> Path:
     """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
 
-    The weights are in float32, and in memory twice while the graph is checked against PyTorch.
+    The weights are in memory twice while the graph is checked against PyTorch.
 
     Args:
         model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
         mask: Which channels are kept, in the model's own head order; None for a converted checkpoint.
         out: The folder to write. A training run that lies there is kept.
         opset: The graph's version of the ONNX operators.
+        dtype: Of weights and cache: `float32` or `float16`.
         sink_size: First tokens that keep every channel; by default the mask's, else 128.
         recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
         flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
@@ -118,7 +120,7 @@ def export_onnx(
                 config_overrides=config_overrides,
                 mask_origin=mask_origin,
             )
-        pruned = dataclasses.replace(load_pruned(checkpoint), name=model_name(model))
+        pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         export_graph(pruned, partial, opset=opset)
         check_graph(pruned, partial / MODEL_NAME)
         _copy_companions(checkpoint, partial)

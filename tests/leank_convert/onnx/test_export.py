@@ -174,7 +174,8 @@ def test_graph_tells_nothing_of_the_machine_that_wrote_it(folder):
 
 def test_prompts_of_unequal_lengths_get_the_original_models_logits(folder, description, retriever_folder):
     model = AutoModelForCausalLM.from_pretrained(retriever_folder)
-    rows = [torch.randint(3, 64, (length,)) for length in (9, 4)]
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 64, (length,), generator=generator) for length in (9, 4)]
     ids = torch.zeros(2, 9, dtype=torch.long)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -193,6 +194,38 @@ def test_prompts_of_unequal_lengths_get_the_original_models_logits(folder, descr
             expected = model(tokens[None]).logits[0, inputs["logits_index"][row]]
         error = np.abs(logits[row] - expected.numpy()).max() / expected.abs().max()
         assert error < 1e-4
+
+
+def test_float16_graph_is_as_close_to_the_original_model_as_pytorchs_float16(
+    folder, checkpoint, retriever_folder, tmp_path
+):
+    options = ["--format", "onnx", "--dtype", "float16"]
+    result = run("export", checkpoint, *options, "-o", tmp_path / "half")
+    assert result.exit_code == 0, result.output
+    description = json.loads((tmp_path / "half" / "leank_onnx.json").read_text())
+    assert description["dtype"] == "float16"
+    weights = [(path / "model.onnx.data").stat().st_size for path in (tmp_path / "half", folder)]
+    assert weights[0] < 0.7 * weights[1]
+    tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, half = (
+            AutoModelForCausalLM.from_pretrained(retriever_folder, dtype=dtype)(tokens).logits.float()
+            for dtype in (torch.float32, torch.float16)
+        )
+    sizes = {"batch": 1, "window_slots": 12, "pruned_slots": 1}
+    inputs = {
+        tensor["name"]: np.ones([sizes.get(size, size) for size in tensor["shape"]], np.float16)
+        for tensor in description["inputs"][4:]
+    }
+    inputs["input_ids"] = tokens.numpy()
+    inputs["past_lengths"] = inputs["pruned_lengths"] = np.zeros(1, np.int64)
+    inputs["logits_index"] = np.arange(9)[None]
+    session = onnxruntime.InferenceSession(
+        tmp_path / "half" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    logits = torch.from_numpy(session.run(["logits"], inputs)[0])
+    assert logits.dtype == torch.float16
+    assert (logits.float() - expected).abs().max() <= 2 * (half - expected).abs().max()
 
 
 def test_a_converted_checkpoint_gives_the_same_folder(folder, checkpoint, tmp_path):
@@ -243,6 +276,7 @@ def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
         (["--format", "onnx", "--prune", "eager"], "--prune goes with checkpoints", "Usage:"),
         (["--format", "onnx", "--push-to-hub", "a/b"], "--push-to-hub uploads checkpoints", "`hf upload`"),
         (["--opset", "23"], "--opset goes with --format onnx", "Usage:"),
+        (["--dtype", "float16"], "--dtype goes with --format onnx", "Usage:"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
