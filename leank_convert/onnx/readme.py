@@ -40,8 +40,8 @@ buffers. `leank_onnx.py` is a complete host to read along.
 - After the prompt the row is split: the first {sink} and the last {recent} of its tokens stay in the window,
   those between go to the pruned buffers in order, the first `width` lanes of a key and the whole value.
 - A token is appended to a window that holds {ring} tokens behind the sink: its oldest {flush} first move to
-  the pruned buffers, and `pruned_lengths` grows by {flush}. For a single new token that is done before the graph
-  runs; of several new tokens, all are attended to before the first is appended.
+  the pruned buffers, and `pruned_lengths` grows by {flush}. For a single new token that is done before the
+  graph runs; of several new tokens, all are attended to before the first is appended.
 - Buffers start as zeros: what a slot without a token holds is multiplied by 0.
 
 ## Bytes per cached token, over all layers and heads
