@@ -22,7 +22,7 @@ from leank_convert.mask import MASK_FILE_NAME
 TRAINING_FOLDER = "leank"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 # Says that a folder is part of a swap; the partial folder's is locked while its writer lives.
-_MARKER = ".leank-export"
+MARKER_NAME = ".leank-export"
 
 
 @contextmanager
@@ -57,12 +57,12 @@ def staged_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             )
         sync_path(partial)
         if out.exists():
-            (out / _MARKER).touch()
+            (out / MARKER_NAME).touch()
             sync_path(out)
             out.rename(previous)
         partial.rename(out)
         sync_path(out.parent)
-        (out / _MARKER).unlink()
+        (out / MARKER_NAME).unlink()
         with suppress(OSError):  # the next run removes what is left
             _remove(previous)
     except BaseException:
@@ -89,11 +89,11 @@ def recover(out: Path) -> None:
     """
     out, partial, previous = _locate(out)
     for folder in (partial, previous):
-        if folder.exists() and not (folder / _MARKER).exists() and not _is_empty(folder):
+        if folder.exists() and not (folder / MARKER_NAME).exists() and not _is_empty(folder):
             raise LeanKError(
                 f"`{folder}` is in the way: it is not what a stopped export left", hint="move it elsewhere"
             )
-    if (partial / _MARKER).exists():
+    if (partial / MARKER_NAME).exists():
         os.close(_lock(partial))
     _restore(out, previous)
     if previous.exists():
@@ -110,7 +110,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise LeanKError(f"`{out}` is a file", hint="name a folder that does not exist yet")
-    other = sorted({path.name for path in out.iterdir()} - {TRAINING_FOLDER, MASK_FILE_NAME, _MARKER})
+    other = sorted({path.name for path in out.iterdir()} - {TRAINING_FOLDER, MASK_FILE_NAME, MARKER_NAME})
     if not other:
         return
     if not _is_checkpoint(out):
@@ -136,10 +136,10 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _restore(out: Path, previous: Path) -> None:
-    if (previous / _MARKER).exists() and not out.exists():
+    if (previous / MARKER_NAME).exists() and not out.exists():
         previous.rename(out)
     if out.is_dir():
-        (out / _MARKER).unlink(missing_ok=True)
+        (out / MARKER_NAME).unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
@@ -147,9 +147,9 @@ def _remove(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != _MARKER:
+        elif path.name != MARKER_NAME:
             path.unlink()
-    (folder / _MARKER).unlink(missing_ok=True)
+    (folder / MARKER_NAME).unlink(missing_ok=True)
     folder.rmdir()
 
 
@@ -161,7 +161,7 @@ def _start(partial: Path) -> int:
 
 
 def _lock(partial: Path) -> int:
-    descriptor = os.open(partial / _MARKER, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(partial / MARKER_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

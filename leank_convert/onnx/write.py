@@ -20,7 +20,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.publish import ONNX_DESCRIPTION_NAME, staged_folder
+from leank_convert.export.publish import MARKER_NAME, ONNX_DESCRIPTION_NAME, staged_folder
 from leank_convert.export.runtime_files import sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.onnx.check import check_graph
@@ -35,6 +35,8 @@ RUNNER_NAME = "leank_onnx.py"
 DEFAULT_OPSET = 23
 OPSETS = range(18, 26)
 
+_README_NAME = "README.md"
+_HOST_FILES = "leank_onnx*"  # what runs the graph
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
 
 _logger = logging.getLogger("leank_convert")
@@ -121,14 +123,16 @@ def export_onnx(
                 mask_origin=mask_origin,
             )
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
-        export_graph(pruned, partial, opset=opset)
+        _save_graph(pruned, partial, opset)
         check_graph(pruned, partial / MODEL_NAME)
         _copy_companions(checkpoint, partial)
         write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
-        write_atomically(partial / RUNNER_NAME, Path(__file__).with_name(RUNNER_NAME).read_bytes())
-        write_atomically(partial / "README.md", build_readme(pruned, opset=opset).encode())
+        for host in sorted(Path(__file__).parent.glob(_HOST_FILES)):
+            write_atomically(partial / host.name, host.read_bytes())
         if temporary.exists():
             shutil.rmtree(temporary)
+        _describe_folder(pruned, partial, opset)
+        write_atomically(partial / _README_NAME, build_readme(pruned, opset=opset).encode())
     return out
 
 
@@ -149,13 +153,23 @@ def export_graph(pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAU
     check_available(opset)
     if isinstance(pruned, Path):
         pruned = load_pruned(pruned)
+    _save_graph(pruned, folder, opset)
+    _describe_folder(pruned, folder, opset)
+
+
+def _save_graph(pruned: PrunedModel, folder: Path, opset: int) -> None:
     program = trace(pruned, opset=opset)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose source it was traced
     program.save(folder / MODEL_NAME, external_data=True)
-    files = {name: sha256_of(folder / name) for name in (MODEL_NAME, WEIGHTS_NAME)}
-    description = describe(pruned, opset=opset, files=files)
-    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(description))
+
+
+def _describe_folder(pruned: PrunedModel, folder: Path, opset: int) -> None:
+    """Write the description, with the digest of every file that is there. A README may be edited."""
+    others = (_README_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
+    present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
+    files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
+    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(describe(pruned, opset=opset, files=files)))
 
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:

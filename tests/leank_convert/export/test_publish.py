@@ -119,7 +119,7 @@ def test_a_failed_swap_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_stale_partial_folder_is_cleared(tmp_path: Path) -> None:
     write(tmp_path / "out.partial", shard="half")
-    (tmp_path / "out.partial" / publish._MARKER).touch()
+    (tmp_path / "out.partial" / publish.MARKER_NAME).touch()
     stage(tmp_path / "out")
     assert content(tmp_path) == {"out/config.json": NEW["config.json"]}
 
@@ -191,7 +191,7 @@ def test_a_killed_swap_is_finished_or_undone(
 
 def test_a_marker_does_not_make_a_training_run_irreplaceable(tmp_path: Path) -> None:
     out = write(tmp_path / "out", leank__log="a")
-    (out / publish._MARKER).touch()
+    (out / publish.MARKER_NAME).touch()
     check_replaceable(out, overwrite=False)
     recover(out)
     assert content(out) == {"leank/log": "a"}
@@ -208,7 +208,7 @@ def test_recovery_leaves_what_no_export_touched(tmp_path: Path) -> None:
 
 def test_a_running_export_is_not_disturbed(tmp_path: Path) -> None:
     write(tmp_path / "out.partial", shard="half")
-    descriptor = os.open(tmp_path / "out.partial" / publish._MARKER, os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(tmp_path / "out.partial" / publish.MARKER_NAME, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(LeanKError, match="another export is writing"):
         stage(tmp_path / "out")
