@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from leank_convert.evaluate.prefill import pad_left, positions_of, prefill_stock
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.subject import EvaluatedModel
 from leank_convert.evaluate.variants import Variant
+
+if TYPE_CHECKING:
+    from leank_convert.onnx.leank_onnx import LeanKOnnx
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,29 @@ def answer_densely(
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
             token, cache = prefill_stock(model, input_ids, attention_mask)
             rows = _decode(model, cache, token, attention_mask, batch)
-        yield _score_rows(model, tokenizer, batch, name, rows)
+        yield _score_rows(_end_tokens(model), tokenizer, batch, name, rows)
+
+
+def answer_by_graph(
+    graph: LeanKOnnx, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
+) -> Iterator[list[Answer]]:
+    """Answer prompts by an ONNX graph with its own pruned cache, in the order of `answer_prompts`.
+
+    Args:
+        graph: The exported folder, loaded.
+        tokenizer: Of these prompts.
+        prompts: What is asked.
+        name: What its column is called.
+        batch_size: Prompts run together.
+
+    Yields:
+        The answers of a batch.
+    """
+    ends = graph.description.eos_token_ids
+    for batch in _batches(prompts, batch_size):
+        num_steps = max(prompt.max_new_tokens for prompt in batch)
+        rows = graph.generate([prompt.input_ids.tolist() for prompt in batch], max_new_tokens=num_steps)
+        yield _score_rows(ends, tokenizer, batch, name, rows)
 
 
 @torch.no_grad()
@@ -102,7 +127,7 @@ def _answer(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequen
     for variant in variants:
         model, cache = variant.start(prefill)
         rows = _decode(model, cache, prefill.next_token, attention_mask, batch)
-        answers += _score_rows(model, evaluated.tokenizer, batch, variant.name, rows)
+        answers += _score_rows(_end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
     return answers
 
 
@@ -132,9 +157,12 @@ def memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
 
 
 def _score_rows(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], variant: str, rows: Sequence[Sequence[int]]
+    ends: Collection[int],
+    tokenizer: Any,
+    batch: Sequence[Prompt],
+    variant: str,
+    rows: Sequence[Sequence[int]],
 ) -> list[Answer]:
-    ends = set(_end_tokens(model).tolist())
     texts = [
         tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
         for prompt, row in zip(batch, rows, strict=True)
@@ -158,7 +186,8 @@ def _decode(
     model: Any, past: Cache, token: Tensor, attention_mask: Tensor, batch: Sequence[Prompt]
 ) -> list[list[int]]:
     """Decode greedily from a filled cache, until every row has ended: rows [B] of ids."""
-    num_steps, ends = max(prompt.max_new_tokens for prompt in batch), _end_tokens(model)
+    num_steps = max(prompt.max_new_tokens for prompt in batch)
+    ends = torch.tensor(list(_end_tokens(model)), dtype=torch.long, device=model.device)
     tokens = [token]
     ended = torch.isin(token, ends)
     while len(tokens) < num_steps and not bool(ended.all()):
@@ -176,14 +205,13 @@ def _decode(
     return rows
 
 
-def _end_tokens(model: Any) -> Tensor:
+def _end_tokens(model: Any) -> frozenset[int]:
     """The tokens that end a turn."""
     end = model.generation_config.eos_token_id
-    known = end if isinstance(end, list) else [] if end is None else [end]
-    return torch.tensor(known, dtype=torch.long, device=model.device)
+    return frozenset(end if isinstance(end, list) else [] if end is None else [end])
 
 
-def _until(row: Sequence[int], ends: set[int]) -> list[int]:
+def _until(row: Sequence[int], ends: Collection[int]) -> list[int]:
     """Cut a row before its first token that ends the turn."""
     stop = next((place for place, token in enumerate(row) if token in ends), len(row))
     return list(row[:stop])

@@ -31,7 +31,9 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--against", metavar="MODEL", help="Compare with this model, or checkpoint, instead.")
+@click.option(
+    "--against", metavar="MODEL", help="Compare with this model, checkpoint or ONNX folder instead."
+)
 @click.option(
     "--also",
     type=click.Choice(_OTHERS),

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from leank_convert.checkpoint_io import read_config, resolve_model
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import AnswerLog
-from leank_convert.evaluate.answering import Answer, answer_densely, answer_prompts, memory_errors
+from leank_convert.evaluate.answering import Answer, answer_prompts, memory_errors
 from leank_convert.evaluate.comparison import CacheBytes, Comparison
+from leank_convert.evaluate.opponent import AGAINST, answer_against, find_opponent, identify
 from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
 from leank_convert.evaluate.progress import progress_bar
 from leank_convert.evaluate.prompt import Prompt
-from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, load_tokenizer, warn_of_positions
+from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant
 
-AGAINST = "against"
-_BLOCK_SIZE = 1 << 24
 _logger = logging.getLogger("leank_convert")
 
 
@@ -49,7 +45,7 @@ def evaluate_checkpoint(
         measure: What a score is.
         seed: Of the prompts; told with the result.
         others: More variants, which decode from the same prefill.
-        against: A model, or another checkpoint, to compare with instead: hub id or local folder.
+        against: What to compare with instead: a model, another checkpoint or an ONNX folder; hub id or path.
         out: Where every answer is kept as it comes; an evaluation that finds some there asks only the rest.
         device: Default: CUDA if there is any, else the CPU.
         batch_size: Prompts decoded together, padded on the left.
@@ -68,7 +64,7 @@ def evaluate_checkpoint(
     prompts = draw_prompts(evaluated.tokenizer)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
     # Before hours of answers, not after.
-    opponent = None if against is None else _find_opponent(against, evaluated.tokenizer)
+    opponent = None if against is None else find_opponent(against, evaluated.tokenizer)
     variants: list[Variant] = [Masked(PRUNED), *(others(evaluated) if others else ())]
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
@@ -93,7 +89,7 @@ def evaluate_checkpoint(
             del evaluated, variants  # one model's weights at a time
             missing = log.missing(prompts, [AGAINST])
             batches = (
-                _answer_against(opponent, tokenizer, missing, chosen, batch_size) if missing else iter(())
+                answer_against(opponent, tokenizer, missing, chosen, batch_size) if missing else iter(())
             )
             keep(batches, len(prompts) - len(missing))
             names.insert(0, AGAINST)
@@ -109,18 +105,6 @@ def evaluate_checkpoint(
         outcomes=tuple(log.outcome(prompt, names) for prompt in prompts),
         cache=cache,
     )
-
-
-def identify(folder: Path) -> str:
-    """A digest of what a model answers with: its weights, its config, and the tokens that end a turn."""
-    digest = hashlib.sha256()
-    for pattern in ("config.json", "generation_config.json", "*.safetensors", "*.bin"):
-        for path in sorted(folder.glob(pattern)):
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK_SIZE):
-                    digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpoint: Path) -> int:
@@ -166,32 +150,3 @@ def _measure_cache(evaluated: EvaluatedModel, prompt: Prompt) -> CacheBytes:
         value_dense=memory.dense_values,
         value_pruned=memory.values.used,
     )
-
-
-def _find_opponent(name: str, tokenizer: Any) -> Path:
-    """The folder of the model to compare with, if it takes the same prompts."""
-    folder = resolve_model(name)
-    is_checkpoint = "leank" in read_config(folder)
-    _check_tokenizer(load_tokenizer(folder, trust_remote_code=is_checkpoint), tokenizer, name)
-    return folder
-
-
-def _answer_against(
-    folder: Path, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device, batch_size: int
-) -> Iterator[list[Answer]]:
-    """Answers of another model, which is a checkpoint of ours or any other."""
-    if "leank" in read_config(folder):
-        other = load_evaluated(folder, device)
-        yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
-        return
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    model.to(device).eval()
-    yield from answer_densely(model, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
-
-
-def _check_tokenizer(other: Any, tokenizer: Any, name: str) -> None:
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise LeanKError(
-            f"`{name}` has another vocabulary than the checkpoint: the same prompt would be other tokens",
-            hint="compare models of one tokenizer",
-        )

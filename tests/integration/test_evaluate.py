@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
@@ -18,6 +19,7 @@ from leank_convert.evaluate.subject import load_evaluated
 from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order, window_alone
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx
 from leank_convert.recipe import WindowsSection
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
@@ -45,6 +47,20 @@ def convert(tmp_path_factory):
         return out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """A checkpoint of the shipped model in float32, as graphs are: in bfloat16 a token may be another."""
+    folder = tmp_path_factory.mktemp("exact")
+    source = shutil.copytree(MODEL_DIR, folder / "source")
+    AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).save_pretrained(source)
+    return export_checkpoint(source, ChannelMask(half_mask()), folder / "half", **WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def graph(exact):
+    return export_onnx(exact, None, exact.with_name("graph"))
 
 
 def compare(checkpoint, data=DATA, num_samples=6, **options):
@@ -173,6 +189,25 @@ def test_another_checkpoint_to_compare_with_answers_pruned(convert):
     result = compare(convert("all"), against=str(convert("none")))
     assert result.total.means == {"against": 0.0, "pruned": 1.0, "window": 0.0}
     assert result.total.differences["pruned"].gained == 6
+
+
+def test_an_onnx_folder_to_compare_with_answers_as_the_checkpoint_does(exact, graph, tmp_path):
+    assert compare(exact, against=str(graph), out=tmp_path).baseline == "against"
+    answers = [json.loads(line) for line in (tmp_path / ANSWERS_NAME).read_text().splitlines()]
+    texts = {
+        name: {answer["prompt"]: answer["text"] for answer in answers if answer["variant"] == name}
+        for name in ("against", "pruned")
+    }
+    assert len(texts["against"]) == 6
+    assert texts["against"] == texts["pruned"]
+
+
+def test_a_spoiled_onnx_folder_is_told_of_before_anything_is_answered(exact, graph, tmp_path, monkeypatch):
+    monkeypatch.setattr("leank_convert.evaluate.session.answer_prompts", None)
+    out = shutil.copytree(graph, tmp_path / "out")
+    (out / "model.onnx.data").unlink()
+    with pytest.raises(LeanKError, match=r"model\.onnx\.data` is missing"):
+        compare(exact, against=str(out))
 
 
 def test_a_model_of_another_vocabulary_is_refused(convert, tmp_path):
