@@ -41,6 +41,12 @@ class Exported:
         return leank_onnx.LeanKOnnx(self.folder, threads=1)
 
 
+def copy_runner(folder: Path) -> None:
+    """Put the runner's files into a folder, as an export does."""
+    for path in Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"):
+        shutil.copyfile(path, folder / path.name)
+
+
 def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     masks = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
@@ -95,7 +101,7 @@ def _export(case: str, folder: Path) -> Exported:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    shutil.copyfile(leank_onnx.__file__, folder / "leank_onnx.py")
+    copy_runner(folder)
     return Exported(folder, leank)
 
 

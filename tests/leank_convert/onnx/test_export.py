@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -81,7 +82,8 @@ def without_tracing(monkeypatch):
 
 
 def test_folder_holds_graph_weights_description_runner_and_tokenizer(folder, retriever_folder):
-    own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "leank_onnx.py", "README.md"}
+    runner = {path.name for path in Path(write.__file__).parent.glob("leank_onnx*")}
+    own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "README.md"} | runner
     travelling = {path.name for path in retriever_folder.iterdir()} - {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= travelling
     assert {path.name for path in folder.iterdir()} == own | travelling | {"channel_mask.safetensors"}

@@ -56,10 +56,10 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     assert_close(ours.feed(rows, all_logits=True), reference.feed(rows))
     sizes = {ours.cache_bytes}
     for step in range(130):
-        before = {name: array.ctypes.data for name, array in ours._tensors().items()}
+        before = {name: array.ctypes.data for name, array in ours._cache.tensors().items()}
         new = [[3 + step % 60], [5 + step % 50]]
         assert_close(ours.feed(new), reference.feed(new))
-        moved = {name for name, array in ours._tensors().items() if array.ctypes.data != before[name]}
+        moved = {name for name, array in ours._cache.tensors().items() if array.ctypes.data != before[name]}
         if moved:
             assert moved == {name for name in before if ".pruned." in name}
         assert bool(moved) == (ours.cache_bytes not in sizes)

@@ -19,27 +19,57 @@ BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
 
 
 def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = BLOCKED):
-    """Run the folder's own leank_onnx.py where `blocked` cannot be imported."""
+    """Run the folder's own leank_onnx.py, from elsewhere, where `blocked` cannot be imported."""
     script = (
         "import runpy, sys\n"
         f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
+        f"sys.path[0] = {str(folder)!r}\n"  # as Python does for a script
         f"sys.argv = {['leank_onnx.py', str(folder), *arguments]!r}\n"
         f"runpy.run_path({str(folder / 'leank_onnx.py')!r}, run_name='__main__')\n"
     )
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=folder, check=False
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=folder.parent,
+        check=False,
     )
 
 
-def test_the_runner_imports_nothing_but_its_three_libraries_anywhere():
+def test_the_runner_imports_nothing_but_its_own_files_and_three_libraries_anywhere():
+    files = sorted(Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"))
     imported = set()
-    for node in ast.walk(ast.parse(Path(leank_onnx.__file__).read_text())):
+    for node in [node for path in files for node in ast.walk(ast.parse(path.read_text()))]:
         if isinstance(node, ast.Import):
             imported |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or ".").split(".")[0])
     # jinja2 inside `try`, as another test shows.
-    assert imported - set(sys.stdlib_module_names) == {"numpy", "onnxruntime", "tokenizers", "jinja2"}
+    libraries = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
+    assert imported - set(sys.stdlib_module_names) - {path.stem for path in files} == libraries
+
+
+def test_the_runner_is_a_script_a_module_beside_the_graph_and_part_of_any_package(copied, tmp_path):
+    package = tmp_path / "vendored"
+    package.mkdir()
+    for path in copied.glob("leank_onnx*.py"):
+        (package / path.name).write_bytes(path.read_bytes())
+    show = "LeanKOnnx, LeanKOnnxError; print(LeanKOnnx.__module__, LeanKOnnxError.__module__)"
+    for where, arguments, shown in (
+        (tmp_path, [str(copied / "leank_onnx.py"), "--help"], "usage: leank_onnx.py"),
+        (copied, ["leank_onnx.py", "--help"], "usage: leank_onnx.py"),
+        (copied, ["-c", f"from leank_onnx import {show}"], "leank_onnx leank_onnx_description\n"),
+        (
+            tmp_path,
+            ["-c", f"from vendored.leank_onnx import {show}"],
+            "vendored.leank_onnx vendored.leank_onnx_description\n",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, cwd=where, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(shown)
 
 
 def change_description(folder: Path, **values: object) -> None:
@@ -93,13 +123,13 @@ def test_a_chat_template_that_refuses_or_fails_is_told(copied):
             LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
 
 
-def test_the_command_line_tells_a_mistake_in_one_line(tmp_path, copied):
+def test_the_command_line_tells_a_mistake_in_one_line(copied):
     done = run_alone(copied, ["w1", "--temperature", "0.5"])
     assert done.returncode == 2
     assert done.stderr.startswith("error: temperature is 0.5, but nothing is drawn: pass")
     assert done.stderr.count("\n") == 1
-    (tmp_path / "leank_onnx.py").write_bytes(Path(leank_onnx.__file__).read_bytes())
-    done = run_alone(tmp_path, ["w1"])
+    (copied / "leank_onnx.json").unlink()
+    done = run_alone(copied, ["w1"])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "leank_onnx.json` does not exist" in done.stderr
 
