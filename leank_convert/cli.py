@@ -176,14 +176,24 @@ def train(
 
 
 @main.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--source", metavar="MODEL", help="The model it was made from: compares every weight.")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    metavar="MODEL",
+    help="The model it was made from: compares every weight; for an ONNX folder, what both make of a prompt.",
+)
 @json_option
-def verify(checkpoint: Path, source: str | None, as_json: bool) -> None:
-    """Check a checkpoint: digests, shapes, masks and, with --source, its weights. Exits 1 if any fails."""
-    from leank_convert.verify import verify_checkpoint
+def verify(folder: Path, source: str | None, as_json: bool) -> None:
+    """Check a checkpoint or an ONNX folder: digests, shapes, masks, the graph. Exits 1 if any fails.
 
-    report = verify_checkpoint(checkpoint, source)
+    A graph is run by onnxruntime. With --source a checkpoint's weights, and the answers of a graph, are
+    compared with the model's.
+    """
+    if source is not None:
+        quiet_transformers()
+    from leank_convert.verify import verify_artifact
+
+    report = verify_artifact(folder, source)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     else:
@@ -197,7 +207,7 @@ def verify(checkpoint: Path, source: str | None, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def inspect(path: Path, as_json: bool) -> None:
-    """Show what is in a mask file or a checkpoint: widths, ratio, bytes per token, provenance."""
+    """Show what is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
     from leank_convert.inspection import inspect_artifact, render_inspection
 
     facts = inspect_artifact(path)

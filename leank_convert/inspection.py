@@ -1,4 +1,4 @@
-"""What is in a mask file or a checkpoint: widths, ratio, bytes per token, provenance."""
+"""What is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes per token, provenance."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.checkpoint_io import CONFIG_NAME, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import check_head_table
+from leank_convert.export.publish import ONNX_DESCRIPTION_NAME
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.verify import is_onnx_folder
 
 _ASSUMED_ELEMENT_BYTES = 2
+_HEAD_ORDERS = {
+    "mask": "original head order",
+    "checkpoint": "the checkpoint's head order",
+    "onnx": "the graph's head order",
+}
 
 
 def inspect_artifact(path: str | Path) -> dict[str, Any]:
-    """Describe a mask file, a checkpoint, or the folder of a training run.
+    """Describe a mask file, a checkpoint, an ONNX folder, or the folder of a training run.
 
     Args:
         path: The file or folder.
 
     Returns:
-        JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's in its own.
+        JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own.
 
     Raises:
-        LeanKError: If `path` is neither.
+        LeanKError: If `path` is none of them.
     """
     path = Path(path)
     if not path.exists():
         raise LeanKError(
-            f"`{path}` does not exist", hint="inspect takes a mask file or a checkpoint's folder"
+            f"`{path}` does not exist", hint="inspect takes a mask file, a checkpoint's or an ONNX folder"
         )
+    if is_onnx_folder(path):
+        return _inspect_onnx(path)
     if path.is_dir() and not (path / CONFIG_NAME).exists() and (path / MASK_FILE_NAME).exists():
         path = path / MASK_FILE_NAME
     return _inspect_checkpoint(path) if path.is_dir() else _inspect_mask(path)
@@ -91,6 +100,40 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _inspect_onnx(path: Path) -> dict[str, Any]:
+    # Imports transformers, for which masks and checkpoints have no use.
+    from leank_convert.onnx.folder import check_heads, read_description
+
+    description = read_description(path)
+    try:
+        check_heads(description)
+    except LeanKError as error:
+        raise LeanKError(
+            f"`{path / ONNX_DESCRIPTION_NAME}`: {error}",
+            hint=f"`leank-convert verify {path}` lists everything that is wrong",
+        ) from error
+    mask = load_mask(path / MASK_FILE_NAME)
+    known = mask.provenance
+    files = [(name, path / name) for name in description.files]
+    return {
+        "kind": "onnx",
+        "path": str(path),
+        "model": description.model.name,
+        "model_type": description.model.model_type,
+        "opset": description.opset,
+        "dtype": description.dtype,
+        "weights": description.weights,
+        **_describe_widths(description.widths, description.model.head_dim, description.dtype),
+        "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
+        "pruning_ratio": description.pruning_ratio,
+        "width_multiple": known.width_multiple if known else None,
+        "windows": {key: getattr(description, key) for key in ("sink_size", "recent_size", "flush_size")},
+        "head_permutation": description.head_permutation,
+        "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
+        "provenance": _describe_provenance(mask),
+    }
+
+
 def _describe_widths(widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None) -> dict[str, Any]:
     element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
     cache = count_cache_bytes(widths, head_dim, element_bytes)
@@ -120,7 +163,7 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
     cache, windows, provenance = facts["bytes_per_token"], facts["windows"], facts["provenance"]
     asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
-    order = "original head order" if facts["kind"] == "mask" else "the checkpoint's head order"
+    order = _HEAD_ORDERS[facts["kind"]]
     rows = [
         (facts["kind"], facts["path"]),
         ("model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"),
@@ -148,6 +191,13 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
         if provenance["seed"] is not None:
             rows.append(("seed", str(provenance["seed"])))
         rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
+    if facts["kind"] == "onnx":
+        graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
+        rows.insert(2, ("graph", graph))
+        sizes = [
+            f"{name}: " + ("missing" if n is None else f"{n:,} bytes") for name, n in facts["files"].items()
+        ]
+        rows += zip(["files", *[""] * len(sizes)], sizes, strict=False)
     label_size = max(len(label) for label, _ in rows)
     lines = [f"{label:<{label_size}}  {text}" for label, text in rows]
     lines += ["", f"layer  kept  widths ({order})"]

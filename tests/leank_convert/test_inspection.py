@@ -11,6 +11,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.onnx import export_onnx, write
 
 
 @pytest.fixture
@@ -131,3 +132,59 @@ def test_a_block_with_nonsense_in_it_points_to_verify(
 def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
     with pytest.raises(LeanKError, match=f"^`{name}` does not exist$"):
         inspect_artifact(name)
+
+
+@pytest.fixture
+def onnx_folder(tmp_path: Path, retriever_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ONNX folder whose graph is an empty file: nothing but its size is told of it."""
+
+    def write_empty(pruned: object, folder: Path, opset: int) -> None:
+        (folder / "model.onnx").write_bytes(b"12345")
+
+    monkeypatch.setattr(write, "_save_graph", write_empty)
+    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+    mask[0, 0, 3:10] = True
+    mask[1, :, ::4] = True
+    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+    return export_onnx(retriever_folder, ChannelMask(mask), tmp_path / "out", dtype="float16", **sizes)
+
+
+def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder: Path) -> None:
+    facts = inspect_artifact(onnx_folder)
+    assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("retriever", "llama")
+    assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
+    assert facts["widths"] == [[0, 7], [4, 4]] and facts["head_permutation"] == [[1, 0], [0, 1]]
+    assert facts["windows"] == {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+    assert facts["pruning_ratio"] == pytest.approx(1 - 15 / 64)
+    assert facts["element_bytes"] == 2 and not facts["element_bytes_assumed"]
+    assert facts["bytes_per_token"]["key_pruned"] == 30
+    assert facts["files"]["model.onnx"] == 5 and facts["files"]["channel_mask.safetensors"] > 64
+    assert facts["provenance"]["method"] == "imported"
+    assert json.loads(json.dumps(facts)) == facts
+    text = render_inspection(facts)
+    for part in (
+        "opset 23, cache float16, weights float16",
+        "model.onnx: 5 bytes",
+        "(the graph's head order)",
+    ):
+        assert part in text
+
+
+def test_a_missing_file_of_an_onnx_folder_is_told(onnx_folder: Path) -> None:
+    (onnx_folder / "model.onnx").unlink()
+    facts = inspect_artifact(onnx_folder)
+    assert facts["files"]["model.onnx"] is None
+    assert "model.onnx: missing" in render_inspection(facts)
+
+
+def test_a_damaged_onnx_description_points_to_verify(
+    onnx_folder: Path, edit_json: Callable[..., None]
+) -> None:
+    edit_json(onnx_folder / "leank_onnx.json", widths=[[7, 0], [4, 4]])
+    with pytest.raises(LeanKError, match=r"leank_onnx.json`: `widths\[0\]` is \[7, 0\]") as caught:
+        inspect_artifact(onnx_folder)
+    assert "verify" in str(caught.value.hint)
+    edit_json(onnx_folder / "leank_onnx.json", opset=...)
+    with pytest.raises(LeanKError, match="lacks `opset`"):
+        inspect_artifact(onnx_folder)

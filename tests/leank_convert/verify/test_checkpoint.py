@@ -9,13 +9,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from leank_convert import verify
 from leank_convert.architectures import ARCHITECTURES, read_model_facts
 from leank_convert.checkpoint_io import INDEX_NAME, read_json
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask, load_mask, save_mask
-from leank_convert.verify import verify_checkpoint
+from leank_convert.verify import checkpoint, verify_checkpoint
 
 LAYER = "model.layers.1.self_attn."
 
@@ -83,7 +82,7 @@ def test_one_wrong_number_is_found(
     export: Callable[..., tuple[Path, Path]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verify, "_BUFFER_BYTES", buffer)
+    monkeypatch.setattr(checkpoint, "_BUFFER_BYTES", buffer)
     source, out = export(hidden_size=8, intermediate_size=8, head_dim=2, num_hidden_layers=2)
     assert failed(out, source) == {}
     name = f"{LAYER}{projection}.weight"

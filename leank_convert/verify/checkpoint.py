@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
     INDEX_NAME,
     Checkpoint,
     open_checkpoint,
@@ -31,55 +31,12 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, Windows, check_head_table
 from leank_convert.export.plan import TensorEdit, check_unedited, plan_layer
-from leank_convert.export.runtime_files import auto_map, sha256_of
+from leank_convert.export.runtime_files import auto_map
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
+from leank_convert.verify.report import Checks, VerifyReport
 
 _BUFFER_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What it is.
-        ok: Whether it holds.
-        detail: What was found.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """Everything that was checked.
-
-    Attributes:
-        path: The checkpoint's folder.
-        source: What it was compared with, or None.
-        checks: In the order they were made. One that needs a failed one before it is left out.
-    """
-
-    path: str
-    source: str | None
-    checks: tuple[Check, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every check holds."""
-        return all(check.ok for check in self.checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
-        return {
-            "path": self.path,
-            "source": self.source,
-            "ok": self.ok,
-            "checks": [vars(check).copy() for check in self.checks],
-        }
 
 
 def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> VerifyReport:
@@ -98,19 +55,11 @@ def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> Ver
     folder = Path(path)
     config, leank = read_leank_config(folder)
     original = None if source is None else open_checkpoint(resolve_model(source))
-    checks: list[Check] = []
-
-    def holds(name: str, look: Callable[[], str]) -> bool:
-        try:
-            checks.append(Check(name, True, look()))
-        except LeanKError as error:
-            checks.append(Check(name, False, str(error)))
-        return checks[-1].ok
-
+    checks = Checks()
+    holds = checks.holds
     sound = holds("config", lambda: _check_config(config, leank, folder))
     files = leank.get("files")
-    for name, digest in files.items() if isinstance(files, dict) else ():
-        holds(f"digest of {name}", partial(_check_digest, folder, name, digest))
+    checks.digests(folder, files if isinstance(files, dict) else {}, listed_in=CONFIG_NAME)
     sound &= holds("headers and index", lambda: _check_headers(folder))
     if sound:
         checkpoint = open_checkpoint(folder)
@@ -121,7 +70,7 @@ def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> Ver
         holds("header metadata", lambda: _check_metadata(checkpoint, leank))
         if original is not None and sound:
             _check_weights(checkpoint, original, facts, leank, holds)
-    return VerifyReport(str(path), None if source is None else str(source), tuple(checks))
+    return checks.report(path, source)
 
 
 def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: Path) -> str:
@@ -157,16 +106,6 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     return f"{config['model_type']}, pruning ratio {reached:.4f}"
-
-
-def _check_digest(folder: Path, name: str, expected: object) -> str:
-    file = folder / name
-    if Path(name).name != name or not file.is_file():
-        raise LeanKError(f"`{file}` is missing")
-    found = sha256_of(file)
-    if found != expected:
-        raise LeanKError(f"`{file}` was changed: its SHA-256 is {found}, config.json says {expected}")
-    return f"SHA-256 {found[:12]}… as in config.json"
 
 
 def _check_headers(folder: Path) -> str:

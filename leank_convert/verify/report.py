@@ -1,0 +1,107 @@
+"""What verifications share: the report, how checks enter it, and files against their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from leank_convert.errors import LeanKError
+from leank_convert.export.runtime_files import sha256_of
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What it is.
+        ok: Whether it holds.
+        detail: What was found.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Everything that was checked.
+
+    Attributes:
+        path: The folder of the checkpoint or the ONNX graph.
+        source: What it was compared with, or None.
+        checks: In the order they were made. One that needs a failed one before it is left out.
+    """
+
+    path: str
+    source: str | None
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready data."""
+        return {
+            "path": self.path,
+            "source": self.source,
+            "ok": self.ok,
+            "checks": [vars(check).copy() for check in self.checks],
+        }
+
+
+@dataclass
+class Checks:
+    """Collects checks as they are made.
+
+    Attributes:
+        made: Those so far.
+    """
+
+    made: list[Check] = field(default_factory=list)
+
+    def holds(self, name: str, look: Callable[[], str]) -> bool:
+        """Look at something: what `look` returns is its detail, a LeanKError that it raises its failure."""
+        try:
+            self.made.append(Check(name, True, look()))
+        except LeanKError as error:
+            self.made.append(Check(name, False, str(error)))
+        return self.made[-1].ok
+
+    def value(self, name: str, look: Callable[[], tuple[_Value, str]]) -> _Value | None:
+        """Look at something that later checks need; `look` returns it and the detail. None where it fails."""
+        values: list[_Value] = []
+
+        def keep() -> str:
+            value, detail = look()
+            values.append(value)
+            return detail
+
+        return values[0] if self.holds(name, keep) else None
+
+    def digests(self, folder: Path, files: Mapping[str, object], *, listed_in: str) -> None:
+        """Compare every file that is listed with its SHA-256."""
+        for name, digest in files.items():
+            self.holds(f"digest of {name}", partial(_check_digest, folder, name, digest, listed_in))
+
+    def report(self, path: str | Path, source: str | Path | None) -> VerifyReport:
+        """The report of what was checked."""
+        return VerifyReport(str(path), None if source is None else str(source), tuple(self.made))
+
+
+def _check_digest(folder: Path, name: str, expected: object, listed_in: str) -> str:
+    file, parts = folder / name, PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or not file.is_file():
+        raise LeanKError(f"`{file}` is missing")
+    found = sha256_of(file)
+    if found != expected:
+        raise LeanKError(f"`{file}` was changed: its SHA-256 is {found}, {listed_in} says {expected}")
+    return f"SHA-256 {found[:12]}… as in {listed_in}"
