@@ -1,0 +1,181 @@
+"""The shipped Node host answers as the Python host does; skipped where Node or its onnxruntime is missing."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx, leank_onnx
+from leank_convert.onnx.leank_onnx import LeanKOnnx
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.tasks import TASKS, build_sample
+
+# bin/setup installs it there where there is an npm.
+PACKAGES = Path(sys.prefix) / "node" / "node_modules"
+ANSWERS = Path(__file__).parent / "node" / "answers.mjs"
+HOST = Path(leank_onnx.__file__).with_suffix(".mjs")
+CASES = ["llama", "mistral", "qwen2", "qwen3", "no channels"]
+# Prompt tokens and how many of them are read at a time: at once, in chunks, with a last chunk of one token,
+# one token, fewer than the sink, as many as the window.
+PROMPTS = [(37, 256), (37, 16), (33, 16), (1, 256), (2, 1), (13, 64)]
+WIDTHS = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
+    pytest.mark.skipif(
+        not (PACKAGES / "onnxruntime-node").is_dir(),
+        reason="onnxruntime-node is not installed: bin/setup does it where there is npm",
+    ),
+]
+
+
+def run_node(*arguments, cwd=None, stdin=None):
+    return subprocess.run(
+        ["node", *map(str, arguments)], input=stdin, capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def ask(host, cases):
+    """What the host answers to cases of `answers.mjs`."""
+    done = run_node(ANSWERS, stdin=json.dumps({"host": host.as_uri(), "cases": cases}))
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def tokens(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 64, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The host beside the packages it imports: Node looks for them from the file's own folder upwards."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "node_modules").symlink_to(PACKAGES)
+    return Path(shutil.copy(HOST, folder))
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The shipped model as an ONNX folder, below the packages that its Node host imports."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(4, 4, 64, dtype=torch.bool)
+    for layer, row in enumerate(WIDTHS):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(64, generator=generator)[:width]] = True
+    folder = tmp_path_factory.mktemp("shipped")
+    (folder / "node_modules").symlink_to(PACKAGES)
+    sizes = {"sink_size": 8, "recent_size": 32, "flush_size": 8}
+    checkpoint = export_checkpoint(MODEL_DIR, ChannelMask(mask), folder / "checkpoint", **sizes)
+    export_onnx(checkpoint, None, folder / "onnx")
+    return folder / "onnx"
+
+
+def ask_for_long_answers(folder, host, prompts, num_tokens):
+    """Compare answers to `prompts` (tokens, chunk) that no token ends, so that there are flushes."""
+    model = LeanKOnnx(folder, threads=1)
+    object.__setattr__(model.description, "eos_token_ids", frozenset())
+    shared = {"folder": str(folder), "maxNewTokens": num_tokens, "endless": True}
+    results = ask(host, [{"prompt": prompt, "promptChunk": chunk} | shared for prompt, chunk in prompts])
+    expected = [model.generate([prompt], max_new_tokens=num_tokens)[0] for prompt, _ in prompts]
+    assert [result["tokens"] for result in results] == expected
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_the_python_hosts_over_prompts_chunks_and_flushes(case, exported, host):
+    prompts = [(tokens(length), chunk) for length, chunk in PROMPTS]
+    ask_for_long_answers(exported(case).folder, host, prompts, 40)
+
+
+def test_a_long_answer_moves_the_pruned_arrays_alone_and_only_when_they_grow(exported, host):
+    (result,) = ask_for_long_answers(exported("llama").folder, host, [(tokens(40), 256)], 131)
+    num_windows, num_pruned = 2 * 2, 2 * (2 + 1)
+    prompt_run, first, *decoding = result["moved"]
+    assert prompt_run == first == num_windows + num_pruned
+    # 161 tokens are pruned: room for 64 is made after the prompt, for 128 and 192 while decoding.
+    assert [moved for moved in decoding if moved] == [num_pruned, num_pruned]
+
+
+def test_the_shipped_model_answers_on_the_command_line_as_in_python(shipped):
+    model = LeanKOnnx(shipped, threads=1)
+    rng = random.Random(0)
+    flushed = []
+    for task, length in zip(TASKS, (400, 170, 260), strict=True):
+        prompt = model.encode_chat([{"role": "user", "content": build_sample(task, rng, length).prompt}])
+        session = model.start()
+        (expected,) = session.generate([prompt], max_new_tokens=40)
+        flushed.append(int(session.pruned_lengths[0]) > len(prompt) - 40)
+        arguments = ["--tokens", ",".join(map(str, prompt)), "--max-new-tokens", 40, "--prompt-chunk", 100]
+        done = run_node("leank_onnx.mjs", ".", *arguments, cwd=shipped)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [int(line) for line in done.stdout.splitlines()] == expected
+        assert expected[-1] in model.description.eos_token_ids or len(expected) == 40
+    # Tokens were flushed while an answer was decoded.
+    assert any(flushed)
+
+
+def test_the_folder_ships_the_host(shipped):
+    assert (shipped / "leank_onnx.mjs").read_bytes() == HOST.read_bytes()
+    assert "leank_onnx.mjs" in json.loads((shipped / "leank_onnx.json").read_text())["files"]
+
+
+def spoil(folder, **changes):
+    path = folder / "leank_onnx.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def remove_key(folder):
+    path = folder / "leank_onnx.json"
+    content = json.loads(path.read_text())
+    del content["buckets"]
+    path.write_text(json.dumps(content))
+
+
+MISTAKES = {
+    "no folder": (
+        lambda folder: (folder / "leank_onnx.json").unlink(),
+        [],
+        "leank_onnx.json` does not exist",
+    ),
+    "no JSON": (lambda folder: (folder / "leank_onnx.json").write_text("{"), [], "is no JSON"),
+    "another version": (lambda folder: spoil(folder, format_version=2), [], "format_version is 2"),
+    "a missing key": (remove_key, [], "lacks `buckets`"),
+    "float16": (lambda folder: spoil(folder, dtype="float16"), [], "export with --dtype float32"),
+    "no weights": (lambda folder: (folder / "model.onnx.data").unlink(), [], "model.onnx.data` is missing"),
+    "a spoiled graph": (lambda folder: (folder / "model.onnx").write_bytes(b"x"), [], "cannot load"),
+    "an unknown token": (None, ["--tokens", "3,64"], "token 64: the vocabulary is 0 to 63"),
+    "no number": (None, ["--tokens", "3,,4"], "token NaN: the vocabulary is 0 to 63"),
+    "no new tokens": (None, ["--max-new-tokens", "0"], "maxNewTokens is 0: pass 1 or more"),
+    "no chunk": (None, ["--prompt-chunk", "0.5"], "promptChunk is 0.5: pass 1 or more"),
+    "no threads": (None, ["--threads", "0"], "threads is 0: pass 1 or more"),
+    "an unknown option": (None, ["--sample"], "--sample"),
+    "two folders": (None, ["another"], "usage: node leank_onnx.mjs FOLDER --tokens"),
+}
+
+
+@pytest.mark.parametrize("spoiling,arguments,message", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_in_a_line_without_a_trace(spoiling, arguments, message, copied, host):
+    if spoiling is not None:
+        spoiling(copied)
+    done = run_node(host, copied, "--tokens", "1,5,9", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "    at " not in done.stderr
+
+
+def test_without_onnxruntime_it_says_how_to_install_it(copied, tmp_path):
+    alone = Path(shutil.copy(HOST, tmp_path))
+    done = run_node(alone, copied, "--tokens", "1")
+    assert done.returncode == 2
+    assert "`npm install onnxruntime-node`" in done.stderr
