@@ -1,4 +1,4 @@
-"""Run a graph by onnxruntime: one decode step, and a short prompt beside the stock class of its source."""
+"""Run a graph by onnxruntime: decode steps, and a short prompt beside the stock class of its source."""
 
 from __future__ import annotations
 
@@ -128,6 +128,39 @@ def run_step(session: GraphSession) -> str:
         values[:] = generator.standard_normal(values.shape, np.float32)
     logits = session.run(np.zeros(1, np.int64), seen + 3, 3, cache)["logits"]
     return f"a decode step behind {seen + 3} tokens gives logits {list(logits.shape)}"
+
+
+def check_regions(session: GraphSession) -> str:
+    """Look whether the graph has the sink that is described, and counts pruned tokens from it.
+
+    With a full sink, and the token behind it pruned, a value must matter in the sink's last slot and in the
+    first column of the pruned region, and must not matter in the slots after them.
+
+    Raises:
+        LeanKError: If it is otherwise, or onnxruntime fails.
+    """
+    description = session.description
+    sink, ring = description.sink_size, description.recent_size + description.flush_size
+    token = np.zeros(1, np.int64)
+
+    def answer(region: str, slot: int) -> NDArray[Any]:
+        cache = session.empty_cache(sink + ring, 2)
+        for name in cache:
+            if f".{region}." in name and name.endswith(".value"):
+                cache[name][..., slot] = 10  # K is 0, so that every token has some weight
+        return session.run(token, sink + 1, 1, cache)["logits"]
+
+    has_pruned = any(map(any, description.widths))
+    probes = [("window", sink - 1, True)] * (sink > 0) + [("window", sink, False)]
+    probes += [("pruned", 0, True), ("pruned", 1, False)] * has_pruned
+    without = answer("no", 0)
+    for region, slot, counts in probes:
+        if np.array_equal(answer(region, slot), without) == counts:
+            raise LeanKError(
+                f"`{session.path}`: behind a sink of {sink} and 1 pruned token, slot {slot} of the {region} "
+                f"region {'does not count' if counts else 'counts'}: the graph has another `sink_size`"
+            )
+    return f"a sink of {sink} tokens, then the pruned ones"
 
 
 def compare_with_source(

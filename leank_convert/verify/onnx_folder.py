@@ -17,7 +17,14 @@ from leank_convert.onnx.folder import FolderDescription, TensorDescription, chec
 from leank_convert.onnx.graph import cache_shapes
 from leank_convert.onnx.subject import PrunedModel
 from leank_convert.onnx.write import MODEL_NAME, check_available
-from leank_convert.verify.onnx_answers import GraphSession, compare_with_source, open_source, run_step
+from leank_convert.verify.onnx_answers import (
+    GraphSession,
+    Source,
+    check_regions,
+    compare_with_source,
+    open_source,
+    run_step,
+)
 from leank_convert.verify.report import Checks, VerifyReport
 
 _QUANTIZED = ("int8", "int4")
@@ -46,7 +53,7 @@ def verify_onnx(path: str | Path, source: str | Path | None = None) -> VerifyRep
     return checks.report(path, source)
 
 
-def _check_folder(folder: Path, original: Any, checks: Checks) -> None:
+def _check_folder(folder: Path, original: Source | None, checks: Checks) -> None:
     """Make the checks in order; one that needs a failed one before it is left out."""
     description = checks.value("description", lambda: _read(folder))
     if description is None:
@@ -63,7 +70,10 @@ def _check_folder(folder: Path, original: Any, checks: Checks) -> None:
     if graph is None or not sound:
         return
     session = checks.value("onnxruntime", lambda: _run(folder, description))
-    if session is not None and original is not None:
+    if session is None:
+        return
+    checks.holds("regions", lambda: check_regions(session))
+    if original is not None:
         known = mask.provenance if mask else None
         compare_with_source(session, original, known.rope_parameters if known else None, checks)
 

@@ -107,7 +107,7 @@ def test_an_export_verifies_against_its_source(exported, retriever_folder):
     names = [check.name for check in report.checks]
     digests = {f"digest of {name}" for name in read(exported)["files"]}
     assert digests <= set(names)
-    own = ["description", "heads", "mask file", "external data", "graph", "tensors", "onnxruntime"]
+    own = ["description", "heads", "mask file", "external data", "graph", "tensors", "onnxruntime", "regions"]
     source = ["source: sizes", "source: prompt", "source: keys and values", "source: logits"]
     assert [name for name in names if name not in digests] == own + source
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
@@ -350,6 +350,25 @@ def test_weights_that_are_no_numbers_are_found(folder):
     details = failed(folder)
     assert details.keys() == {"onnxruntime"}
     assert "`logits` holds numbers that are not finite" in details["onnxruntime"]
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [(2, "slot 2 of the window region counts"), (4, "slot 3 of the win")]
+)
+def test_another_sink_than_the_graphs_is_found(size, what, folder):
+    describe(folder, lambda content: content.update(sink_size=size))
+    details = failed(folder)
+    assert details.keys() == {"regions"}
+    assert what in details["regions"]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1), (0, 3, 2), (2, 0, 9)])
+def test_graphs_without_sink_or_recent_tokens_or_pruned_heads_verify(sizes, retriever_folder, tmp_path):
+    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+    mask[0, 0] = sizes[0] == 0
+    names = dict(zip(SIZES, sizes, strict=True))
+    out = export_onnx(retriever_folder, ChannelMask(mask), tmp_path / "out", **names)
+    assert failed(out, retriever_folder) == {}
 
 
 @pytest.mark.parametrize(
