@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -28,11 +29,13 @@ from tokenizers import Tokenizer
 if TYPE_CHECKING or __package__:
     from .leank_onnx_cache import Cache
     from .leank_onnx_description import DESCRIPTION_FILE, MODEL_FILE, Description, LeanKOnnxError, require
-    from .leank_onnx_session import DEFAULT_PROMPT_CHUNK, Session, TokenIds
+    from .leank_onnx_session import DEFAULT_PROMPT_CHUNK, Session, TokenIds, new_integers, new_outputs
 else:  # beside the graph
     from leank_onnx_cache import Cache
     from leank_onnx_description import DESCRIPTION_FILE, MODEL_FILE, Description, LeanKOnnxError, require
-    from leank_onnx_session import DEFAULT_PROMPT_CHUNK, Session, TokenIds
+    from leank_onnx_session import DEFAULT_PROMPT_CHUNK, Session, TokenIds, new_integers, new_outputs
+
+_ONNX_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int64": "tensor(int64)"}
 
 __all__ = ["Description", "LeanKOnnx", "LeanKOnnxError", "Session"]
 
@@ -70,40 +73,49 @@ class LeanKOnnx:
             raise LeanKOnnxError(
                 f"onnxruntime {onnxruntime.__version__} cannot load `{path}`: {error}"
             ) from error
-        self._check_inputs()
-        tokenizer_file = self.folder / "tokenizer.json"
-        self.tokenizer: Tokenizer | None = None
-        if tokenizer_file.is_file():
-            self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
-            self.tokenizer.no_padding()
-            self.tokenizer.no_truncation()
+        self._check_graph()
+        self.tokenizer = self._load_tokenizer()
 
-    def _check_inputs(self) -> None:
-        """Compare the graph's cache with the one that the description lets one expect."""
-        empty = Cache(self.description, 1, self.description.sink_size + 1)
-        expected = {name: array.shape for name, array in empty.tensors().items()}
-        inputs = {tensor.name: tensor.shape for tensor in self.session.get_inputs()}
-        cache = {name: shape for name, shape in inputs.items() if name.startswith("past_key_values.")}
-        wrong = sorted(expected.keys() ^ cache.keys()) or [
+    def _check_graph(self) -> None:
+        """Compare the graph's inputs and outputs with those that the description lets one expect."""
+        d = self.description
+        expected = new_integers(1, 1, 1) | Cache(d, 1, d.sink_size + 1).tensors() | new_outputs(d, 1, 1, 1)
+        found = {tensor.name: tensor for tensor in (*self.session.get_inputs(), *self.session.get_outputs())}
+        wrong = sorted(expected.keys() ^ found.keys()) or [
             name
-            for name, shape in cache.items()
+            for name, array in expected.items()
+            if found[name].type != _ONNX_TYPES[array.dtype.name]
+            or len(found[name].shape) != array.ndim
             # Sizes that may vary are names.
-            if any(isinstance(a, int) and a != b for a, b in zip(shape, expected[name], strict=True))
+            or any(isinstance(a, int) and a != b for a, b in zip(found[name].shape, array.shape, strict=True))
         ]
         if wrong:
             raise LeanKOnnxError(
-                f"`{self.folder / MODEL_FILE}` is not the graph that `{DESCRIPTION_FILE}` describes: input "
+                f"`{self.folder / MODEL_FILE}` is not the graph that `{DESCRIPTION_FILE}` describes: "
                 f"`{wrong[0]}` differs; export the model again"
             )
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers' errors have no class of their own
+            raise LeanKOnnxError(f"`{path}` cannot be read: {error}; copy it again") from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
     def check_files(self) -> None:
         """Compare every file with the digest that the description has of it; reads all weights.
 
         Raises:
-            LeanKOnnxError: If one differs.
+            LeanKOnnxError: If one differs or is missing.
         """
         for name, expected in self.description.files.items():
             digest = hashlib.sha256()
+            require((self.folder / name).is_file(), f"`{self.folder / name}` is missing: copy it again")
             with (self.folder / name).open("rb") as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
@@ -197,17 +209,27 @@ class LeanKOnnx:
         """
         return self.start().generate(prompts, **options)
 
-    def token_rows(self, prompts: Sequence[str] | Sequence[TokenIds]) -> list[list[int]]:
+    def token_rows(
+        self, prompts: Sequence[str] | Sequence[TokenIds], add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Return the tokens of texts; tokens stay as they are.
 
         Raises:
             LeanKOnnxError: If it is no list, or a token is none of the vocabulary.
         """
         require(not isinstance(prompts, str), "prompts is a string: pass a list of them")
-        rows = [
-            self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-            for prompt in prompts
-        ]
+        rows: list[list[int]] = []
+        given: Sequence[str | TokenIds] = prompts
+        for index, prompt in enumerate(given):
+            if isinstance(prompt, str):
+                rows.append(self.encode(prompt, add_special_tokens))
+                continue
+            try:
+                rows.append([operator.index(token) for token in prompt])
+            except TypeError:
+                raise LeanKOnnxError(
+                    f"prompts[{index}] is {prompt!r:.60}: pass a text, or a list of whole numbers"
+                ) from None
         size = self.description.vocab_size
         for index, row in enumerate(rows):
             for token in row:
@@ -224,7 +246,10 @@ class LeanKOnnx:
 
     def _tokenizer_config(self) -> dict[str, Any]:
         file = self.folder / "tokenizer_config.json"
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        try:
+            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise LeanKOnnxError(f"`{file}` is no JSON: {error}; copy it again") from None
         return content
 
 
@@ -257,15 +282,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer: list[int] = []
         shown = ""
 
-        def show(_: int, token: int) -> None:
+        def show(text: str) -> None:
             nonlocal shown
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+
+        def show_token(_: int, token: int) -> None:
             answer.append(token)
             text = model.decode(answer)
             # Half of a character decodes to U+FFFD: wait for the other half.
             if not text.endswith("\ufffd"):
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
-                shown = text
+                show(text)
 
         model.generate(
             [ids],
@@ -275,11 +303,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             top_p=given.top_p,
             seed=given.seed,
             prompt_chunk=given.prompt_chunk,
-            streamer=show,
+            streamer=show_token,
         )
+        show(model.decode(answer))  # with a half character, where the answer ends in one
     except LeanKOnnxError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        return 130
     sys.stdout.write("\n")
     return 0
 

@@ -152,16 +152,16 @@ class Cache:
 
     def _grow_pruned(self, num_tokens: int) -> None:
         """Allocate anew where there is no room for `num_tokens` pruned ones."""
-        stores = self._pruned
-        if not stores or num_tokens <= next(iter(stores.values()))[0].shape[2]:
-            return
-        self.moves += 1
+        # Looked at one by one: where memory ran out half-way, the next attempt does the rest.
         for layer, bucket in self._seen_buckets():
-            old_keys, old_values = stores[layer, bucket.width]
+            old_keys, old_values = self._pruned[layer, bucket.width]
+            if num_tokens <= old_keys.shape[2]:
+                continue
+            self.moves += 1
             keys, values = self._new_pruned(bucket, _capacity(num_tokens))
             keys[:, :, : old_keys.shape[2]] = old_keys
             values[..., : old_values.shape[3]] = old_values
-            stores[layer, bucket.width] = (keys, values)
+            self._pruned[layer, bucket.width] = (keys, values)
 
     def _slots_of(self, tokens: Array) -> Array:
         d = self._description

@@ -89,6 +89,7 @@ class Description:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise LeanKOnnxError(f"`{path}` is no JSON: {error}; export the model again") from None
+        require(isinstance(content, dict), f"`{path}` is no JSON object; export the model again")
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise LeanKOnnxError(
@@ -99,6 +100,8 @@ class Description:
             description = cls._parse(content)
         except KeyError as error:
             raise LeanKOnnxError(f"`{path}` lacks `{error.args[0]}`; export the model again") from None
+        except (TypeError, AttributeError) as error:
+            raise LeanKOnnxError(f"`{path}` is damaged: {error}; export the model again") from None
         for name in description.files:
             # Whoever does without a tokenizer or a README may leave it out.
             if name.startswith(MODEL_FILE) and not (folder / name).is_file():
@@ -115,7 +118,7 @@ class Description:
             content["dtype"] in _DTYPES,
             f"`{DESCRIPTION_FILE}`: dtype `{content['dtype']}` has no numpy type; use {sorted(_DTYPES)}",
         )
-        return cls(
+        description = cls(
             dtype=_DTYPES[content["dtype"]],
             vocab_size=model["vocab_size"],
             num_heads=model["num_key_value_heads"],
@@ -128,5 +131,19 @@ class Description:
                 for layer in content["buckets"]
             ),
             eos_token_ids=frozenset(content["eos_token_ids"]),
-            files=content["files"],
+            files=dict(content["files"].items()),
         )
+        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
+            size = getattr(description, name)
+            require(
+                isinstance(size, int) and size >= least,
+                f"`{DESCRIPTION_FILE}`: {name} is {size!r}, not {least} or more; export the model again",
+            )
+        for layer, buckets in enumerate(description.buckets):
+            require(
+                [0, *(bucket.stop for bucket in buckets)]
+                == [*(bucket.first for bucket in buckets), description.num_heads],
+                f"`{DESCRIPTION_FILE}`: the buckets of layer {layer} do not hold each of its "
+                f"{description.num_heads} heads once, in order; export the model again",
+            )
+        return description

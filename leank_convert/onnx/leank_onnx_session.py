@@ -10,10 +10,10 @@ import onnxruntime
 
 if TYPE_CHECKING or __package__:
     from .leank_onnx_cache import Cache, Present
-    from .leank_onnx_description import Array, require
+    from .leank_onnx_description import Array, Description, require
 else:  # beside the graph
     from leank_onnx_cache import Cache, Present
-    from leank_onnx_description import Array, require
+    from leank_onnx_description import Array, Description, require
 
 if TYPE_CHECKING:
     from .leank_onnx import LeanKOnnx
@@ -22,6 +22,26 @@ DEFAULT_PROMPT_CHUNK = 256
 
 TokenIds = Sequence[int]
 Streamer = Callable[[int, int], object]
+
+
+def new_integers(batch: int, num_new: int, num_logits: int) -> dict[str, Array]:
+    """Make the graph's inputs that are not the cache."""
+    return {
+        "input_ids": np.zeros((batch, num_new), np.int64),
+        "past_lengths": np.zeros(batch, np.int64),
+        "pruned_lengths": np.zeros(batch, np.int64),
+        "logits_index": np.zeros((batch, num_logits), np.int64),
+    }
+
+
+def new_outputs(description: Description, batch: int, num_new: int, num_logits: int) -> dict[str, Array]:
+    """Make arrays for the graph's outputs."""
+    d = description
+    outputs = {"logits": np.zeros((batch, num_logits, d.vocab_size), d.dtype)}
+    for layer in range(len(d.buckets)):
+        outputs[f"present.{layer}.key"] = np.zeros((batch, d.num_heads, num_new, d.head_dim), d.dtype)
+        outputs[f"present.{layer}.value"] = np.zeros((batch, d.num_heads, d.head_dim, num_new), d.dtype)
+    return outputs
 
 
 class _Pass:
@@ -35,25 +55,15 @@ class _Pass:
         d, batch = model.description, len(cache.lengths)
         self._bound = (batch, num_new, num_logits, cache.moves)
         self._session = model.session
-        self._integers = {
-            "input_ids": np.zeros((batch, num_new), np.int64),
-            "past_lengths": np.zeros(batch, np.int64),
-            "pruned_lengths": np.zeros(batch, np.int64),
-            "logits_index": np.zeros((batch, num_logits), np.int64),
-        }
-        self._logits = np.zeros((batch, num_logits, d.vocab_size), d.dtype)
+        self._integers = new_integers(batch, num_new, num_logits)
+        # The binding holds addresses alone. The cache keeps its own arrays, and `fits` says whether they are
+        # still these.
+        outputs = new_outputs(d, batch, num_new, num_logits)
+        self._logits = outputs["logits"]
         self.present: Present = [
-            (
-                np.zeros((batch, d.num_heads, num_new, d.head_dim), d.dtype),
-                np.zeros((batch, d.num_heads, d.head_dim, num_new), d.dtype),
-            )
-            for _ in d.buckets
+            (outputs[f"present.{layer}.key"], outputs[f"present.{layer}.value"])
+            for layer in range(len(d.buckets))
         ]
-        # The binding holds addresses alone. The cache keeps its own arrays, and `fits` says
-        # whether they are still these.
-        outputs = {"logits": self._logits}
-        for layer, (keys, values) in enumerate(self.present):
-            outputs |= {f"present.{layer}.key": keys, f"present.{layer}.value": values}
         self._binding = model.session.io_binding()
         for name, array in {**self._integers, **cache.tensors()}.items():
             self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -83,7 +93,8 @@ class Session:
         self.model = model
         self._cache: Cache | None = None
         self._pass: _Pass | None = None
-        self._unread: list[list[int]] = []
+        # By row the last token of its answer and where it belongs: unread for as long as the row ends there.
+        self._endings: dict[int, tuple[int, int]] = {}
 
     @property
     def lengths(self) -> Array:
@@ -110,7 +121,9 @@ class Session:
         """Read tokens: the prompts at first, later turns after that; with one token per row, decode.
 
         However a prompt is cut, its tokens attend to all before them. Those of a later turn attend to one
-        another, within a chunk, and to the cache as it is. The last token of an answer is read before a turn.
+        another, within a chunk, and to the cache as it is. The last token of an answer is read before a turn,
+        whose text gets no special tokens. Of prompts that are interrupted nothing is kept, of a turn what
+        `lengths` says.
 
         Args:
             rows: Texts or tokens, one row for each one of the session; none may be empty at first.
@@ -159,17 +172,17 @@ class Session:
         require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: pass 1 or more")
         pick = _picker(do_sample, temperature, top_p, seed)
         logits = self.feed(rows, prompt_chunk=prompt_chunk)
+        ended = self.model.description.eos_token_ids
         answers: list[list[int]] = [[] for _ in logits]
         running = [row for row, values in enumerate(logits) if len(values)]
         while True:
             for row in running:
                 answers[row].append(pick(logits[row][-1]))
-            # Known before the streamer is: one that raises ends the answer, and the session can go on.
-            self._unread = [answer[-1:] for answer in answers]
+                # Before the streamer is told, which may raise to end the answer: the session can go on.
+                self._endings[row] = (int(self.lengths[row]), answers[row][-1])
             if streamer is not None:
                 for row in running:
                     streamer(row, answers[row][-1])
-            ended = self.model.description.eos_token_ids
             running = [
                 row for row in running if answers[row][-1] not in ended and len(answers[row]) < max_new_tokens
             ]
@@ -182,7 +195,7 @@ class Session:
 
     def _rows_to_read(self, rows: Sequence[str] | Sequence[TokenIds]) -> list[list[int]]:
         """Put the tokens that ended the last answers before the given ones; raise where rows cannot be."""
-        given = self.model.token_rows(rows)
+        given = self.model.token_rows(rows, add_special_tokens=self._cache is None)
         if self._cache is None:
             require(len(given) > 0, "prompts is empty: pass one prompt or more")
             for index, row in enumerate(given):
@@ -194,9 +207,10 @@ class Session:
             "where there is nothing to read",
         )
         require(any(given), "every row of the turn is empty: pass one token or more")
-        if self._unread:
-            given = [before + row if row else row for before, row in zip(self._unread, given, strict=True)]
-            self._unread = [[] if row else before for before, row in zip(self._unread, given, strict=True)]
+        for index, tokens in enumerate(given):
+            position, ending = self._endings.get(index, (-1, 0))
+            if tokens and position == self.lengths[index]:
+                given[index] = [ending, *tokens]
         return given
 
     def _feed(self, rows: Sequence[TokenIds], chunk: int, all_logits: bool) -> list[Array]:
@@ -242,8 +256,14 @@ class Session:
 
     def _append(self, cache: Cache, ids: Array, counts: Array, index: Array) -> Array:
         """Read the first `counts[b]` of each row's tokens, one as decoding does, several as a turn."""
+        pruned_lengths = cache.pruned_lengths.copy()
         cache.make_room(counts == 1)
-        logits, present = self._run(cache, ids, index)
+        try:
+            logits, present = self._run(cache, ids, index)
+        except BaseException:
+            # What was flushed is still in the window: the session is as it was.
+            cache.pruned_lengths[:] = pruned_lengths
+            raise
         for position in range(ids.shape[1]):
             here = counts > position
             cache.make_room(here & (counts != 1))

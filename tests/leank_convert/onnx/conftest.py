@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, list[list[int]], tuple[int, int, int]]] = {
 
 @dataclass
 class Exported:
-    """A folder with an exported model, and the runtime's model."""
+    """A folder with an exported model, and the runtime's model, in float32."""
 
     folder: Path
     leank: Any
@@ -56,7 +56,7 @@ def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
     return masks
 
 
-def _export(case: str, folder: Path) -> Exported:
+def _export(case: str, dtype: str, folder: Path) -> Exported:
     family, widths, (sink, recent, flush) = CASES[case]
     masks = _masks(widths)
     num_layers, kv_heads, head_dim = masks.shape
@@ -96,6 +96,7 @@ def _export(case: str, folder: Path) -> Exported:
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
     state = {f"model.layers.{i}.self_attn.channel_mask": mask for i, mask in enumerate(masks)}
     leank.load_state_dict(dense.state_dict() | state)
+    dense.to(getattr(torch, dtype))
     export_graph(PrunedModel(dense, masks, sink, recent, flush), folder)
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -106,20 +107,20 @@ def _export(case: str, folder: Path) -> Exported:
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
     """Export a case of `CASES`, once in a run."""
-    made: dict[str, Exported] = {}
+    made: dict[tuple[str, str], Exported] = {}
 
-    def get(case: str) -> Exported:
-        if case not in made:
-            made[case] = _export(case, tmp_path_factory.mktemp("onnx"))
-        return made[case]
+    def get(case: str, dtype: str = "float32") -> Exported:
+        if (case, dtype) not in made:
+            made[case, dtype] = _export(case, dtype, tmp_path_factory.mktemp("onnx"))
+        return made[case, dtype]
 
     return get
 
 
 @pytest.fixture
-def copied(exported: Callable[[str], Exported], tmp_path: Path) -> Path:
+def copied(exported: Callable[..., Exported], tmp_path: Path) -> Path:
     """A copy of an exported folder, to be spoiled."""
     return Path(shutil.copytree(exported("llama").folder, tmp_path / "copy"))
 

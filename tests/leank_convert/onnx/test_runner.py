@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +72,79 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     assert len(sizes) == 3
 
 
+def test_a_step_makes_no_copy_of_the_cache(exported):
+    session = exported("llama").load().start()
+    session.feed([tokens(4000)])
+    session.feed([[5]])
+    tracemalloc.start()
+    try:
+        for step in range(9):  # two flushes
+            session.feed([[5 + step]])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < session.cache_bytes / 20
+
+
+def test_a_cache_whose_growth_ran_out_of_memory_goes_on(exported, monkeypatch):
+    model = exported("llama").load()
+    whole, failing = model.start(), model.start()
+    for session in (whole, failing):
+        session.feed([tokens(83)])  # room for 128 pruned tokens after it, 74 of them taken
+    allocate, allocated = failing._cache._new_pruned, []
+
+    def fail_once(bucket, capacity):
+        allocated.append(capacity)
+        if len(allocated) == 2:
+            raise MemoryError
+        return allocate(bucket, capacity)
+
+    monkeypatch.setattr(failing._cache, "_new_pruned", fail_once)
+    failures = 0
+    for token in tokens(80, 1):
+        expected = whole.feed([[token]])
+        try:
+            logits = failing.feed([[token]])
+        except MemoryError:
+            failures += 1
+            logits = failing.feed([[token]])
+        assert np.array_equal(logits[0], expected[0])
+    assert failures == 1
+    assert whole.lengths.tolist() == failing.lengths.tolist() == [163]
+
+
+def test_sessions_of_one_model_do_not_mix(exported):
+    model = exported("qwen2").load()
+    alone = [model.start(), model.start()]
+    texts = [[tokens(17, seed)] + [[token] for token in tokens(9, seed + 2)] for seed in (0, 1)]
+    expected = [
+        [session.feed([turn])[0] for turn in text] for session, text in zip(alone, texts, strict=True)
+    ]
+    mixed = [model.start(), model.start()]
+    for step in range(10):
+        for session, text, logits in zip(mixed, texts, expected, strict=True):
+            assert np.array_equal(session.feed([text[step]])[0], logits[step])
+
+
+def test_a_graph_in_float16_is_as_close_to_float32_as_torch_is(exported, runtime_session):
+    half = exported("llama", "float16")
+    ours, exact = half.load().start(), runtime_session(half.leank)
+    torchs = runtime_session(copy.deepcopy(half.leank).half())
+    rows = [tokens(37), tokens(5, 1)]
+    turns = [rows] + [[[token], [token]] for token in tokens(30, 2)] + [[tokens(12, 3), []]]
+    errors, limits = [], []
+    for turn in turns:
+        reference = exact.feed(turn)
+        for row, torchs_row, exact_row in zip(
+            ours.feed(turn, all_logits=True), torchs.feed(turn), reference, strict=True
+        ):
+            assert row.dtype == np.float16
+            assert row.shape == tuple(exact_row.shape)
+            errors.append(np.square(row - exact_row.numpy()).sum())
+            limits.append((torchs_row.float() - exact_row).square().sum().item())
+    assert np.sqrt(np.sum(errors)) < 2 * np.sqrt(np.sum(limits))
+
+
 def test_generate_gives_the_runtimes_tokens_for_padded_rows(exported):
     model = exported("qwen3")
     prompts = [tokens(37), tokens(5, 1), tokens(20, 2)]
@@ -111,6 +187,33 @@ def test_the_next_turn_begins_with_the_token_that_ended_the_answer(exported, run
     for token in answer[:-1]:
         reference.feed([[token]])
     assert_close(session.feed([turn], all_logits=True), reference.feed([answer[-1:] + turn]))
+
+
+def test_a_row_without_a_turn_keeps_the_token_that_ended_its_answer(exported):
+    model = exported("llama").load()
+    ours, reference = model.start(), model.start()
+    first, second = ours.generate([tokens(12), tokens(7, 1)], max_new_tokens=3)
+    (third, _) = ours.generate([tokens(4, 2), []], max_new_tokens=3)
+    logits = ours.feed([[], tokens(5, 3)], all_logits=True)
+    reference.feed([tokens(12), tokens(7, 1)])
+    for step in range(2):
+        reference.feed([[first[step]], [second[step]]])
+    reference.feed([[first[2], *tokens(4, 2)], []])
+    for token in third[:2]:
+        reference.feed([[token], []])
+    expected = reference.feed([[], [second[2], *tokens(5, 3)]], all_logits=True)
+    assert [len(row) for row in logits] == [0, 6]
+    assert np.array_equal(logits[1], expected[1])
+
+
+def test_a_long_turn_in_chunks_is_as_many_turns(exported, runtime_session):
+    model = exported("llama")
+    ours, reference = model.load().start(), runtime_session(model.leank)
+    reference.feed([tokens(20)])
+    ours.feed([tokens(20)])
+    turn = tokens(26, 1)
+    expected = [reference.feed([turn[start : start + 10]])[0] for start in (0, 10, 20)]
+    assert_close(ours.feed([turn], prompt_chunk=10, all_logits=True), [torch.cat(expected)])
 
 
 def test_a_streamer_is_told_every_token_in_order(exported):
@@ -161,17 +264,51 @@ def test_an_answer_that_its_streamer_ends_is_gone_on_with(exported):
 
 def test_a_session_whose_prompt_was_interrupted_is_empty(exported, monkeypatch):
     model = exported("llama").load()
-    session, passes = model.start(), []
-    run = session._run
-
-    def interrupted(*args, **kwargs):
-        passes.append(args)
-        if len(passes) == 2:
-            raise KeyboardInterrupt
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(session, "_run", interrupted)
+    session = model.start()
+    interrupt(session, monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         session.feed([tokens(30)], prompt_chunk=16)
     assert session.cache_bytes == 0
     assert np.array_equal(session.feed([tokens(30)])[0], model.start().feed([tokens(30)])[0])
+
+
+def interrupt(session, monkeypatch, number):
+    """Let the pass of this number end in the user's Ctrl-C, before what it computed is kept."""
+    run, passes = session._run, []
+
+    def interrupted(*args, **kwargs):
+        passes.append(args)
+        computed = run(*args, **kwargs)
+        if len(passes) == number:
+            raise KeyboardInterrupt
+        return computed
+
+    monkeypatch.setattr(session, "_run", interrupted)
+
+
+@pytest.mark.parametrize("number,read", [(1, 0), (2, 8), (3, 16)])
+def test_an_interrupted_turn_is_read_as_far_as_lengths_say(number, read, exported, monkeypatch):
+    model = exported("llama").load()
+    whole, session = model.start(), model.start()
+    for each in (whole, session):
+        each.generate([tokens(18)], max_new_tokens=4)
+    turn = tokens(20, 1)
+    expected = whole.feed([turn], prompt_chunk=8)
+    interrupt(session, monkeypatch, number)
+    with pytest.raises(KeyboardInterrupt):
+        session.feed([turn], prompt_chunk=8)
+    assert session.lengths.tolist() == [21 + read]
+    # The answer's last token came first, if anything was read.
+    rest = turn[max(read - 1, 0) :]
+    assert np.array_equal(session.feed([rest], prompt_chunk=8)[0], expected[0])
+
+
+def test_an_answer_that_is_interrupted_while_it_decodes_is_gone_on_with(exported, monkeypatch):
+    model = exported("llama").load()
+    whole, session = model.start(), model.start()
+    told = []
+    interrupt(session, monkeypatch, 6)  # the prompt's is the first
+    with pytest.raises(KeyboardInterrupt):
+        session.generate([tokens(18)], max_new_tokens=40, streamer=lambda _, token: told.append(token))
+    assert whole.generate([tokens(18)], max_new_tokens=5) == [told]
+    assert np.array_equal(session.feed([tokens(3)])[0], whole.feed([tokens(3)])[0])

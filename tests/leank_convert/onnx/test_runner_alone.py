@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
@@ -85,6 +88,46 @@ def test_the_command_line_prints_the_answer_without_torch_and_transformers(copie
     assert done.stdout == model.decode(answer) + "\n"
 
 
+def test_nothing_is_written_beside_the_graph(copied):
+    def files():
+        return {
+            path: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in copied.rglob("*")
+            if path.is_file() and path.suffix != ".pyc"  # Python's own, where it may write
+        }
+
+    before = files()
+    assert run_alone(copied, ["w1 w2", "--max-new-tokens", "3", "--check"]).returncode == 0
+    assert files() == before
+
+
+def test_the_command_line_reads_the_prompt_from_standard_input(copied, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2"))
+    assert leank_onnx.main([str(copied), "-", "--max-new-tokens", "4"]) == 0
+    model = LeanKOnnx(copied)
+    assert capsys.readouterr().out == model.decode(model.generate(["w1 w2"], max_new_tokens=4)[0]) + "\n"
+
+
+def test_the_command_line_shows_a_character_when_it_is_whole_or_the_answer_ends(copied, monkeypatch, capsys):
+    texts = iter(["a\ufffd", "a\ufffd", "aé", "aéb\ufffd", "aéb\ufffd"])
+    written = []
+    monkeypatch.setattr(LeanKOnnx, "decode", lambda model, ids: next(texts))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    assert leank_onnx.main([str(copied), "w1", "--max-new-tokens", "4"]) == 0
+    assert written == ["aé", "b\ufffd", "\n"]
+
+
+def test_ctrl_c_ends_the_command_line_without_a_traceback(copied, monkeypatch, capsys):
+    def interrupted(*args, streamer, **kwargs):
+        streamer(0, 5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LeanKOnnx, "generate", interrupted)
+    assert leank_onnx.main([str(copied), "w1"]) == 130
+    assert capsys.readouterr() == ("w1\n", "")
+
+
 def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied):
     (copied / "chat_template.jinja").write_text(TEMPLATE)
     wrapped = run_alone(copied, ["w2 w3", "--max-new-tokens", "6"])
@@ -101,6 +144,21 @@ def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
     assert "needs jinja2, which is not installed" in done.stderr
     assert "--plain" in done.stderr
     assert run_alone(copied, ["w2 w3", "--plain"], [*BLOCKED, "jinja2"]).returncode == 0
+
+
+def test_a_conversation_without_a_chat_template_is_refused(copied):
+    with pytest.raises(LeanKOnnxError, match="has no chat template"):
+        LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
+
+
+def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
+    tokenizer = Tokenizer.from_file(str(copied / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(copied / "tokenizer.json"))
+    model = LeanKOnnx(copied)
+    texts, ids = model.start(), model.start()
+    for text, row in (("w0 w1", [1, 4, 5]), ("w2 w3", [6, 7])):
+        assert np.array_equal(texts.feed([text])[0], ids.feed([row])[0])
 
 
 def test_of_several_chat_templates_the_default_one_is_taken(copied):
@@ -158,6 +216,23 @@ def test_changed_weights_are_found_by_their_digest(copied):
         model.check_files()
 
 
+def test_a_missing_file_is_found_by_the_digests(copied):
+    change_description(copied, files={"tokenizer.json": "0"})
+    (copied / "tokenizer.json").unlink()
+    with pytest.raises(LeanKOnnxError, match=r"tokenizer\.json` is missing: copy it again"):
+        LeanKOnnx(copied).check_files()
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [("tokenizer.json", r"tokenizer\.json` cannot be read"), ("tokenizer_config.json", "is no JSON")],
+)
+def test_a_damaged_tokenizer_is_named(name, message, copied):
+    (copied / name).write_text("{")
+    with pytest.raises(LeanKOnnxError, match=message):
+        assert LeanKOnnx(copied).chat_template
+
+
 def test_another_format_or_dtype_is_refused(copied):
     change_description(copied, format_version=2)
     with pytest.raises(LeanKOnnxError, match=r"format_version is 2, this leank_onnx\.py reads 1"):
@@ -167,11 +242,44 @@ def test_another_format_or_dtype_is_refused(copied):
         LeanKOnnx(copied)
 
 
-def test_a_description_of_another_graph_is_refused(copied):
-    description = json.loads((copied / "leank_onnx.json").read_text())
-    buckets = [*description["buckets"][:1], [{"width": 3, "heads": [0, 4]}]]
-    change_description(copied, buckets=buckets)
-    with pytest.raises(LeanKOnnxError, match=r"past_key_values\.1\.pruned\.3\.key"):
+def layers(*buckets):
+    return [[{"width": width, "heads": heads} for width, heads in layer] for layer in buckets]
+
+
+FIRST = [(0, [0, 1]), (5, [1, 3]), (16, [3, 4])]
+
+
+@pytest.mark.parametrize(
+    "changed,name",
+    [
+        ({"buckets": layers(FIRST, [(3, [0, 4])])}, r"past_key_values\.1\.pruned\.3\.key"),
+        ({"buckets": layers(FIRST, [(0, [0, 3]), (8, [3, 4])])}, r"past_key_values\.1\.pruned\.8\.key"),
+        ({"buckets": layers(FIRST)}, r"past_key_values\.1\.pruned\.8\.key"),
+        ({"dtype": "float16"}, r"past_key_values\.0\.window\.key"),
+        ({"model": {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 65}}, "logits"),
+    ],
+)
+def test_a_description_of_another_graph_is_refused(changed, name, copied):
+    change_description(copied, **changed)
+    with pytest.raises(LeanKOnnxError, match=f"not the graph .* describes: `{name}` differs"):
+        LeanKOnnx(copied)
+
+
+@pytest.mark.parametrize(
+    "changed,message",
+    [
+        ({"sink_size": -1}, "sink_size is -1, not 0 or more"),
+        ({"recent_size": "64"}, "recent_size is '64', not 0 or more"),
+        ({"flush_size": 0}, "flush_size is 0, not 1 or more"),
+        ({"buckets": layers(FIRST[1:], FIRST)}, "the buckets of layer 0 do not hold each of its 4 heads"),
+        ({"buckets": layers(FIRST, FIRST[:2])}, "the buckets of layer 1 do not hold each of its 4 heads"),
+        ({"buckets": 3}, "is damaged"),
+        ({"files": []}, "is damaged"),
+    ],
+)
+def test_a_description_whose_values_cannot_be_is_refused(changed, message, copied):
+    change_description(copied, **changed)
+    with pytest.raises(LeanKOnnxError, match=message):
         LeanKOnnx(copied)
 
 
@@ -181,9 +289,10 @@ def test_a_description_without_a_key_or_that_is_no_json_is_refused(copied):
     (copied / "leank_onnx.json").write_text(json.dumps(description))
     with pytest.raises(LeanKOnnxError, match="lacks `sink_size`"):
         LeanKOnnx(copied)
-    (copied / "leank_onnx.json").write_text("{")
-    with pytest.raises(LeanKOnnxError, match="is no JSON"):
-        LeanKOnnx(copied)
+    for content, message in (("{", "is no JSON: "), ("[]", "is no JSON object")):
+        (copied / "leank_onnx.json").write_text(content)
+        with pytest.raises(LeanKOnnxError, match=message):
+            LeanKOnnx(copied)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +324,9 @@ def test_arguments_that_cannot_be_are_refused_before_the_prompt_is_read(options,
         ("w1", "prompts is a string"),
         ([[5, 64]], r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
         ([[-1]], "has token -1"),
+        ([5, 6], r"prompts\[0\] is 5: pass a text, or a list of whole numbers"),
+        ([[5], [6.5]], r"prompts\[1\] is \[6.5\]: pass"),
+        ([[5], None], r"prompts\[1\] is None: pass"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(prompts, message, exported):
