@@ -1,14 +1,16 @@
-// Decode with a model exported by leank-convert, in Node; needs onnxruntime-node alone.
+// Decode with a model exported by leank-convert, in Node; needs onnxruntime-node alone, for text what
+// leank_onnx_text.mjs names.
 //
 //     node leank_onnx.mjs FOLDER --tokens 1,5,9 --max-new-tokens 20
+//     node leank_onnx.mjs FOLDER --prompt "Why is the sky blue?"
 //
 //     const model = await LeanKOnnx.load("FOLDER", { threads: 2 });
 //     for await (const token of model.generate([1, 5, 9], { maxNewTokens: 20 })) console.log(token);
 //
 // An example to read along: one row, tokens in and the likeliest tokens out. `leank_onnx.py` does batches,
-// text, further turns and sampling with the same graph; README.md tells what a host has to do. The graph
-// returns K and V of the new tokens alone. This file keeps them in typed arrays that onnxruntime reads where
-// they lie, and moves tokens between them as decoding goes on:
+// further turns and sampling with the same graph; README.md tells what a host has to do. The graph returns K
+// and V of the new tokens alone. This file keeps them in typed arrays that onnxruntime reads where they lie,
+// and moves tokens between them as decoding goes on:
 //
 //     tokens 0 ... n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
 //
@@ -25,7 +27,8 @@ import { parseArgs } from "node:util";
 const FORMAT_VERSION = 1;
 const CAPACITY_STEP = 64;
 const USAGE =
-  "usage: node leank_onnx.mjs FOLDER --tokens 1,5,9 [--max-new-tokens 20] [--prompt-chunk 256] [--threads 2]";
+  "usage: node leank_onnx.mjs FOLDER (--tokens 1,5,9 | --prompt TEXT [--plain]) " +
+  "[--max-new-tokens 128] [--prompt-chunk 256] [--threads 2]";
 
 /** What the caller can put right: names the file or argument, its value and the remedy. */
 export class LeanKOnnxError extends Error {}
@@ -36,7 +39,7 @@ export class LeanKOnnx {
   static async load(folder, { threads } = {}) {
     const description = readDescription(folder);
     if (threads !== undefined) requireCount("threads", threads);
-    const ort = await importOnnxruntime();
+    const { default: ort } = await importPackage("onnxruntime-node");
     const path = join(folder, "model.onnx");
     try {
       const options = threads === undefined ? {} : { intraOpNumThreads: threads };
@@ -285,13 +288,14 @@ function readDescription(folder) {
   return description;
 }
 
-async function importOnnxruntime() {
+/** Import a package, or say how to install it. */
+export async function importPackage(name) {
   try {
-    return (await import("onnxruntime-node")).default;
+    return await import(name);
   } catch (error) {
     if (error.code !== "ERR_MODULE_NOT_FOUND") throw error;
-    const remedy = "`npm install onnxruntime-node` in the folder of leank_onnx.mjs, or above it";
-    throw new LeanKOnnxError(`onnxruntime-node is not installed: ${remedy}`);
+    const remedy = `\`npm install ${name}\` in the folder of leank_onnx.mjs, or above it`;
+    throw new LeanKOnnxError(`${name} is not installed: ${remedy}`);
   }
 }
 
@@ -308,21 +312,33 @@ function requireCount(name, value) {
   requireThat(Number.isInteger(value) && value >= 1, `${name} is ${value}: pass 1 or more`);
 }
 
-/** Answer one prompt on the command line, a token a line as they come, and return the exit code. */
+/** Answer one prompt on the command line as the answer comes, a token a line, and return the exit code. */
 async function main() {
   const string = { type: "string" };
-  const options = { tokens: string, "max-new-tokens": string, "prompt-chunk": string, threads: string };
+  const numbers = { "max-new-tokens": string, "prompt-chunk": string, threads: string };
+  const options = { tokens: string, prompt: string, plain: { type: "boolean" }, ...numbers };
   // What is no number becomes NaN, which is refused as such.
   const number = (text) => (text === undefined ? undefined : text.trim() === "" ? NaN : Number(text));
   try {
     const { values, positionals } = parseArgs({ options, allowPositionals: true });
-    requireThat(positionals.length === 1 && values.tokens !== undefined, USAGE);
+    const { tokens, prompt, plain } = values;
+    requireThat(positionals.length === 1 && (tokens === undefined) !== (prompt === undefined), USAGE);
     const model = await LeanKOnnx.load(positionals[0], { threads: number(values.threads) });
-    const answer = model.generate(values.tokens.split(",").map(number), {
+    const limits = {
       maxNewTokens: number(values["max-new-tokens"]),
       promptChunk: number(values["prompt-chunk"]),
-    });
-    for await (const token of answer) process.stdout.write(`${token}\n`);
+    };
+    if (tokens !== undefined) {
+      const answer = model.generate(tokens.split(",").map(number), limits);
+      for await (const token of answer) process.stdout.write(`${token}\n`);
+      return 0;
+    }
+    const { Text } = await import("./leank_onnx_text.mjs");
+    const text = await Text.load(positionals[0]);
+    const asChat = text.chatTemplate !== undefined && !plain;
+    const ids = asChat ? await text.encodeChat([{ role: "user", content: prompt }]) : text.encode(prompt);
+    for await (const piece of text.stream(model.generate(ids, limits))) process.stdout.write(piece);
+    process.stdout.write("\n");
     return 0;
   } catch (error) {
     const isUsersMistake = error instanceof LeanKOnnxError || error.code?.startsWith("ERR_PARSE_ARGS");
@@ -333,5 +349,6 @@ async function main() {
 }
 
 if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
-  process.exitCode = await main();
+  // No `await`: leank_onnx_text.mjs imports this file, which has to be whole by then.
+  main().then((code) => (process.exitCode = code));
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
@@ -23,7 +24,9 @@ from leank_convert.testbed.tasks import TASKS, build_sample
 # bin/setup installs it there where there is an npm.
 PACKAGES = Path(sys.prefix) / "node" / "node_modules"
 ANSWERS = Path(__file__).parent / "node" / "answers.mjs"
+TEXTS = ANSWERS.with_name("texts.mjs")
 HOST = Path(leank_onnx.__file__).with_suffix(".mjs")
+TEXT_HOST = HOST.with_stem("leank_onnx_text")
 CASES = ["llama", "mistral", "qwen2", "qwen3", "no channels"]
 # Prompt tokens and how many of them are read at a time: at once, in chunks, with a last chunk of one token,
 # one token, fewer than the sink, as many as the window.
@@ -33,7 +36,7 @@ WIDTHS = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
 pytestmark = [
     pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
     pytest.mark.skipif(
-        not (PACKAGES / "onnxruntime-node").is_dir(),
+        not (PACKAGES / "onnxruntime-node").is_dir() or not (PACKAGES / "@huggingface").is_dir(),
         reason="onnxruntime-node is not installed: bin/setup does it where there is npm",
     ),
 ]
@@ -61,6 +64,7 @@ def host(tmp_path_factory):
     """The host beside the packages it imports: Node looks for them from the file's own folder upwards."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "node_modules").symlink_to(PACKAGES)
+    shutil.copy(TEXT_HOST, folder)
     return Path(shutil.copy(HOST, folder))
 
 
@@ -124,9 +128,48 @@ def test_the_shipped_model_answers_on_the_command_line_as_in_python(shipped):
     assert any(flushed)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["as a chat", "plain"])
+def test_a_text_is_answered_with_pythons_text(plain, shipped):
+    model = LeanKOnnx(shipped, threads=1)
+    text = build_sample(TASKS[0], random.Random(1), 200).prompt
+    prompt = model.encode(text) if plain else model.encode_chat([{"role": "user", "content": text}])
+    (expected,) = model.generate([prompt], max_new_tokens=8)
+    arguments = ["--prompt", text, "--max-new-tokens", 8, *(["--plain"] if plain else [])]
+    done = run_node("leank_onnx.mjs", shipped, *arguments, cwd=shipped)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == model.decode(expected) + "\n"
+    assert done.stdout.strip()
+
+
+def test_text_of_bytes_is_tokenized_as_in_python_and_streamed_in_whole_characters(tmp_path, host):
+    texts = ["Größe: 1234 km, it's naïve", "東京は日本の首都です", "🙂🙃 a  b\n\n\tc   ", "<|begin|>hi"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|begin|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    asked = {"host": host.with_name(TEXT_HOST.name).as_uri(), "folder": str(tmp_path), "texts": texts}
+    done = run_node(TEXTS, stdin=json.dumps(asked))
+    assert (done.returncode, done.stderr) == (0, "")
+    for text, result in zip(texts, json.loads(done.stdout), strict=True):
+        assert result["tokens"] == tokenizer.encode(text).ids
+        assert "".join(result["pieces"]) == tokenizer.decode(result["tokens"])
+        assert len(result["pieces"]) > 1
+        assert "\ufffd" not in "".join(result["pieces"])
+
+
 def test_the_folder_ships_the_host(shipped):
-    assert (shipped / "leank_onnx.mjs").read_bytes() == HOST.read_bytes()
-    assert "leank_onnx.mjs" in json.loads((shipped / "leank_onnx.json").read_text())["files"]
+    files = json.loads((shipped / "leank_onnx.json").read_text())["files"]
+    for host in (HOST, TEXT_HOST):
+        assert (shipped / host.name).read_bytes() == host.read_bytes()
+        assert host.name in files
 
 
 def spoil(folder, **changes):
@@ -159,7 +202,8 @@ MISTAKES = {
     "no chunk": (None, ["--prompt-chunk", "0.5"], "promptChunk is 0.5: pass 1 or more"),
     "no threads": (None, ["--threads", "0"], "threads is 0: pass 1 or more"),
     "an unknown option": (None, ["--sample"], "--sample"),
-    "two folders": (None, ["another"], "usage: node leank_onnx.mjs FOLDER --tokens"),
+    "tokens and text": (None, ["--prompt", "w1 w2"], "usage: node leank_onnx.mjs FOLDER (--tokens"),
+    "two folders": (None, ["another"], "usage: node leank_onnx.mjs FOLDER (--tokens"),
 }
 
 
@@ -168,6 +212,26 @@ def test_a_mistake_is_named_in_a_line_without_a_trace(spoiling, arguments, messa
     if spoiling is not None:
         spoiling(copied)
     done = run_node(host, copied, "--tokens", "1,5,9", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "    at " not in done.stderr
+
+
+TEXT_MISTAKES = {
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json` does not exist"),
+    "a spoiled tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "is no JSON"),
+    "a template that refuses": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}"),
+        "no users",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiling,message", TEXT_MISTAKES.values(), ids=TEXT_MISTAKES)
+def test_a_text_that_cannot_be_read_is_named_in_a_line(spoiling, message, copied, host):
+    spoiling(copied)
+    done = run_node(host, copied, "--prompt", "w1 w2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
