@@ -133,7 +133,10 @@ def _check_external_data(folder: Path, description: FolderDescription) -> tuple[
         raise LeanKError(f"`{path}` is truncated or no ONNX graph: {first_line(error)}") from error
     sizes: dict[str, int] = {}
     for tensor in filter(uses_external_data, model.graph.initializer):
-        info = ExternalDataInfo(tensor)
+        try:
+            info = ExternalDataInfo(tensor)
+        except ValueError as error:
+            raise LeanKError(f"`{path}`: where `{tensor.name}` lies is nonsense: {error}") from error
         if info.location not in sizes:
             if info.location not in description.files:
                 raise LeanKError(f"`files` does not name `{info.location}`, where `{tensor.name}` lies")

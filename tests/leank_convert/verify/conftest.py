@@ -1,0 +1,103 @@
+"""An ONNX folder of a tiny model, and what `verify` finds when it has been spoiled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx
+from leank_convert.verify import verify_artifact
+
+SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+# The heads of layer 0 change places, layer 1 has one bucket.
+WIDTHS = [[7, 0], [4, 4]]
+
+
+@dataclass
+class OnnxFolder:
+    """An exported folder, and ways to spoil it."""
+
+    path: Path
+
+    def failed(self, source: Path | None = None) -> dict[str, str]:
+        report = verify_artifact(self.path, source)
+        assert report.ok == all(check.ok for check in report.checks)
+        return {check.name: check.detail for check in report.checks if not check.ok}
+
+    def made(self, source: Path | None = None) -> list[str]:
+        return [check.name for check in verify_artifact(self.path, source).checks]
+
+    def read(self) -> dict[str, Any]:
+        return json.loads((self.path / "leank_onnx.json").read_text())
+
+    def describe(self, edit: Callable[[Any], object]) -> None:
+        """Change the description."""
+        content = self.read()
+        edit(content)
+        (self.path / "leank_onnx.json").write_text(json.dumps(content))
+
+    def bless(self) -> None:
+        """Bring the digests up to date, so that what lies behind them is looked at alone."""
+
+        def edit(content: dict[str, Any]) -> None:
+            for name in content["files"]:
+                content["files"][name] = hashlib.sha256((self.path / name).read_bytes()).hexdigest()
+
+        self.describe(edit)
+
+    def rewrite(self, edit: Callable[[Any], object]) -> None:
+        """Change the graph, its weights left where they are."""
+        model = onnx.load(self.path / "model.onnx", load_external_data=False)
+        edit(model)
+        (self.path / "model.onnx").write_bytes(model.SerializeToString())
+        self.bless()
+
+
+@pytest.fixture(scope="session")
+def mask() -> ChannelMask:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.zeros(2, 2, 16, dtype=torch.bool)
+    for layer, row in enumerate(WIDTHS):
+        for head, width in enumerate(row):
+            values[layer, head, torch.randperm(16, generator=generator)[:width]] = True
+    return ChannelMask(values)
+
+
+@pytest.fixture(scope="session")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, retriever_folder: Path, mask: ChannelMask
+) -> OnnxFolder:
+    """Not to be changed."""
+    out = tmp_path_factory.mktemp("verify") / "out"
+    return OnnxFolder(export_onnx(retriever_folder, mask, out, **SIZES))
+
+
+@pytest.fixture
+def folder(exported: OnnxFolder, tmp_path: Path) -> OnnxFolder:
+    """A copy, to be spoiled."""
+    return OnnxFolder(Path(shutil.copytree(exported.path, tmp_path / "out")))
+
+
+@pytest.fixture
+def changed_source(retriever_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Build the source with one tensor changed."""
+
+    def build(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+        copy = Path(shutil.copytree(retriever_folder, tmp_path / "source"))
+        tensors = load_file(copy / "model.safetensors")
+        tensors[name] = edit(tensors[name]).contiguous()
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        return copy
+
+    return build

@@ -1,0 +1,132 @@
+"""`verify` runs the graph of an ONNX folder, and compares its answers with those of its source."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx.external_data_helper import ExternalDataInfo
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx, write
+from leank_convert.verify import verify_artifact
+
+WEIGHTS = "model.onnx.data"
+
+
+def test_an_export_verifies_against_its_source(exported, retriever_folder):
+    report = verify_artifact(exported.path, retriever_folder)
+    assert exported.failed(retriever_folder) == {}
+    names = [check.name for check in report.checks]
+    digests = {f"digest of {name}" for name in exported.read()["files"]}
+    assert digests <= set(names)
+    own = ["description", "heads", "mask file", "external data", "graph", "tensors", "onnxruntime", "regions"]
+    source = ["source: sizes", "source: prompt", "source: keys and values", "source: logits"]
+    assert [name for name in names if name not in digests] == own + source
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+    assert [name for name in exported.made() if name not in digests] == own
+
+
+def test_a_float16_export_verifies_against_its_checkpoint(mask, retriever_folder, tmp_path):
+    checkpoint = export_checkpoint(retriever_folder, mask, tmp_path / "checkpoint", sink_size=2)
+    out = export_onnx(checkpoint, None, tmp_path / "out", dtype="float16")
+    for source in (checkpoint, retriever_folder):
+        assert verify_artifact(out, source).ok
+
+
+def test_an_export_under_another_rope_verifies_against_the_model_as_it_is(mask, retriever_folder, tmp_path):
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    out = export_onnx(retriever_folder, mask, tmp_path / "out", config_overrides=rope)
+    assert verify_artifact(out, retriever_folder).ok
+
+
+def test_a_quantized_graph_is_told_by_how_much_it_differs(folder, retriever_folder, changed_source):
+    quantizer = MatMulNBitsQuantizer(onnx.load(folder.path / "model.onnx"), bits=8, block_size=16)
+    quantizer.process()
+    for name in ("model.onnx", WEIGHTS):
+        (folder.path / name).unlink()
+    quantizer.model.save_model_to_file(str(folder.path / "model.onnx"), use_external_data_format=True)
+    folder.bless()
+    details = folder.failed()
+    assert details.keys() == {"graph"}
+    assert "`weights` is `float32`; `model.onnx` has `MatMulNBits`" in details["graph"]
+    folder.describe(lambda content: content.update(weights="int8"))
+    assert folder.failed(retriever_folder) == {}
+    *_, last = verify_artifact(folder.path, retriever_folder).checks
+    assert last.name == "source: logits"
+    assert last.detail.startswith("weights of int8 make them differ by ")
+    other = changed_source("model.layers.0.self_attn.k_proj.weight", lambda tensor: tensor.flip(0))
+    assert "layer 0: keys differ" in folder.failed(other)["source: keys and values"]
+
+
+def test_weights_that_are_called_quantized_and_are_not_are_found(folder):
+    folder.describe(lambda content: content.update(weights="int4"))
+    assert "`weights` is `int4`; `model.onnx` has no quantized product" in folder.failed()["graph"]
+
+
+def test_weights_that_are_no_numbers_are_found(folder):
+    graph = onnx.load(folder.path / "model.onnx", load_external_data=False).graph
+    place = ExternalDataInfo(next(tensor for tensor in graph.initializer if "embed" in tensor.name))
+    with (folder.path / WEIGHTS).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(np.full(place.length // 4, np.nan, np.float32).tobytes())
+    folder.bless()
+    details = folder.failed()
+    assert details.keys() == {"onnxruntime"}
+    assert "`logits` holds numbers that are not finite" in details["onnxruntime"]
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [(2, "slot 2 of the window region counts"), (4, "slot 3 of the win")]
+)
+def test_another_sink_than_the_graphs_is_found(size, what, folder):
+    folder.describe(lambda content: content.update(sink_size=size))
+    details = folder.failed()
+    assert details.keys() == {"regions"}
+    assert what in details["regions"]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1), (0, 3, 2), (2, 0, 9)])
+def test_graphs_without_sink_or_recent_tokens_or_pruned_heads_verify(sizes, retriever_folder, tmp_path):
+    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+    mask[0, 0] = sizes[0] == 0
+    names = dict(zip(("sink_size", "recent_size", "flush_size"), sizes, strict=True))
+    out = export_onnx(retriever_folder, ChannelMask(mask), tmp_path / "out", **names)
+    assert verify_artifact(out, retriever_folder).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", {"source: keys and values", "source: logits"}),
+        ("model.layers.0.self_attn.v_proj.weight", {"source: keys and values", "source: logits"}),
+        ("lm_head.weight", {"source: logits"}),
+    ],
+)
+def test_weights_that_are_not_the_sources_are_found(name, checks, exported, changed_source):
+    assert exported.failed(changed_source(name, lambda tensor: tensor * 1.01)).keys() == checks
+
+
+def test_a_source_of_other_sizes_is_found(exported, source_model):
+    source = source_model("qwen2")
+    details = exported.failed(source)
+    assert details == {"source: sizes": f"`model.model_type` is `llama`; `{source}` has `qwen2`"}
+
+
+def test_a_source_that_is_none_is_an_error(exported, tmp_path):
+    with pytest.raises(LeanKError, match="does not exist"):
+        verify_artifact(exported.path, tmp_path / "missing")
+
+
+def test_missing_packages_are_named_with_the_extra_to_install(exported, monkeypatch):
+    monkeypatch.setattr(write, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
+    result = CliRunner().invoke(main, ["verify", str(exported.path)])
+    assert result.exit_code == 2
+    assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
+    assert "hint: pip install 'leank-convert[onnx]'" in result.stderr
