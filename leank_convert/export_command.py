@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     help="With --format onnx: of weights and cache. float16 takes half the space, but onnxruntime's CPU "
     "converts it at every step. Default: float32.",
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["int8", "int4"]),
+    help="With --format onnx: quantize all weights but the embedding, not the cache. Default: as --dtype.",
+)
 @click.option("--opset", type=int, help="With --format onnx: version of the ONNX operators. Default: 23.")
 @overwrite_option
 @hub_options
@@ -62,6 +67,7 @@ def export(
     prune: str,
     file_format: str,
     dtype: str | None,
+    weights: str | None,
     opset: int | None,
     overwrite: bool,
     repo_id: str | None,
@@ -82,6 +88,7 @@ def export(
                 f"--set {key} matters to training alone; export takes windows, mask and model"
             )
     flags = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+    graph_options = {"opset": opset, "dtype": dtype, "weights": weights}
     if file_format == "onnx":
         _check_onnx_options(repo_id)
         if _is_leank_checkpoint(model):
@@ -92,10 +99,10 @@ def export(
                     hint="leave out --mask, --all-channels, --recipe, --set and the window sizes, or start "
                     "from the original model",
                 )
-            _write_graph(model, None, out, opset=opset, dtype=dtype, overwrite=overwrite)
+            _write_graph(model, None, out, **graph_options, overwrite=overwrite)
             return
-    elif opset is not None or dtype is not None:
-        raise click.UsageError(f"--{'opset' if dtype is None else 'dtype'} goes with --format onnx")
+    elif given := [name for name, value in graph_options.items() if value is not None]:
+        raise click.UsageError(f"--{given[0]} goes with --format onnx")
     recipe = _export_recipe(model, out, recipe_name, overrides)
     mask, origin = _choose_mask(model, out, mask_path, all_channels, recipe)
     options: dict[str, Any] = {
@@ -105,7 +112,7 @@ def export(
         "mask_origin": origin,
     }
     if file_format == "onnx":
-        _write_graph(model, mask, out, opset=opset, dtype=dtype, **options)
+        _write_graph(model, mask, out, **graph_options, **options)
         return
     from leank_convert.export import export_checkpoint
 

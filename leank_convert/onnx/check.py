@@ -1,4 +1,8 @@
-"""Check a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's."""
+"""Check a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's.
+
+A graph is held to PyTorch strictly as long as its weights are the model's. Of one whose weights were
+quantized since, the difference is measured, and refused only where lost bits alone do not explain it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ from leank_convert.onnx.subject import PrunedModel
 
 # Of the largest logit. A wrong graph is wrong by about as much as that; rounding is far below.
 _TOLERANCES = {"float32": 1e-3, "float16": 5e-2}
+# ‖quantized - PyTorch's‖ / ‖PyTorch's‖. With random weights, the worst case, 8 and 4 bits are 0.05 and 0.45
+# off; logits that have nothing to do with the model's are 1.4 off, zeros 1.
+_LIMITS = {"int8": 0.5, "int4": 0.9}
 
 
 def check_graph(pruned: PrunedModel, path: Path) -> None:
@@ -27,6 +34,45 @@ def check_graph(pruned: PrunedModel, path: Path) -> None:
     Raises:
         LeanKError: If the graph breaks ONNX's rules, or onnxruntime's answers are not PyTorch's.
     """
+    for what, logits, expected in _run(pruned, path):
+        difference = float((logits - expected).abs().max() / expected.abs().max())
+        if not difference < _TOLERANCES[pruned.dtype]:
+            raise _fault(
+                f"`{path.name}`: logits of {what} differ from PyTorch's by {difference:.1e} of the largest"
+            )
+
+
+def measure_quantized(pruned: PrunedModel, path: Path, weights: str) -> float:
+    """Measure how far the logits of a graph with quantized weights are from the model's.
+
+    Args:
+        pruned: The model, its weights as they were.
+        path: The graph; its weights lie beside it.
+        weights: A key of `quantize.SCHEMES`.
+
+    Returns:
+        ‖graph's - model's‖ / ‖model's‖, of a prompt of random tokens or of a decode step on a random cache,
+        whichever is more.
+
+    Raises:
+        LeanKError: If the graph breaks ONNX's rules, cannot be run, or is too far off for its bits.
+    """
+    differences = []
+    for what, logits, expected in _run(pruned, path):
+        difference = float((logits - expected).norm() / expected.norm())
+        if not difference < _LIMITS[weights]:
+            raise LeanKError(
+                f"`{path.name}`: with {weights} weights logits of {what} differ by {difference:.2f} of their "
+                f"norm, where {_LIMITS[weights]} is the most that is passed",
+                hint="these weights do not bear so few bits: take more, or leave `--weights` out",
+                exit_code=1,
+            )
+        differences.append(difference)
+    return max(differences)
+
+
+def _run(pruned: PrunedModel, path: Path) -> list[tuple[str, Tensor, Tensor]]:
+    """What was run, onnxruntime's logits and PyTorch's, both in float32."""
     import onnx
     import onnxruntime
 
@@ -42,16 +88,11 @@ def check_graph(pruned: PrunedModel, path: Path) -> None:
         names = [item.name for item in session.get_inputs()]
         for what, inputs, expected in (_prompt(pruned), _decode(pruned)):
             values = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-            answers.append((what, torch.from_numpy(session.run(["logits"], values)[0]), expected))
+            logits = torch.from_numpy(session.run(["logits"], values)[0])
+            answers.append((what, logits.float(), expected.float()))
     except Exception as error:  # onnxruntime's errors have no class in common
         raise _fault(f"onnxruntime cannot run `{path.name}`: {first_line(error)}") from error
-    for what, logits, expected in answers:
-        expected = expected.float()
-        difference = float((logits.float() - expected).abs().max() / expected.abs().max())
-        if not difference < _TOLERANCES[pruned.dtype]:
-            raise _fault(
-                f"`{path.name}`: logits of {what} differ from PyTorch's by {difference:.1e} of the largest"
-            )
+    return answers
 
 
 def _prompt(pruned: PrunedModel) -> tuple[str, list[Tensor], Tensor]:

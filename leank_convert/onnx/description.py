@@ -6,25 +6,45 @@ from collections.abc import Mapping
 from typing import Any
 
 from leank_convert.onnx.graph import cache_shapes
+from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.onnx.subject import PrunedModel
 
 FORMAT_VERSION = 1
 
 
-def describe(pruned: PrunedModel, *, opset: int, files: Mapping[str, str]) -> dict[str, Any]:
+def describe(
+    pruned: PrunedModel,
+    *,
+    opset: int,
+    files: Mapping[str, str],
+    weights: str | None = None,
+    difference: float | None = None,
+) -> dict[str, Any]:
     """Describe a graph.
 
     Args:
         pruned: The model it was made of.
         opset: Its version of the ONNX operators.
         files: SHA-256 by file name.
+        weights: A key of `quantize.SCHEMES`, or None for the model's own type.
+        difference: Of quantized weights, what `check.measure_quantized` returned.
     """
+    scheme = None if weights is None else SCHEMES[weights]
     config = pruned.model.config
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
     return {
         "format_version": FORMAT_VERSION,
         "opset": opset,
         "dtype": pruned.dtype,
+        "weights": weights or pruned.dtype,
+        "quantization": None
+        if scheme is None
+        else {
+            "operator": OPERATOR,
+            "bits": scheme.bits,
+            "block_size": scheme.block_size,
+            "difference": difference,
+        },
         "model": {
             "name": pruned.name,
             "model_type": config.model_type,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.onnx.subject import PrunedModel
 
 _README = """\
@@ -10,7 +11,7 @@ _README = """\
 
 `model.onnx` (opset {opset}, {dtype}; weights in `model.onnx.data`) decodes with a cache that keeps
 {kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}. It needs no PyTorch.
-
+{quantized}
 ## Run
 
 ```
@@ -53,20 +54,39 @@ buffers. `leank_onnx.py` is a complete host to read along.
 | pruned | all between | {cache.key_pruned:,} | {cache.value_pruned:,} | {cache.saved:.1%} |
 """
 
+_QUANTIZED = """
+Weights are {weights} ({operator}, blocks of {block_size}), the embedding and the cache {dtype}. On random
+tokens and a random cache logits are {difference:.1%} of their norm away from the unquantized model's.
+"""
 
-def build_readme(pruned: PrunedModel, *, opset: int) -> str:
+
+def build_readme(
+    pruned: PrunedModel, *, opset: int, weights: str | None = None, difference: float | None = None
+) -> str:
     """Build the README.md of a folder.
 
     Args:
         pruned: The model.
         opset: The graph's version of the ONNX operators.
+        weights: A key of `quantize.SCHEMES`, or None for the model's own type.
+        difference: Of quantized weights, what `check.measure_quantized` returned.
     """
+    quantized = ""
+    if weights is not None and difference is not None:
+        quantized = _QUANTIZED.format(
+            weights=weights,
+            operator=OPERATOR,
+            block_size=SCHEMES[weights].block_size,
+            dtype=pruned.dtype,
+            difference=difference,
+        )
     kept = float(pruned.channel_masks.float().mean())
     ring = pruned.recent_size + pruned.flush_size
     return _README.format(
         name=pruned.name,
         opset=opset,
         dtype=pruned.dtype,
+        quantized=quantized,
         ratio=1 - kept,
         kept=kept,
         sink=pruned.sink_size,

@@ -23,9 +23,10 @@ from leank_convert.export.config_json import encode_json
 from leank_convert.export.publish import MARKER_NAME, ONNX_DESCRIPTION_NAME, staged_folder
 from leank_convert.export.runtime_files import sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
-from leank_convert.onnx.check import check_graph
+from leank_convert.onnx.check import check_graph, measure_quantized
 from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import trace
+from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 from leank_convert.onnx.subject import PrunedModel, load_pruned
 
@@ -68,6 +69,7 @@ def export_onnx(
     *,
     opset: int = DEFAULT_OPSET,
     dtype: str = "float32",
+    weights: str | None = None,
     sink_size: int | None = None,
     recent_size: int | None = None,
     flush_size: int | None = None,
@@ -77,7 +79,8 @@ def export_onnx(
 ) -> Path:
     """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
 
-    The weights are in memory twice while the graph is checked against PyTorch.
+    The weights are in memory twice while the graph is checked against PyTorch. It is checked before they are
+    quantized, and again afterwards.
 
     Args:
         model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
@@ -85,6 +88,7 @@ def export_onnx(
         out: The folder to write. A training run that lies there is kept.
         opset: The graph's version of the ONNX operators.
         dtype: Of weights and cache: `float32` or `float16`.
+        weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
         sink_size: First tokens that keep every channel; by default the mask's, else 128.
         recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
         flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
@@ -100,6 +104,7 @@ def export_onnx(
             is wrong; `out` is then as before.
     """
     check_available(opset)
+    check_quantizer(weights)
     checkpoint = resolve_model(model)
     if mask is None:
         read_leank_config(checkpoint)
@@ -125,19 +130,26 @@ def export_onnx(
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         _save_graph(pruned, partial, opset)
         check_graph(pruned, partial / MODEL_NAME)
+        difference = None
+        if weights is not None:
+            quantize_weights(partial / MODEL_NAME, weights)
+            difference = measure_quantized(pruned, partial / MODEL_NAME, weights)
         _copy_companions(checkpoint, partial)
         write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
         for host in sorted(Path(__file__).parent.glob(_HOST_FILES)):
             write_atomically(partial / host.name, host.read_bytes())
         if temporary.exists():
             shutil.rmtree(temporary)
-        _describe_folder(pruned, partial, opset)
-        write_atomically(partial / _README_NAME, build_readme(pruned, opset=opset).encode())
+        _describe_folder(pruned, partial, opset, weights, difference)
+        readme = build_readme(pruned, opset=opset, weights=weights, difference=difference)
+        write_atomically(partial / _README_NAME, readme.encode())
     return out
 
 
-def export_graph(pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAULT_OPSET) -> None:
-    """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder.
+def export_graph(
+    pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAULT_OPSET, weights: str | None = None
+) -> None:
+    """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder, without running the graph.
 
     For the dense model of the same exporter, replace `channel_masks` by zeros and `recent_size` by the
     capacity: nothing is pruned then.
@@ -146,15 +158,20 @@ def export_graph(pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAU
         pruned: A converted checkpoint's folder, or a model in memory with its masks.
         folder: An existing folder.
         opset: The graph's version of the ONNX operators.
+        weights: `int8` or `int4`; None leaves them as they are.
 
     Raises:
-        LeanKError: If a library is missing, the opset is not supported, or the checkpoint cannot be read.
+        LeanKError: If a library is missing, the opset or the weights are not supported, or the checkpoint
+            cannot be read.
     """
     check_available(opset)
+    check_quantizer(weights)
     if isinstance(pruned, Path):
         pruned = load_pruned(pruned)
     _save_graph(pruned, folder, opset)
-    _describe_folder(pruned, folder, opset)
+    if weights is not None:
+        quantize_weights(folder / MODEL_NAME, weights)
+    _describe_folder(pruned, folder, opset, weights)
 
 
 def _save_graph(pruned: PrunedModel, folder: Path, opset: int) -> None:
@@ -164,12 +181,15 @@ def _save_graph(pruned: PrunedModel, folder: Path, opset: int) -> None:
     program.save(folder / MODEL_NAME, external_data=True)
 
 
-def _describe_folder(pruned: PrunedModel, folder: Path, opset: int) -> None:
+def _describe_folder(
+    pruned: PrunedModel, folder: Path, opset: int, weights: str | None, difference: float | None = None
+) -> None:
     """Write the description, with the digest of every file that is there. A README may be edited."""
     others = (_README_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
     present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
-    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(describe(pruned, opset=opset, files=files)))
+    description = describe(pruned, opset=opset, files=files, weights=weights, difference=difference)
+    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(description))
 
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:

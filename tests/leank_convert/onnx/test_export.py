@@ -278,6 +278,8 @@ def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
         (["--format", "onnx", "--push-to-hub", "a/b"], "--push-to-hub uploads checkpoints", "`hf upload`"),
         (["--opset", "23"], "--opset goes with --format onnx", "Usage:"),
         (["--dtype", "float16"], "--dtype goes with --format onnx", "Usage:"),
+        (["--weights", "int8"], "--weights goes with --format onnx", "Usage:"),
+        (["--format", "onnx", "--weights", "int2"], "'int2' is not one of 'int8', 'int4'", "Usage:"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

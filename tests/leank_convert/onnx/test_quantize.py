@@ -1,0 +1,242 @@
+"""Weights of 8 and 4 bits: what is quantized, how exactly, and what an exported folder says of it."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx import TensorProto, helper, numpy_helper
+
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_graph, load_pruned, write
+from leank_convert.onnx.check import measure_quantized
+from leank_convert.onnx.leank_onnx import LeanKOnnx
+from leank_convert.onnx.quantize import (
+    SCHEMES,
+    check_quantizer,
+    linear_bytes,
+    quantize_weights,
+    quantized_bytes,
+    round_weights,
+)
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.testbed.tasks import TASKS, build_sample
+
+# No multiple of a block.
+IN, OUT, VOCAB = 200, 24, 40
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def open_graph(path):
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def operators(path):
+    return Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
+
+
+@pytest.fixture
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(IN, OUT, bias=False)
+
+
+@pytest.fixture
+def graph(linear, tmp_path):
+    """`x @ linear` beside a product of two inputs, and an embedding that is the output's weight, too."""
+    embedding = torch.randn(VOCAB, OUT, generator=torch.Generator().manual_seed(1))
+    weights = {"weight": linear.weight.detach().T.contiguous(), "embedding": embedding}
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["y"], name="linear"),
+        helper.make_node("MatMul", ["y", "cache"], ["scores"], name="cached"),
+        helper.make_node("Gather", ["embedding", "ids"], ["embedded"], name="embed"),
+        helper.make_node("Transpose", ["embedding"], ["head"], name="transpose", perm=[1, 0]),
+        helper.make_node("MatMul", ["embedded", "head"], ["logits"], name="output"),
+    ]
+
+    def value(name, shape, kind=TensorProto.FLOAT):
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    made = helper.make_graph(
+        nodes,
+        "graph",
+        [value("x", ["rows", IN]), value("cache", [OUT, "slots"]), value("ids", ["n"], TensorProto.INT64)],
+        [value("y", ["rows", OUT]), value("scores", ["rows", "slots"]), value("logits", ["n", VOCAB])],
+        [numpy_helper.from_array(weight.numpy(), name) for name, weight in weights.items()],
+    )
+    path = tmp_path / "model.onnx"
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.save(model, path, save_as_external_data=True, location="model.onnx.data")
+    return path
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The shipped model with all channels kept: its answers are right, and far from any other."""
+    folder = tmp_path_factory.mktemp("shipped")
+    mask = ChannelMask(torch.ones(4, 4, 64, dtype=torch.bool))
+    checkpoint = export_checkpoint(
+        MODEL_DIR, mask, folder / "checkpoint", sink_size=8, recent_size=32, flush_size=8
+    )
+    (folder / "graph").mkdir()
+    export_graph(checkpoint, folder / "graph")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(checkpoint / name, folder / "graph" / name)
+    return folder
+
+
+def test_products_with_a_constant_are_quantized_and_no_others(graph):
+    quantize_weights(graph, "int8")
+    assert operators(graph) == {"MatMulNBits": 2, "MatMul": 1, "Gather": 1}
+    stored = {tensor.name: tensor for tensor in onnx.load(graph).graph.initializer}
+    assert stored["embedding"].data_type == TensorProto.FLOAT
+    assert "weight" not in stored
+    (product,) = (node for node in onnx.load(graph).graph.node if node.op_type == "MatMul")
+    assert product.name == "cached"
+
+
+def test_one_file_of_weights_is_left_that_others_may_read_as_the_graph(graph):
+    before = graph.with_name("model.onnx.data").stat().st_size
+    quantize_weights(graph, "int8")
+    assert sorted(path.name for path in graph.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+    data = graph.with_name("model.onnx.data")
+    assert data.stat().st_size < 0.7 * before
+    assert data.stat().st_mode == graph.stat().st_mode
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linear, weights):
+    quantize_weights(graph, weights)
+    # Of a single 1 nothing is lost when activations are rounded.
+    inputs = {"x": np.eye(IN, dtype=np.float32), "cache": np.ones((OUT, 1), np.float32), "ids": np.arange(3)}
+    (result,) = open_graph(graph).run(["y"], inputs)
+    exact = linear.weight.detach().T.clone()
+    round_weights(linear, weights)
+    rounded = linear.weight.detach().T
+    assert torch.allclose(torch.from_numpy(result), rounded, atol=1e-5 * float(exact.abs().max()))
+    # Half a step of a block's largest weight.
+    largest = exact.abs().max() / 2 ** (SCHEMES[weights].bits - 1)
+    assert 0.2 * largest < (rounded - exact).abs().max() <= 1.001 * largest
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+def test_bytes_of_quantized_weights_are_those_of_the_graphs_tensors(graph, linear, weights):
+    assert linear_bytes(linear) == 4 * IN * OUT
+    quantize_weights(graph, weights)
+    stored = onnx.load(graph).graph.initializer
+    parts = [tensor for tensor in stored if tensor.name.startswith("weight_")]
+    assert quantized_bytes(linear, weights) == sum(len(tensor.raw_data) for tensor in parts)
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+def test_shipped_model_answers_right_with_quantized_weights(shipped, weights, tmp_path):
+    folder = shutil.copytree(shipped / "graph", tmp_path / weights)
+    quantize_weights(folder / "model.onnx", weights)
+    # Four layers of seven, and the output: attention's own products, with the cache, are as they were.
+    before, after = operators(shipped / "graph" / "model.onnx"), operators(folder / "model.onnx")
+    assert after["MatMulNBits"] == 29
+    assert after["MatMul"] == before["MatMul"] - 29
+    model = LeanKOnnx(folder, threads=1)
+    rng = random.Random(0)
+    samples = [build_sample(task, rng, 200) for task in TASKS]
+    prompts = [model.encode_chat([{"role": "user", "content": sample.prompt}]) for sample in samples]
+    answers = model.generate(prompts, max_new_tokens=24)
+    assert [model.decode(answer).strip() for answer in answers] == [sample.answer for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [("int8", "float32"), ("int4", "float16")], ids=lambda value: value
+)
+def test_exported_folder_runs_and_tells_how_its_weights_are_quantized(shipped, weights, dtype, tmp_path):
+    options = ["--format", "onnx", "--weights", weights, "--dtype", dtype]
+    result = run("export", shipped / "checkpoint", *options, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    described = json.loads((tmp_path / "out" / "leank_onnx.json").read_text())
+    assert (described["weights"], described["dtype"]) == (weights, dtype)
+    quantization = described["quantization"]
+    difference = quantization.pop("difference")
+    scheme = SCHEMES[weights]
+    assert quantization == {"operator": "MatMulNBits", "bits": scheme.bits, "block_size": scheme.block_size}
+    assert 0.01 < difference < 0.3
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert f"Weights are {weights} (MatMulNBits, blocks of {scheme.block_size})" in readme
+    assert f"the embedding and the cache {dtype}" in readme
+    assert f"logits are {difference:.1%} of their norm away" in readme
+    model = LeanKOnnx(tmp_path / "out", threads=1)
+    model.check_files()
+    (answer,) = model.generate([[1, 5, 9]], max_new_tokens=2)
+    assert len(answer) >= 1
+
+
+def test_unquantized_folder_says_so(shipped):
+    described = json.loads((shipped / "graph" / "leank_onnx.json").read_text())
+    assert (described["weights"], described["quantization"]) == ("float32", None)
+
+
+def test_weights_that_lost_more_than_bits_are_refused(shipped, tmp_path):
+    folder = shutil.copytree(shipped / "graph", tmp_path / "int8")
+    quantize_weights(folder / "model.onnx", "int8")
+    pruned = load_pruned(shipped / "checkpoint")
+    assert measure_quantized(pruned, folder / "model.onnx", "int8") < 0.1
+    with torch.no_grad():
+        pruned.model.model.layers[0].self_attn.o_proj.weight.neg_()
+    with pytest.raises(LeanKError, match="with int8 weights logits of a prompt differ by") as caught:
+        measure_quantized(pruned, folder / "model.onnx", "int8")
+    assert "leave `--weights` out" in str(caught.value.hint)
+
+
+def test_failure_while_quantizing_leaves_nothing_behind(shipped, tmp_path, monkeypatch):
+    def fail(path, weights):
+        raise LeanKError("no", hint="none")
+
+    monkeypatch.setattr(write, "_save_graph", lambda pruned, folder, opset: (folder / "model.onnx").touch())
+    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+    monkeypatch.setattr(write, "quantize_weights", fail)
+    options = ["--format", "onnx", "--weights", "int4"]
+    result = run("export", shipped / "checkpoint", *options, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_weights_are_refused_with_those_that_exist():
+    with pytest.raises(LeanKError, match="weights `int2` are not supported") as caught:
+        check_quantizer("int2")
+    assert "use one of int8, int4" in str(caught.value.hint)
+
+
+def test_missing_quantizer_is_told_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.delattr("onnxruntime.quantization.matmul_nbits_quantizer", raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime.quantization.matmul_nbits_quantizer", None)
+    result = run(
+        "export", MODEL_DIR, "--all-channels", "--format", "onnx", "--weights", "int8", "-o", tmp_path
+    )
+    assert result.exit_code == 2
+    assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in result.stderr
+    assert "hint: pip install --upgrade 'leank-convert[onnx]'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_quantizers_import_leaves_the_programs_log_alone():
+    script = """
+import logging
+from leank_convert.onnx.quantize import check_quantizer
+check_quantizer("int8")
+root = logging.getLogger()
+assert (root.handlers, root.level) == ([], logging.WARNING)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
