@@ -44,6 +44,13 @@ def _read_some(ctx: click.Context, param: click.Parameter, value: str | None) ->
     help="Layers of the mask. Default: four that take about the whole mask's share of bytes.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(["float32", "int8", "int4"]),
+    default="float32",
+    show_default=True,
+    help="Of both graphs; the caches stay float32.",
+)
+@click.option(
     "--threads",
     type=click.IntRange(1),
     help=f"Of onnxruntime. Default: {_THREADS}, or as many cores as there are.",
@@ -57,6 +64,7 @@ def onnx(
     geometry: str | None,
     lengths: list[tuple[int, ...]],
     layers: list[int] | None,
+    weights: str,
     threads: int | None,
     rounds: int | None,
 ) -> None:
@@ -69,6 +77,7 @@ def onnx(
         choose_subject(mask, recipe, geometry),
         [tokens for (tokens,) in lengths] or (_TOY_LENGTHS if toy else _LENGTHS),
         layers=layers,
+        weights=None if weights == "float32" else weights,
         threads=threads or min(_THREADS, os.cpu_count() or 1),
         rounds=rounds or (3 if toy else 21),
     )

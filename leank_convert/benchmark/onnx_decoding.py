@@ -52,6 +52,7 @@ def benchmark_onnx(
     lengths: Sequence[int],
     *,
     layers: Sequence[int] | None,
+    weights: str | None,
     threads: int,
     rounds: int,
     seed: int = 0,
@@ -62,6 +63,7 @@ def benchmark_onnx(
         subject: Mask and shape.
         lengths: Cached tokens of each case.
         layers: Layers of the mask; None for some that stand for all.
+        weights: How both sides' weights are quantized, `int8` or `int4`; None for float32.
         threads: Of onnxruntime.
         rounds: Measurements of each figure.
         seed: Of the random numbers.
@@ -80,7 +82,8 @@ def benchmark_onnx(
     report = Report()
     report.header(environment, subject.describe(), for_cpu=True)
     report.line(
-        f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, float32, opset {DEFAULT_OPSET}"
+        f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {DEFAULT_OPSET}, "
+        f"{weights or 'float32'} weights, float32 cache"
     )
     cases = []
     with ExitStack() as stack:
@@ -89,11 +92,12 @@ def benchmark_onnx(
         for name in MODELS:
             models[name] = build_stock(measured.geometry, name, seed)
             for side in SIDES:
-                path = export_side(models[name], measured, side, folder / f"{name}-{side}")
+                path = export_side(models[name], measured, side, folder / f"{name}-{side}", weights)
                 steps[name, side] = BoundStep(path, threads)
-            report.line(f"{_TITLES[name]}: {weight_bytes(models[name]) / 1e6:,.1f} MB of weights are read")
+            read = weight_bytes(models[name], weights)
+            report.line(f"{_TITLES[name]}: {read / 1e6:,.1f} MB of weights are read")
         for num_tokens in lengths:
-            cases.append(_run_case(measured, models, steps, num_tokens, rounds, seed))
+            cases.append(_run_case(measured, models, steps, num_tokens, rounds, seed, weights))
     environment["load_after"] = os.getloadavg()[0]
     whole = count_whole_mask(subject, lengths)
     for name in MODELS:
@@ -109,10 +113,11 @@ def benchmark_onnx(
         subject.describe(),
         ok=all(case["ok"] for case in cases),
         dtype="float32",
+        weights=weights or "float32",
         opset=DEFAULT_OPSET,
         layers=chosen,
         widths=widths_of(measured),
-        weight_bytes={name: weight_bytes(model) for name, model in models.items()},
+        weight_bytes={name: weight_bytes(model, weights) for name, model in models.items()},
         cases=cases,
         whole_mask=whole,
     )
@@ -125,6 +130,7 @@ def _run_case(
     num_tokens: int,
     rounds: int,
     seed: int,
+    weights: str | None,
 ) -> dict[str, Any]:
     """Check both models' graphs over one cache, then time them, a dense step and a pruned one in turns."""
     cache = FilledCache(subject, num_tokens, seed + 1)
@@ -139,14 +145,14 @@ def _run_case(
     }
     for name, model in models.items():
         sides = {side: steps[name, side] for side in SIDES}
-        exact = ExactLogits(model, cache)
+        exact = ExactLogits(model, cache, weights)
         checks: dict[str, LogitsCheck] = {}
         for side, step in sides.items():
             step.bind(buffers[side], past=num_tokens, pruned=pruned[side], slot=cache.slot(side))
             checks[side] = exact.check(side, step.logits())
         case[name] = {"checks": {side: check.to_dict() for side, check in checks.items()}}
         if all(check.ok for check in checks.values()):
-            read = {side: held + weight_bytes(model) for side, held in cache_bytes.items()}
+            read = {side: held + weight_bytes(model, weights) for side, held in cache_bytes.items()}
             case[name] |= _time_sides({side: step.run for side, step in sides.items()}, read, rounds)
         for step in sides.values():
             step.release()

@@ -107,8 +107,15 @@ def build_stock(geometry: Geometry, name: str, seed: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step of one token reads: all but the embedding's other rows."""
+def weight_bytes(model: Any, weights: str | None = None) -> int:
+    """Bytes of the weights that a step of one token reads: all but the embedding's other rows.
+
+    Quantized `weights`, a key of `SCHEMES`, count as they are stored; the output's are stored for themselves.
+    """
+    if weights is not None:
+        from leank_convert.onnx.quantize import linear_bytes, quantized_bytes
+
+        return weight_bytes(model) - linear_bytes(model) + quantized_bytes(model, weights)
     total = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     embedding = model.get_input_embeddings().weight
     if model.get_output_embeddings().weight is embedding:
@@ -116,8 +123,8 @@ def weight_bytes(model: Any) -> int:
     return int(total - embedding.numel() * embedding.element_size())
 
 
-def export_side(model: Any, subject: Subject, side: str, folder: Path) -> Path:
-    """Write a model's graph; `side` is one of `SIDES`."""
+def export_side(model: Any, subject: Subject, side: str, folder: Path, weights: str | None) -> Path:
+    """Write a model's graph; `side` is one of `SIDES`, `weights` a key of `SCHEMES` or None for float32."""
     from leank_convert.onnx.subject import PrunedModel
     from leank_convert.onnx.write import MODEL_NAME, export_graph
 
@@ -131,7 +138,7 @@ def export_side(model: Any, subject: Subject, side: str, folder: Path) -> Path:
         windows.flush_size,
     )
     folder.mkdir()
-    export_graph(pruned, folder)
+    export_graph(pruned, folder, weights=weights)
     return folder / MODEL_NAME
 
 

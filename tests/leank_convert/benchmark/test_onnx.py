@@ -2,6 +2,7 @@
 
 import json
 
+import onnx
 import pytest
 import torch
 from click.testing import CliRunner
@@ -37,10 +38,10 @@ def run(graphs, monkeypatch):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
 
-    def export(model, subject, side, folder):
-        kept = graphs / side
+    def export(model, subject, side, folder, weights):
+        kept = graphs / f"{side} {weights}"
         if not kept.exists():
-            export_side(model, subject, side, kept)
+            export_side(model, subject, side, kept, weights)
         return kept / "model.onnx"
 
     monkeypatch.setattr(onnx_decoding, "export_side", export)
@@ -85,6 +86,28 @@ def test_attention_and_step_are_measured_beside_the_dense_graph(run):
     assert "whole step, one row" in result.stderr
     assert "load of the machine" in result.stderr
     assert "say nothing of speed" not in result.stderr
+
+
+def test_both_sides_weights_are_quantized_and_held_to_what_they_were_rounded_to(run):
+    result = run("--length", "96", "--weights", "int4")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["weights"], document["dtype"]) == ("int4", "float32")
+    figures = document["cases"][0]["step"]
+    for side in ("dense", "leank"):
+        check = figures["checks"][side]
+        # Of rounded activations alone; 4 bits of weights are further off.
+        assert 1e-4 < check["error"] < check["tolerance"]
+    assert figures["checks"]["leank"]["pruning_effect"] > 5 * figures["checks"]["leank"]["tolerance"]
+
+
+def test_quantized_weights_count_as_they_are_stored(run, graphs, subject):
+    model = build_stock(take_layers(subject, [0]).geometry, "step", seed=0)
+    run("--length", "3", "--weights", "int4")
+    stored = onnx.load(graphs / "dense int4" / "model.onnx").graph.initializer
+    total = sum(len(tensor.raw_data) for tensor in stored if "_Q4" in tensor.name or "_scales" in tensor.name)
+    norms = sum(weight.numel() for name, weight in model.named_parameters() if "norm" in name)
+    assert weight_bytes(model, "int4") == total + 4 * norms
 
 
 def test_a_wrong_cache_gets_no_figures(run, monkeypatch):
