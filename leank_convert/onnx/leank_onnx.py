@@ -187,7 +187,7 @@ class LeanKOnnx:
         }
         try:
             text = environment.from_string(template).render(
-                messages=list(messages), add_generation_prompt=True, **special
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
             )
         except TemplateError as error:
             raise LeanKOnnxError(f"the chat template of `{self.folder}` failed: {error}") from None

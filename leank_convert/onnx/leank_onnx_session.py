@@ -10,10 +10,10 @@ import onnxruntime
 
 if TYPE_CHECKING or __package__:
     from .leank_onnx_cache import Cache, Present
-    from .leank_onnx_description import Array, Description, require
+    from .leank_onnx_description import Array, Description, LeanKOnnxError, require
 else:  # beside the graph
     from leank_onnx_cache import Cache, Present
-    from leank_onnx_description import Array, Description, require
+    from leank_onnx_description import Array, Description, LeanKOnnxError, require
 
 if TYPE_CHECKING:
     from .leank_onnx import LeanKOnnx
@@ -75,14 +75,28 @@ class _Pass:
         return self._bound == (len(cache.lengths), num_new, num_logits, cache.moves)
 
     def run(self, *, is_last_of_prompt: bool = False, **integers: Array) -> Array:
-        """Return logits `[B, K, V]`, valid until the next run."""
+        """Return logits `[B, K, V]`, valid until the next run.
+
+        Raises:
+            LeanKOnnxError: If memory does not suffice.
+        """
         for name, values in integers.items():
             self._integers[name][:] = values
         options = onnxruntime.RunOptions()
+        options.log_severity_level = 4  # what fails is raised
         if is_last_of_prompt:
             # A long prompt's attention takes many times the memory that decoding needs: give it back.
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        self._session.run_with_iobinding(self._binding, options)
+        try:
+            self._session.run_with_iobinding(self._binding, options)
+        except RuntimeError as error:
+            # By its words alone is it known from others.
+            if "Failed to allocate memory" not in str(error) and "bad_alloc" not in str(error):
+                raise
+            raise LeanKOnnxError(
+                f"too little memory for {self._bound[1]} new tokens of {self._bound[0]} rows at a time: "
+                "pass a smaller prompt_chunk, or fewer rows"
+            ) from error
         return self._logits
 
 

@@ -178,6 +178,21 @@ def test_an_answer_ends_with_the_models_own_token_while_others_go_on(exported):
     assert second == free[1]
 
 
+def test_rows_whose_answers_ended_early_go_on_as_they_do_alone(exported):
+    model = exported("qwen3").load()
+    prompts, turns = [tokens(15, 4), tokens(26, 5), tokens(2, 6)], [tokens(3, 7), tokens(19, 8), tokens(1, 9)]
+    object.__setattr__(model.description, "eos_token_ids", frozenset())
+    free = model.generate(prompts, max_new_tokens=20)
+    object.__setattr__(model.description, "eos_token_ids", frozenset({free[0][2], free[2][9]}))
+    together = model.start()
+    answers = [together.generate(rows, max_new_tokens=20) for rows in (prompts, turns)]
+    assert len({len(answer) for answer in answers[0]}) > 1
+    for row in range(3):
+        alone = model.start()
+        for turn, rows in enumerate((prompts, turns)):
+            assert alone.generate([rows[row]], max_new_tokens=20) == [answers[turn][row]]
+
+
 def test_the_next_turn_begins_with_the_token_that_ended_the_answer(exported, runtime_session):
     model = exported("llama")
     session, reference = model.load().start(), runtime_session(model.leank)

@@ -168,8 +168,8 @@ def test_of_several_chat_templates_the_default_one_is_taken(copied):
 
 
 def test_a_chat_template_in_the_tokenizers_config_is_read_with_its_special_tokens(copied):
-    config = {"chat_template": "{{ bos_token }} {{ messages[0].content }} {{ eos_token }}"}
-    config |= {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    template = "{{ bos_token }} {{ messages[0].content }} {% if tools is none %}{{ eos_token }}{% endif %}"
+    config = {"chat_template": template, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (copied / "tokenizer_config.json").write_text(json.dumps(config))
     assert LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}]) == [1, 4, 2]
 
@@ -293,6 +293,33 @@ def test_a_description_without_a_key_or_that_is_no_json_is_refused(copied):
         (copied / "leank_onnx.json").write_text(content)
         with pytest.raises(LeanKOnnxError, match=message):
             LeanKOnnx(copied)
+
+
+NEEDS_MUCH = """
+import re, resource, sys
+from leank_onnx import LeanKOnnx, LeanKOnnxError
+model = LeanKOnnx(".", threads=1)
+size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + (200 << 20), resource.RLIM_INFINITY))
+session = model.start()
+try:
+    session.feed([[5] * 4000], prompt_chunk=4000)
+except LeanKOnnxError as error:
+    print(error)
+session.feed([[5] * 4000], prompt_chunk=64)
+print(session.lengths)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures and limits memory as Linux does")
+def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_one_read(copied):
+    done = subprocess.run(
+        [sys.executable, "-c", NEEDS_MUCH], capture_output=True, text=True, cwd=copied, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    message, lengths = done.stdout.splitlines()
+    assert message.startswith("too little memory for 4000 new tokens of 1 rows at a time: pass a smaller")
+    assert lengths == "[4000]"
 
 
 @pytest.mark.parametrize(
