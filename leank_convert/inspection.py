@@ -113,7 +113,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
             hint=f"`leank-convert verify {path}` lists everything that is wrong",
         ) from error
     mask = load_mask(path / MASK_FILE_NAME)
-    known = mask.provenance
+    known, quantization = mask.provenance, description.quantization
     files = [(name, path / name) for name in description.files]
     return {
         "kind": "onnx",
@@ -123,6 +123,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         "opset": description.opset,
         "dtype": description.dtype,
         "weights": description.weights,
+        "quantization": quantization.model_dump() if quantization else None,
         **_describe_widths(description.widths, description.model.head_dim, description.dtype),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": description.pruning_ratio,
@@ -193,6 +194,10 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
         rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
     if facts["kind"] == "onnx":
         graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
+        if quantization := facts["quantization"]:
+            graph += f" in blocks of {quantization['block_size']}"
+            if quantization["difference"] is not None:
+                graph += f" (logits differ by {quantization['difference']:.1e} of their norm)"
         rows.insert(2, ("graph", graph))
         sizes = [
             f"{name}: " + ("missing" if n is None else f"{n:,} bytes") for name, n in facts["files"].items()

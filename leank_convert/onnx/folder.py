@@ -53,12 +53,22 @@ class TensorDescription(_Part):
     part: str | None = None
 
 
+class Quantization(_Part):
+    """How weights of 8 or 4 bits are stored; `difference`: how much of their norm logits differ by."""
+
+    operator: str
+    bits: int
+    block_size: int
+    difference: float | None
+
+
 class FolderDescription(_Part):
     """The content of `leank_onnx.json`."""
 
     opset: int
     dtype: Literal["float32", "float16"]
     weights: Literal["float32", "float16", "int8", "int4"]
+    quantization: Quantization | None
     model: ModelDescription
     bos_token_id: int | None
     eos_token_ids: list[int]
@@ -95,7 +105,7 @@ def read_description(folder: Path) -> FolderDescription:
             hint="export the model again, or use the release of leank-convert that wrote it",
         )
     try:
-        return FolderDescription.model_validate({"weights": content.get("dtype"), **content})
+        return FolderDescription.model_validate(content)
     except ValidationError as error:
         items = error.errors(include_url=False)
     places = [(".".join(map(str, item["loc"])), item) for item in items]

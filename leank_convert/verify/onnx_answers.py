@@ -247,7 +247,7 @@ def _check_cache(
 ) -> str:
     """Compare K [B, H_kv, S, D], its channels reordered, and V [B, H_kv, D, S] layer by layer."""
     largest = 0.0
-    quantized = description.weights not in _TOLERANCES
+    quantized = description.quantization is not None
     # What is quantized in one layer changes the next: the first alone tells whose weights they are.
     for layer, (keys, values) in enumerate(cached[:1] if quantized else cached):
         permuted = description.head_permutation is not None and not source.is_checkpoint
@@ -277,11 +277,16 @@ def _check_cache(
 
 def _check_logits(logits: NDArray[Any], expected: Tensor, description: FolderDescription) -> str:
     found, right = torch.from_numpy(logits).double(), expected.double()
+    same = f"{float((found.argmax(-1) == right.argmax(-1)).double().mean()):.0%} of next tokens are the same"
+    if description.quantization is not None:
+        difference = float((found - right).norm() / right.norm())
+        told = description.quantization.difference
+        before = "" if told is None else f" ({told:.1e} of other tokens, at the export)"
+        return (
+            f"weights of {description.weights} change them by {difference:.1e} of their norm{before}; {same}"
+        )
     difference = float((found - right).abs().max() / right.abs().max())
-    same = float((found.argmax(-1) == right.argmax(-1)).double().mean())
-    told = f"by {difference:.1e} of the largest; {same:.0%} of next tokens are the same"
-    if description.weights not in _TOLERANCES:
-        return f"weights of {description.weights} make them differ {told}"
+    detail = f"they differ from the source's by {difference:.1e} of the largest; {same}"
     if not difference < _TOLERANCES[description.dtype]:
-        raise LeanKError(f"they differ from the source's {told}")
-    return f"they differ from the source's {told}"
+        raise LeanKError(detail)
+    return detail

@@ -27,9 +27,7 @@ from leank_convert.verify.onnx_answers import (
 )
 from leank_convert.verify.report import Checks, VerifyReport
 
-_QUANTIZED = ("int8", "int4")
-# What onnxruntime's quantizers leave in a graph in place of a product with float weights.
-_QUANTIZED_OPERATORS = {"MatMulNBits", "MatMulInteger", "DequantizeLinear"}
+_BITS = {"int8": 8, "int4": 4}
 
 
 def verify_onnx(path: str | Path, source: str | Path | None = None) -> VerifyReport:
@@ -162,13 +160,32 @@ def _check_graph(folder: Path, model: Any, description: FolderDescription) -> st
     opset = next((item.version for item in model.opset_import if item.domain == ""), None)
     if opset != description.opset:
         raise LeanKError(f"`{MODEL_NAME}` has opset {opset}; `{ONNX_DESCRIPTION_NAME}`: {description.opset}")
-    quantized = sorted(_QUANTIZED_OPERATORS & {node.op_type for node in model.graph.node})
-    if bool(quantized) != (description.weights in _QUANTIZED):
-        found = f"has `{quantized[0]}`" if quantized else "has no quantized product"
-        raise LeanKError(
-            f"`{ONNX_DESCRIPTION_NAME}`: `weights` is `{description.weights}`; `{MODEL_NAME}` {found}"
-        )
+    _check_weights(model, description)
     return f"{len(model.graph.node)} nodes pass onnx's checker"
+
+
+def _check_weights(model: Any, description: FolderDescription) -> None:
+    """Compare the bits and blocks of the graph's products with those described."""
+    import onnx
+
+    weights, quantization = description.weights, description.quantization
+    bits = _BITS.get(weights)
+    if bits != (quantization.bits if quantization else None):
+        raise LeanKError(
+            f"`{ONNX_DESCRIPTION_NAME}`: `weights` is `{weights}`, `quantization` {quantization!r}"
+        )
+    described = {(bits, quantization.block_size)} if quantization else set()
+    operator = quantization.operator if quantization else "MatMulNBits"
+    found = set()
+    for node in model.graph.node:
+        if node.op_type == operator:
+            values = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+            found.add((values.get("bits", 4), values.get("block_size", 0)))  # 4 is ONNX Runtime's default
+    if found != described:
+        raise LeanKError(
+            f"`{ONNX_DESCRIPTION_NAME}`: `weights` is `{weights}`, (bits, block size) {sorted(described)}; "
+            f"`{operator}` in `{MODEL_NAME}` has {sorted(found)}"
+        )
 
 
 def _check_tensors(model: Any, description: FolderDescription) -> str:

@@ -171,6 +171,16 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
         assert part in text
 
 
+def test_quantized_weights_of_an_onnx_folder_are_told(
+    onnx_folder: Path, edit_json: Callable[..., None]
+) -> None:
+    scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
+    edit_json(onnx_folder / "leank_onnx.json", weights="int4", quantization=scheme)
+    facts = inspect_artifact(onnx_folder)
+    assert (facts["weights"], facts["quantization"]) == ("int4", scheme)
+    assert "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)" in render_inspection(facts)
+
+
 def test_a_missing_file_of_an_onnx_folder_is_told(onnx_folder: Path) -> None:
     (onnx_folder / "model.onnx").unlink()
     facts = inspect_artifact(onnx_folder)

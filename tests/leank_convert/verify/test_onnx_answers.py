@@ -1,6 +1,8 @@
 """`verify` runs the graph of an ONNX folder, and compares its answers with those of its source."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import onnx
@@ -8,7 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from onnx.external_data_helper import ExternalDataInfo
-from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
@@ -46,28 +47,50 @@ def test_an_export_under_another_rope_verifies_against_the_model_as_it_is(mask, 
     assert verify_artifact(out, retriever_folder).ok
 
 
-def test_a_quantized_graph_is_told_by_how_much_it_differs(folder, retriever_folder, changed_source):
-    quantizer = MatMulNBitsQuantizer(onnx.load(folder.path / "model.onnx"), bits=8, block_size=16)
-    quantizer.process()
-    for name in ("model.onnx", WEIGHTS):
-        (folder.path / name).unlink()
-    quantizer.model.save_model_to_file(str(folder.path / "model.onnx"), use_external_data_format=True)
-    folder.bless()
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory, retriever_folder, mask):
+    """Not to be changed."""
+    out = tmp_path_factory.mktemp("quantized") / "out"
+    return export_onnx(retriever_folder, mask, out, weights="int8")
+
+
+def test_a_quantized_graph_is_told_by_how_much_it_differs(quantized, retriever_folder, changed_source):
+    report = verify_artifact(quantized, retriever_folder)
+    assert report.ok
+    assert report.checks[-1].name == "source: logits"
+    assert re.match(r"weights of int8 change them by \d\.\de-\d\d of their norm \(", report.checks[-1].detail)
+    other = changed_source("model.layers.0.self_attn.k_proj.weight", lambda tensor: tensor.flip(0))
+    (bad,) = (check for check in verify_artifact(quantized, other).checks if not check.ok)
+    assert bad.name == "source: keys and values"
+    assert "layer 0: keys differ" in bad.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "float32"}, "`weights` is `float32`, `quantization` Quantization("),
+        ({"weights": "float32", "quantization": None}, "`MatMulNBits` in `model.onnx` has [(8, 128)]"),
+        ({"block_size": 64}, "(bits, block size) [(8, 64)]; `MatMulNBits` in `model.onnx` has [(8, 128)]"),
+        ({"operator": "Gemm"}, "`Gemm` in `model.onnx` has []"),
+    ],
+    ids=["weights", "float weights", "block size", "operator"],
+)
+def test_weights_quantized_otherwise_than_described_are_found(changes, message, quantized, folder, tmp_path):
+    shutil.rmtree(folder.path)
+    shutil.copytree(quantized, folder.path)
+    own = {key: value for key, value in changes.items() if key in ("weights", "quantization")}
+    inner = {key: value for key, value in changes.items() if key not in own}
+    folder.describe(lambda content: content["quantization"].update(inner))
+    folder.describe(lambda content: content.update(own))
     details = folder.failed()
     assert details.keys() == {"graph"}
-    assert "`weights` is `float32`; `model.onnx` has `MatMulNBits`" in details["graph"]
-    folder.describe(lambda content: content.update(weights="int8"))
-    assert folder.failed(retriever_folder) == {}
-    *_, last = verify_artifact(folder.path, retriever_folder).checks
-    assert last.name == "source: logits"
-    assert last.detail.startswith("weights of int8 make them differ by ")
-    other = changed_source("model.layers.0.self_attn.k_proj.weight", lambda tensor: tensor.flip(0))
-    assert "layer 0: keys differ" in folder.failed(other)["source: keys and values"]
+    assert message in details["graph"]
 
 
 def test_weights_that_are_called_quantized_and_are_not_are_found(folder):
-    folder.describe(lambda content: content.update(weights="int4"))
-    assert "`weights` is `int4`; `model.onnx` has no quantized product" in folder.failed()["graph"]
+    scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": None}
+    folder.describe(lambda content: content.update(weights="int4", quantization=scheme))
+    assert "`MatMulNBits` in `model.onnx` has []" in folder.failed()["graph"]
 
 
 def test_weights_that_are_no_numbers_are_found(folder):
