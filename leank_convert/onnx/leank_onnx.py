@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             streamer=show_token,
         )
         show(model.decode(answer))  # with a half character, where the answer ends in one
-    except LeanKOnnxError as error:
+    except (LeanKOnnxError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:

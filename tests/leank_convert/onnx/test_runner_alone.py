@@ -118,14 +118,24 @@ def test_the_command_line_shows_a_character_when_it_is_whole_or_the_answer_ends(
     assert written == ["aé", "b\ufffd", "\n"]
 
 
-def test_ctrl_c_ends_the_command_line_without_a_traceback(copied, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error,code,printed",
+    [
+        (KeyboardInterrupt, 130, ("w1\n", "")),
+        (MemoryError("cannot allocate 9 GiB"), 2, ("w1", "error: cannot allocate 9 GiB\n")),
+    ],
+    ids=["ctrl-c", "memory"],
+)
+def test_what_ends_an_answer_ends_the_command_line_without_a_traceback(
+    error, code, printed, copied, monkeypatch, capsys
+):
     def interrupted(*args, streamer, **kwargs):
         streamer(0, 5)
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(LeanKOnnx, "generate", interrupted)
-    assert leank_onnx.main([str(copied), "w1"]) == 130
-    assert capsys.readouterr() == ("w1\n", "")
+    assert leank_onnx.main([str(copied), "w1"]) == code
+    assert capsys.readouterr() == printed
 
 
 def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied):
