@@ -41,8 +41,10 @@ export class LeanKOnnx {
     if (threads !== undefined) requireCount("threads", threads);
     const { default: ort } = await importPackage("onnxruntime-node");
     const path = join(folder, "model.onnx");
+    // An arena would keep what a long prompt's attention took, many times what decoding needs.
+    const options = { enableCpuMemArena: false };
+    if (threads !== undefined) options.intraOpNumThreads = threads;
     try {
-      const options = threads === undefined ? {} : { intraOpNumThreads: threads };
       return new LeanKOnnx(ort, await ort.InferenceSession.create(path, options), description);
     } catch (error) {
       throw new LeanKOnnxError(`onnxruntime-node cannot load \`${path}\`: ${error.message}`);
