@@ -54,15 +54,25 @@ def quantized(tmp_path_factory, retriever_folder, mask):
     return export_onnx(retriever_folder, mask, out, weights="int8")
 
 
-def test_a_quantized_graph_is_told_by_how_much_it_differs(quantized, retriever_folder, changed_source):
+def test_a_quantized_graph_is_told_by_how_much_it_differs(quantized, retriever_folder):
     report = verify_artifact(quantized, retriever_folder)
     assert report.ok
     assert report.checks[-1].name == "source: logits"
     assert re.match(r"weights of int8 change them by \d\.\de-\d\d of their norm \(", report.checks[-1].detail)
-    other = changed_source("model.layers.0.self_attn.k_proj.weight", lambda tensor: tensor.flip(0))
-    (bad,) = (check for check in verify_artifact(quantized, other).checks if not check.ok)
-    assert bad.name == "source: keys and values"
-    assert "layer 0: keys differ" in bad.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        ("model.layers.0.self_attn.k_proj.weight", {"source: keys and values", "source: logits"}),
+        ("model.layers.1.mlp.up_proj.weight", {"source: logits"}),
+    ],
+)
+def test_quantized_weights_that_are_not_the_sources_are_found(name, checks, quantized, changed_source):
+    report = verify_artifact(quantized, changed_source(name, lambda tensor: tensor.flip(0)))
+    details = {check.name: check.detail for check in report.checks if not check.ok}
+    assert details.keys() == checks
+    assert "other weights" in details["source: logits"]
 
 
 @pytest.mark.parametrize(
