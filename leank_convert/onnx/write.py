@@ -79,8 +79,8 @@ def export_onnx(
 ) -> Path:
     """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
 
-    The weights are in memory twice while the graph is checked against PyTorch. It is checked before they are
-    quantized, and again afterwards.
+    The weights are in memory twice while the graph is traced, and again while they are quantized. The graph
+    is checked against PyTorch before that, and once more afterwards.
 
     Args:
         model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
