@@ -23,7 +23,8 @@ from leank_convert.onnx.quantize import round_weights
 
 # What the exported graph's logits may differ by, relative to the exact ones.
 TOLERANCE = 1e-4
-QUANTIZED_TOLERANCE = 0.1
+# Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
+QUANTIZED_TOLERANCE = 0.2
 _ATTENTION = "leank_benchmark_exact"
 
 
