@@ -32,6 +32,7 @@ class ModelDescription(_Part):
     num_key_value_heads: _Count
     head_dim: _Count
     vocab_size: _Count
+    max_position_embeddings: _Count
 
 
 class Bucket(_Part):

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import operator
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -126,7 +128,17 @@ class LeanKOnnx:
                 )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text.
+
+        Raises:
+            LeanKOnnxError: If the model has no tokenizer, or the text holds bytes that are no characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LeanKOnnxError(
+                f"the text is not UTF-8: {text[error.start : error.end]!a} at character {error.start}"
+            ) from None
         return list(self._tokenizer().encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: TokenIds, skip_special_tokens: bool = True) -> str:
@@ -138,11 +150,15 @@ class LeanKOnnx:
         """The model's chat template, None where it has none."""
         file = self.folder / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise LeanKOnnxError(f"`{file}` is no text: {error}; copy it again") from None
         template = self._tokenizer_config().get("chat_template")
         if isinstance(template, list):
             # Several by name, as older files hold them.
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = (entry for entry in template if isinstance(entry, dict))
+            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
         return template if isinstance(template, str) else None
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -152,13 +168,15 @@ class LeanKOnnx:
             messages: `{"role": "user", "content": "..."}` and so on.
 
         Raises:
-            LeanKOnnxError: If the model has no chat template or jinja2 is not installed.
+            LeanKOnnxError: If the model has no chat template, it fails, or jinja2 is not installed.
         """
         template = self.chat_template
         if template is None:
             raise LeanKOnnxError(f"`{self.folder}` has no chat template: pass plain text, or tokens")
         try:
-            from jinja2.exceptions import TemplateError
+            from jinja2 import nodes
+            from jinja2.ext import Extension, loopcontrols
+            from jinja2.parser import Parser
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise LeanKOnnxError(
@@ -169,8 +187,16 @@ class LeanKOnnx:
         def refuse(message: str) -> None:
             raise LeanKOnnxError(f"the chat template says: {message}")
 
+        class Generation(Extension):
+            # Marks for training what the model says; in a prompt its content stands by itself.
+            tags = {"generation"}  # noqa: RUF012, as its base declares it
+
+            def parse(self, parser: Parser) -> nodes.Node:
+                line = next(parser.stream).lineno
+                return nodes.Scope(parser.parse_statements(("name:endgeneration",), True), lineno=line)
+
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(
             value, ensure_ascii=False, **options
@@ -189,7 +215,9 @@ class LeanKOnnx:
             text = environment.from_string(template).render(
                 messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        except LeanKOnnxError:
+            raise
+        except Exception as error:  # a template may do what any program may
             raise LeanKOnnxError(f"the chat template of `{self.folder}` failed: {error}") from None
         return self.encode(text, add_special_tokens=False)
 
@@ -247,10 +275,11 @@ class LeanKOnnx:
     def _tokenizer_config(self) -> dict[str, Any]:
         file = self.folder / "tokenizer_config.json"
         try:
-            content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError as error:
             raise LeanKOnnxError(f"`{file}` is no JSON: {error}; copy it again") from None
-        return content
+        require(isinstance(content, dict), f"`{file}` is no JSON object; copy it again")
+        return dict(content)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,15 +299,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plain", action="store_true", help="pass the prompt without the chat template")
     parser.add_argument("--check", action="store_true", help="compare the files with their digests first")
     given = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may say what the terminal's encoding has no bytes for.
+        sys.stdout.reconfigure(errors="replace")
     try:
         model = LeanKOnnx(given.folder, given.threads)
         if given.check:
             model.check_files()
-        prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+        prompt = _read_standard_input() if given.prompt == "-" else given.prompt
         if given.plain or model.chat_template is None:
             ids = model.encode(prompt)
         else:
             ids = model.encode_chat([{"role": "user", "content": prompt}])
+        most, known = len(ids) + given.max_new_tokens, model.description.max_position_embeddings
+        if most > known:
+            sys.stderr.write(
+                f"note: prompt and answer may have {most} tokens, the model's max_position_embeddings is "
+                f"{known}: what lies beyond may make no sense\n"
+            )
         answer: list[int] = []
         shown = ""
 
@@ -306,14 +344,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             streamer=show_token,
         )
         show(model.decode(answer))  # with a half character, where the answer ends in one
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     except (LeanKOnnxError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return 130
-    sys.stdout.write("\n")
+    except BrokenPipeError:
+        # Whoever reads has enough. What is still buffered must not fail when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the signal would
     return 0
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise LeanKOnnxError(f"standard input is no text: {error}") from None
 
 
 if __name__ == "__main__":

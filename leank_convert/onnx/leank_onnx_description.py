@@ -49,7 +49,8 @@ class Description:
         sink_size, recent_size, flush_size: Window sizes.
         buckets: Per layer, its heads by width, contiguous.
         eos_token_ids: Tokens that end an answer.
-        files: Size and digest of every file, as the description lists them.
+        max_position_embeddings: Positions that the model's config names.
+        files: SHA-256 of every file by its name.
     """
 
     dtype: type[np.floating[Any]]
@@ -61,6 +62,7 @@ class Description:
     flush_size: int
     buckets: tuple[tuple[Bucket, ...], ...]
     eos_token_ids: frozenset[int]
+    max_position_embeddings: int
     files: Mapping[str, str]
 
     @property
@@ -131,12 +133,24 @@ class Description:
                 for layer in content["buckets"]
             ),
             eos_token_ids=frozenset(content["eos_token_ids"]),
+            max_position_embeddings=model["max_position_embeddings"],
             files=dict(content["files"].items()),
         )
-        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
-            size = getattr(description, name)
+        sizes: list[tuple[str, Any, int]] = [
+            (f"model.{key}", model[key], 1)
+            for key in ("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+        ]
+        sizes += [("sink_size", content["sink_size"], 0), ("recent_size", content["recent_size"], 0)]
+        sizes += [("flush_size", content["flush_size"], 1)]
+        sizes += [("an entry of eos_token_ids", token, 0) for token in description.eos_token_ids]
+        sizes += [
+            (f"a width of layer {layer}", bucket.width, 0)
+            for layer, buckets in enumerate(description.buckets)
+            for bucket in buckets
+        ]
+        for name, size, least in sizes:
             require(
-                isinstance(size, int) and size >= least,
+                type(size) is int and size >= least,
                 f"`{DESCRIPTION_FILE}`: {name} is {size!r}, not {least} or more; export the model again",
             )
         for layer, buckets in enumerate(description.buckets):

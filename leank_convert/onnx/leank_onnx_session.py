@@ -317,12 +317,15 @@ def _picker(
     share = 1.0 if top_p is None else top_p
     require(heat > 0, f"temperature is {heat}: pass more than 0, or do_sample=False for the likeliest token")
     require(0 < share <= 1, f"top_p is {share}: pass more than 0 and at most 1")
+    require(seed is None or seed >= 0, f"seed is {seed}: pass 0 or more, or None")
     random = np.random.default_rng(seed)
 
     def draw(logits: Array) -> int:
-        scaled = logits.astype(np.float64) / heat
-        order = np.argsort(-scaled, kind="stable")
-        weights = np.exp(scaled[order] - scaled[order[0]])
+        order = np.argsort(-logits, kind="stable")
+        below = logits[order].astype(np.float64) - logits[order[0]]
+        # At a temperature close to 0 all but the likeliest are infinitely far below it.
+        with np.errstate(over="ignore"):
+            weights = np.exp(below / heat)
         before = np.cumsum(weights) - weights
         # The token with which the share is reached belongs to it, as in transformers.
         weights = weights[before < share * weights.sum()] if share < 1 else weights

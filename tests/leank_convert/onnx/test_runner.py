@@ -254,9 +254,10 @@ def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(exported):
     assert model.generate([tokens(9)], seed=1, **draw) != model.generate([tokens(9)], seed=2, **draw)
 
 
-def test_a_top_p_below_the_likeliest_token_is_greedy(exported):
+@pytest.mark.parametrize("least", [{"top_p": 1e-6}, {"temperature": 1e-6}, {"temperature": 1e-310}])
+def test_the_least_top_p_or_temperature_is_greedy(least, exported):
     model = exported("llama").load()
-    drawn = model.generate([tokens(9)], max_new_tokens=20, do_sample=True, top_p=1e-6, seed=0)
+    drawn = model.generate([tokens(9)], max_new_tokens=20, do_sample=True, seed=0, **least)
     assert drawn == model.generate([tokens(9)], max_new_tokens=20)
 
 

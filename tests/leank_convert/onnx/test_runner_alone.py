@@ -1,42 +1,20 @@
-"""The shipped runner on its own: without torch, from the command line, and what it says to mistakes."""
+"""The shipped runner on its own: what it imports, text and chat templates, and what it says to mistakes."""
 
 from __future__ import annotations
 
 import ast
-import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
-
-TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
-BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
-
-
-def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = BLOCKED):
-    """Run the folder's own leank_onnx.py, from elsewhere, where `blocked` cannot be imported."""
-    script = (
-        "import runpy, sys\n"
-        f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
-        f"sys.path[0] = {str(folder)!r}\n"  # as Python does for a script
-        f"sys.argv = {['leank_onnx.py', str(folder), *arguments]!r}\n"
-        f"runpy.run_path({str(folder / 'leank_onnx.py')!r}, run_name='__main__')\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder.parent,
-        check=False,
-    )
 
 
 def test_the_runner_imports_nothing_but_its_own_files_and_three_libraries_anywhere():
@@ -80,82 +58,6 @@ def change_description(folder: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_the_command_line_prints_the_answer_without_torch_and_transformers(copied):
-    done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1", "--check"])
-    assert (done.returncode, done.stderr) == (0, "")
-    model = LeanKOnnx(copied, threads=1)
-    (answer,) = model.generate(["w1 w2 w3"], max_new_tokens=12)
-    assert done.stdout == model.decode(answer) + "\n"
-
-
-def test_nothing_is_written_beside_the_graph(copied):
-    def files():
-        return {
-            path: (path.stat().st_mtime_ns, path.read_bytes())
-            for path in copied.rglob("*")
-            if path.is_file() and path.suffix != ".pyc"  # Python's own, where it may write
-        }
-
-    before = files()
-    assert run_alone(copied, ["w1 w2", "--max-new-tokens", "3", "--check"]).returncode == 0
-    assert files() == before
-
-
-def test_the_command_line_reads_the_prompt_from_standard_input(copied, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2"))
-    assert leank_onnx.main([str(copied), "-", "--max-new-tokens", "4"]) == 0
-    model = LeanKOnnx(copied)
-    assert capsys.readouterr().out == model.decode(model.generate(["w1 w2"], max_new_tokens=4)[0]) + "\n"
-
-
-def test_the_command_line_shows_a_character_when_it_is_whole_or_the_answer_ends(copied, monkeypatch, capsys):
-    texts = iter(["a\ufffd", "a\ufffd", "aé", "aéb\ufffd", "aéb\ufffd"])
-    written = []
-    monkeypatch.setattr(LeanKOnnx, "decode", lambda model, ids: next(texts))
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys.stdout, "write", written.append)
-    assert leank_onnx.main([str(copied), "w1", "--max-new-tokens", "4"]) == 0
-    assert written == ["aé", "b\ufffd", "\n"]
-
-
-@pytest.mark.parametrize(
-    "error,code,printed",
-    [
-        (KeyboardInterrupt, 130, ("w1\n", "")),
-        (MemoryError("cannot allocate 9 GiB"), 2, ("w1", "error: cannot allocate 9 GiB\n")),
-    ],
-    ids=["ctrl-c", "memory"],
-)
-def test_what_ends_an_answer_ends_the_command_line_without_a_traceback(
-    error, code, printed, copied, monkeypatch, capsys
-):
-    def interrupted(*args, streamer, **kwargs):
-        streamer(0, 5)
-        raise error
-
-    monkeypatch.setattr(LeanKOnnx, "generate", interrupted)
-    assert leank_onnx.main([str(copied), "w1"]) == code
-    assert capsys.readouterr() == printed
-
-
-def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied):
-    (copied / "chat_template.jinja").write_text(TEMPLATE)
-    wrapped = run_alone(copied, ["w2 w3", "--max-new-tokens", "6"])
-    plain = run_alone(copied, ["w2 w3", "--max-new-tokens", "6", "--plain"])
-    model = LeanKOnnx(copied)
-    for done, text in ((wrapped, "w1 w2 w3"), (plain, "w2 w3")):
-        assert done.stdout == model.decode(model.generate([text], max_new_tokens=6)[0]) + "\n"
-
-
-def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
-    (copied / "chat_template.jinja").write_text(TEMPLATE)
-    done = run_alone(copied, ["w2 w3"], [*BLOCKED, "jinja2"])
-    assert done.returncode == 2
-    assert "needs jinja2, which is not installed" in done.stderr
-    assert "--plain" in done.stderr
-    assert run_alone(copied, ["w2 w3", "--plain"], [*BLOCKED, "jinja2"]).returncode == 0
-
-
 def test_a_conversation_without_a_chat_template_is_refused(copied):
     with pytest.raises(LeanKOnnxError, match="has no chat template"):
         LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
@@ -185,21 +87,29 @@ def test_a_chat_template_in_the_tokenizers_config_is_read_with_its_special_token
 
 
 def test_a_chat_template_that_refuses_or_fails_is_told(copied):
-    for template in ("{{ raise_exception('no system role') }}", "{% for %}"):
+    for template, message in (
+        ("{{ raise_exception('no system role') }}", "the chat template says: no system role"),
+        ("{% for %}", "the chat template of `.*` failed: "),
+        ("{{ 1 / 0 }}", "the chat template of `.*` failed: division by zero"),
+    ):
         (copied / "chat_template.jinja").write_text(template)
-        with pytest.raises(LeanKOnnxError, match="chat template"):
+        with pytest.raises(LeanKOnnxError, match=message):
             LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
 
 
-def test_the_command_line_tells_a_mistake_in_one_line(copied):
-    done = run_alone(copied, ["w1", "--temperature", "0.5"])
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: temperature is 0.5, but nothing is drawn: pass")
-    assert done.stderr.count("\n") == 1
-    (copied / "leank_onnx.json").unlink()
-    done = run_alone(copied, ["w1"])
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "leank_onnx.json` does not exist" in done.stderr
+def test_what_a_chat_template_marks_for_training_stands_in_the_prompt(copied):
+    template = "{% set w = 'w1' %}{% generation %}{% set w = 'w2' %}{{ w }} {% endgeneration %}{{ w }}"
+    (copied / "chat_template.jinja").write_text(template)
+    conversation = [{"role": "user", "content": "w0"}]
+    stock = PreTrainedTokenizerFast(tokenizer_file=str(copied / "tokenizer.json"), chat_template=template)
+    expected = stock.apply_chat_template(conversation, tokenize=False)
+    assert expected == "w2 w1"
+    assert LeanKOnnx(copied).encode_chat(conversation) == LeanKOnnx(copied).encode(expected)
+
+
+def test_a_text_that_holds_bytes_which_are_no_characters_is_refused(exported):
+    with pytest.raises(LeanKOnnxError, match=r"the text is not UTF-8: '\\udcff' at character 3"):
+        exported("llama").load().generate(["w1 \udcff"])
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
@@ -235,11 +145,27 @@ def test_a_missing_file_is_found_by_the_digests(copied):
 
 @pytest.mark.parametrize(
     "name,message",
-    [("tokenizer.json", r"tokenizer\.json` cannot be read"), ("tokenizer_config.json", "is no JSON")],
+    [
+        ("tokenizer.json", r"tokenizer\.json` cannot be read"),
+        ("tokenizer_config.json", r"tokenizer_config\.json` is no JSON: "),
+        ("chat_template.jinja", r"chat_template\.jinja` is no text: "),
+    ],
 )
 def test_a_damaged_tokenizer_is_named(name, message, copied):
-    (copied / name).write_text("{")
+    (copied / name).write_bytes(b"{\xff")
     with pytest.raises(LeanKOnnxError, match=message):
+        assert LeanKOnnx(copied).chat_template
+
+
+@pytest.mark.parametrize("template", [[1], [{"name": "default"}], [{"name": "rag", "template": "w1"}], 5])
+def test_a_config_whose_chat_template_is_none_has_none(template, copied):
+    (copied / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert LeanKOnnx(copied).chat_template is None
+
+
+def test_a_config_of_the_tokenizer_that_is_no_object_is_named(copied):
+    (copied / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(LeanKOnnxError, match=r"tokenizer_config\.json` is no JSON object"):
         assert LeanKOnnx(copied).chat_template
 
 
@@ -257,6 +183,7 @@ def layers(*buckets):
 
 
 FIRST = [(0, [0, 1]), (5, [1, 3]), (16, [3, 4])]
+MODEL = {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 2048}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +193,7 @@ FIRST = [(0, [0, 1]), (5, [1, 3]), (16, [3, 4])]
         ({"buckets": layers(FIRST, [(0, [0, 3]), (8, [3, 4])])}, r"past_key_values\.1\.pruned\.8\.key"),
         ({"buckets": layers(FIRST)}, r"past_key_values\.1\.pruned\.8\.key"),
         ({"dtype": "float16"}, r"past_key_values\.0\.window\.key"),
-        ({"model": {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 65}}, "logits"),
+        ({"model": MODEL | {"vocab_size": 65}}, "logits"),
     ],
 )
 def test_a_description_of_another_graph_is_refused(changed, name, copied):
@@ -281,6 +208,11 @@ def test_a_description_of_another_graph_is_refused(changed, name, copied):
         ({"sink_size": -1}, "sink_size is -1, not 0 or more"),
         ({"recent_size": "64"}, "recent_size is '64', not 0 or more"),
         ({"flush_size": 0}, "flush_size is 0, not 1 or more"),
+        ({"flush_size": True}, "flush_size is True, not 1 or more"),
+        ({"model": MODEL | {"head_dim": "16"}}, "model.head_dim is '16', not 1 or more"),
+        ({"model": MODEL | {"vocab_size": None}}, "model.vocab_size is None, not 1 or more"),
+        ({"eos_token_ids": ["</s>"]}, "an entry of eos_token_ids is '</s>', not 0 or more"),
+        ({"buckets": layers([(-1, [0, 1]), *FIRST[1:]])}, "a width of layer 0 is -1, not 0 or more"),
         ({"buckets": layers(FIRST[1:], FIRST)}, "the buckets of layer 0 do not hold each of its 4 heads"),
         ({"buckets": layers(FIRST, FIRST[:2])}, "the buckets of layer 1 do not hold each of its 4 heads"),
         ({"buckets": 3}, "is damaged"),
@@ -339,6 +271,7 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
         ({"temperature": 0.7}, "temperature is 0.7, but nothing is drawn"),
         ({"top_p": 0.9}, "top_p is 0.9, but nothing is drawn"),
         ({"seed": 1}, "seed is 1, but nothing is drawn"),
+        ({"do_sample": True, "seed": -1}, "seed is -1: pass 0 or more, or None"),
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0: pass more than 0"),
         ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0"),
         ({"do_sample": True, "top_p": 1.5}, "top_p is 1.5"),

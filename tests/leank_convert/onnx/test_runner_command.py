@@ -1,0 +1,173 @@
+"""The shipped runner's command: what it reads and prints, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from leank_convert.onnx import leank_onnx
+from leank_convert.onnx.leank_onnx import LeanKOnnx
+
+TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}"
+BLOCKED = ("torch", "transformers", "leank_convert", "onnx", "onnxscript")
+
+
+def run_alone(folder: Path, arguments: Sequence[str], blocked: Sequence[str] = BLOCKED, **options):
+    """Run the folder's own leank_onnx.py, from elsewhere, where `blocked` cannot be imported."""
+    script = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
+        f"sys.path[0] = {str(folder)!r}\n"  # as Python does for a script
+        f"sys.argv = {['leank_onnx.py', str(folder), *arguments]!r}\n"
+        f"runpy.run_path({str(folder / 'leank_onnx.py')!r}, run_name='__main__')\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=folder.parent,
+        check=False,
+        **options,
+    )
+
+
+def test_the_command_line_prints_the_answer_without_torch_and_transformers(copied):
+    done = run_alone(copied, ["w1 w2 w3", "--max-new-tokens", "12", "--threads", "1", "--check"])
+    assert (done.returncode, done.stderr) == (0, "")
+    model = LeanKOnnx(copied, threads=1)
+    (answer,) = model.generate(["w1 w2 w3"], max_new_tokens=12)
+    assert done.stdout == model.decode(answer) + "\n"
+
+
+def test_nothing_is_written_beside_the_graph(copied):
+    def files():
+        return {
+            path: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in copied.rglob("*")
+            if path.is_file() and path.suffix != ".pyc"  # Python's own, where it may write
+        }
+
+    before = files()
+    assert run_alone(copied, ["w1 w2", "--max-new-tokens", "3", "--check"]).returncode == 0
+    assert files() == before
+
+
+def test_the_command_line_reads_the_prompt_from_standard_input(copied, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2"))
+    assert leank_onnx.main([str(copied), "-", "--max-new-tokens", "4"]) == 0
+    model = LeanKOnnx(copied)
+    assert capsys.readouterr().out == model.decode(model.generate(["w1 w2"], max_new_tokens=4)[0]) + "\n"
+
+
+def test_the_command_line_shows_a_character_when_it_is_whole_or_the_answer_ends(copied, monkeypatch, capsys):
+    texts = iter(["a\ufffd", "a\ufffd", "aé", "aéb\ufffd", "aéb\ufffd"])
+    written = []
+    monkeypatch.setattr(LeanKOnnx, "decode", lambda model, ids: next(texts))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", written.append)
+    assert leank_onnx.main([str(copied), "w1", "--max-new-tokens", "4"]) == 0
+    assert written == ["aé", "b\ufffd", "\n"]
+
+
+@pytest.mark.parametrize(
+    "error,code,printed",
+    [
+        (KeyboardInterrupt, 130, ("w1\n", "")),
+        (MemoryError("cannot allocate 9 GiB"), 2, ("w1", "error: cannot allocate 9 GiB\n")),
+    ],
+    ids=["ctrl-c", "memory"],
+)
+def test_what_ends_an_answer_ends_the_command_line_without_a_traceback(
+    error, code, printed, copied, monkeypatch, capsys
+):
+    def interrupted(*args, streamer, **kwargs):
+        streamer(0, 5)
+        raise error
+
+    monkeypatch.setattr(LeanKOnnx, "generate", interrupted)
+    assert leank_onnx.main([str(copied), "w1"]) == code
+    assert capsys.readouterr() == printed
+
+
+def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied):
+    (copied / "chat_template.jinja").write_text(TEMPLATE)
+    wrapped = run_alone(copied, ["w2 w3", "--max-new-tokens", "6"])
+    plain = run_alone(copied, ["w2 w3", "--max-new-tokens", "6", "--plain"])
+    model = LeanKOnnx(copied)
+    for done, text in ((wrapped, "w1 w2 w3"), (plain, "w2 w3")):
+        assert done.stdout == model.decode(model.generate([text], max_new_tokens=6)[0]) + "\n"
+
+
+def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
+    (copied / "chat_template.jinja").write_text(TEMPLATE)
+    done = run_alone(copied, ["w2 w3"], [*BLOCKED, "jinja2"])
+    assert done.returncode == 2
+    assert "needs jinja2, which is not installed" in done.stderr
+    assert "--plain" in done.stderr
+    assert run_alone(copied, ["w2 w3", "--plain"], [*BLOCKED, "jinja2"]).returncode == 0
+
+
+def test_the_command_line_tells_a_mistake_in_one_line(copied):
+    done = run_alone(copied, ["w1", "--temperature", "0.5"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: temperature is 0.5, but nothing is drawn: pass")
+    assert done.stderr.count("\n") == 1
+    (copied / "leank_onnx.json").unlink()
+    done = run_alone(copied, ["w1"])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "leank_onnx.json` does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_standard_input_that_is_no_text_is_told_in_a_line(encoding, copied):
+    (copied / "noise").write_bytes(b"w1 \xff")
+    with (copied / "noise").open() as noise:
+        done = run_alone(copied, ["-"], stdin=noise, env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_traceback(copied):
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = str(copied / "leank_onnx.py")
+    try:
+        done = subprocess.run(
+            [sys.executable, script, str(copied), "w1 w2", "--max-new-tokens", "8"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_the_terminals_encoding_lacks_is_shown_as_a_question_mark(copied):
+    (copied / "tokenizer.json").write_text(
+        (copied / "tokenizer.json").read_text().replace('"w', '"é')  # every word that an answer may have
+    )
+    done = run_alone(copied, ["é1", "--max-new-tokens", "4"], env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("?")
+
+
+def test_more_tokens_than_the_model_has_positions_are_noted_and_answered(copied):
+    path = copied / "leank_onnx.json"
+    description = json.loads(path.read_text())
+    description["model"]["max_position_embeddings"] = 5
+    path.write_text(json.dumps(description))
+    done = run_alone(copied, ["w1 w2", "--max-new-tokens", "4"])
+    assert done.stderr.startswith("note: prompt and answer may have 6 tokens, the model's max_position_emb")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert len(done.stdout.split()) == 4
+    assert run_alone(copied, ["w1 w2", "--max-new-tokens", "3"]).stderr == ""
