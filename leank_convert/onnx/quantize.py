@@ -84,16 +84,9 @@ def quantize_weights(path: Path, weights: str) -> None:
     import onnx
 
     check_quantizer(weights)
-    scheme = SCHEMES[weights]
     model = onnx.load(path)
     _store_transposed(model.graph)
-    quantizer = _quantizers().MatMulNBitsQuantizer(
-        model,
-        bits=scheme.bits,
-        block_size=scheme.block_size,
-        is_symmetric=True,
-        accuracy_level=_ACCURACY_LEVEL,
-    )
+    quantizer = _quantizers().MatMulNBitsQuantizer(model, algo_config=_quantizer_config(weights))
     quantizer.process()
     data = path.with_name(f"{path.name}.data")
     data.unlink(missing_ok=True)  # onnx would append to it
@@ -133,11 +126,8 @@ def _linear_layers(model: Any) -> list[nn.Linear]:
 
 def _rounded(weight: Tensor, weights: str) -> Tensor:
     """A weight [out, in] after quantization."""
-    scheme, quantizers = SCHEMES[weights], _quantizers()
-    config = quantizers.DefaultWeightOnlyQuantConfig(
-        block_size=scheme.block_size, is_symmetric=True, bits=scheme.bits
-    )
-    quantizer = quantizers.DefaultWeightOnlyQuantizer(config)
+    scheme = SCHEMES[weights]
+    quantizer = _quantizers().DefaultWeightOnlyQuantizer(_quantizer_config(weights))
     packed, scales, _ = quantizer.qbits_block_quant(weight.T.contiguous().numpy())  # [out, blocks, bytes]
     numbers = torch.from_numpy(packed)
     if scheme.bits == 4:
@@ -145,6 +135,14 @@ def _rounded(weight: Tensor, weights: str) -> Tensor:
     middle = 1 << (scheme.bits - 1)
     blocks = (numbers.float() - middle) * torch.from_numpy(scales)[..., None]
     return blocks.flatten(1)[:, : weight.shape[1]].to(weight.dtype).contiguous()
+
+
+def _quantizer_config(weights: str) -> Any:
+    """The quantizer's settings. In onnxruntime 1.23 it takes the bits from here alone."""
+    scheme = SCHEMES[weights]
+    return _quantizers().DefaultWeightOnlyQuantConfig(
+        block_size=scheme.block_size, is_symmetric=True, accuracy_level=_ACCURACY_LEVEL, bits=scheme.bits
+    )
 
 
 def _store_transposed(graph: Any) -> None:

@@ -118,6 +118,21 @@ def test_one_file_of_weights_is_left_that_others_may_read_as_the_graph(graph):
     assert data.stat().st_mode == graph.stat().st_mode
 
 
+def test_bits_are_told_to_the_quantizer_as_onnxruntimes_older_releases_need_it(graph, monkeypatch):
+    check_quantizer("int8")  # imports it
+    quantizers = sys.modules["onnxruntime.quantization.matmul_nbits_quantizer"]
+    current = quantizers.MatMulNBitsQuantizer
+    monkeypatch.setattr(
+        quantizers,
+        "MatMulNBitsQuantizer",
+        lambda model, *, algo_config: current(model, algo_config=algo_config),
+    )
+    quantize_weights(graph, "int8")
+    nodes = [node for node in onnx.load(graph).graph.node if node.op_type == "MatMulNBits"]
+    assert [helper.get_node_attr_value(node, "bits") for node in nodes] == [8, 8]
+    assert [helper.get_node_attr_value(node, "accuracy_level") for node in nodes] == [4, 4]
+
+
 @pytest.mark.parametrize("weights", SCHEMES)
 def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linear, weights):
     quantize_weights(graph, weights)
