@@ -1,5 +1,5 @@
-// Decode with a model exported by leank-convert, in Node; needs onnxruntime-node alone, for text what
-// leank_onnx_text.mjs names.
+// Decode with a model exported by leank-convert, in Node 18.3 or later; needs onnxruntime-node alone, for text
+// what leank_onnx_text.mjs names.
 //
 //     node leank_onnx.mjs FOLDER --tokens 1,5,9 --max-new-tokens 20
 //     node leank_onnx.mjs FOLDER --prompt "Why is the sky blue?"
@@ -28,7 +28,7 @@ const FORMAT_VERSION = 1;
 const CAPACITY_STEP = 64;
 const USAGE =
   "usage: node leank_onnx.mjs FOLDER (--tokens 1,5,9 | --prompt TEXT [--plain]) " +
-  "[--max-new-tokens 128] [--prompt-chunk 256] [--threads 2]";
+  "[--max-new-tokens 128] [--prompt-chunk 256] [--threads 2]; --prompt - reads standard input";
 
 /** What the caller can put right: names the file or argument, its value and the remedy. */
 export class LeanKOnnxError extends Error {}
@@ -44,11 +44,20 @@ export class LeanKOnnx {
     // An arena would keep what a long prompt's attention took, many times what decoding needs.
     const options = { enableCpuMemArena: false };
     if (threads !== undefined) options.intraOpNumThreads = threads;
+    let session;
     try {
-      return new LeanKOnnx(ort, await ort.InferenceSession.create(path, options), description);
+      session = await ort.InferenceSession.create(path, options);
     } catch (error) {
       throw new LeanKOnnxError(`onnxruntime-node cannot load \`${path}\`: ${error.message}`);
     }
+    const model = new LeanKOnnx(ort, session, description);
+    const { feeds, fetches } = new Cache(model).newPass(1);
+    const found = [...session.inputNames, ...session.outputNames];
+    const expected = Object.keys({ ...feeds, ...fetches });
+    const differs = [...found, ...expected].find((name) => !found.includes(name) || !expected.includes(name));
+    const message = `\`${path}\` is not the graph that leank_onnx.json describes: \`${differs}\` differs`;
+    requireThat(differs === undefined, `${message}; export the model again`);
+    return model;
   }
 
   constructor(ort, session, description) {
@@ -56,10 +65,11 @@ export class LeanKOnnx {
   }
 
   /** Yield the tokens that answer a prompt as they come, the one that ends the answer included. */
-  async *generate(prompt, { maxNewTokens = 128, promptChunk = 256 } = {}) {
+  async *generate(tokens, { maxNewTokens = 128, promptChunk = 256 } = {}) {
     const { eos_token_ids: ends, model } = this.description;
     requireCount("maxNewTokens", maxNewTokens);
     requireCount("promptChunk", promptChunk);
+    const prompt = Array.from(tokens);
     requireThat(prompt.length > 0, "the prompt is empty: pass one token or more");
     for (const token of prompt) {
       const known = Number.isInteger(token) && token >= 0 && token < model.vocab_size;
@@ -281,6 +291,13 @@ function readDescription(folder) {
     `\`${path}\`: dtype is ${description.dtype}, this host runs float32 alone: export with ` +
       "--dtype float32, or run leank_onnx.py",
   );
+  const modelSizes = ["vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings"];
+  const values = { ...description, ...description.model };
+  for (const key of [...sizes, ...modelSizes]) {
+    const size = values[key];
+    const message = `\`${path}\`: ${key} is ${JSON.stringify(size)}, not 0 or more; export the model again`;
+    requireThat(Number.isInteger(size) && size >= 0, message);
+  }
   const graph = Object.keys(description.files).filter((name) => name.startsWith("model.onnx"));
   const missing = graph.map((name) => join(folder, name)).find((file) => !existsSync(file));
   requireThat(
@@ -314,16 +331,32 @@ function requireCount(name, value) {
   requireThat(Number.isInteger(value) && value >= 1, `${name} is ${value}: pass 1 or more`);
 }
 
+/** Say where an answer may go beyond what the model was made for. */
+function noteLength({ description }, ids, { maxNewTokens = 128 }) {
+  const most = ids.length + maxNewTokens;
+  const known = description.model.max_position_embeddings;
+  if (!(most > known)) return; // NaN is refused elsewhere
+  process.stderr.write(
+    `note: prompt and answer may have ${most} tokens, the model's max_position_embeddings is ${known}: ` +
+      "what lies beyond may make no sense\n",
+  );
+}
+
 /** Answer one prompt on the command line as the answer comes, a token a line, and return the exit code. */
 async function main() {
   const string = { type: "string" };
   const numbers = { "max-new-tokens": string, "prompt-chunk": string, threads: string };
-  const options = { tokens: string, prompt: string, plain: { type: "boolean" }, ...numbers };
+  const flag = { type: "boolean" };
+  const options = { tokens: string, prompt: string, plain: flag, help: { ...flag, short: "h" }, ...numbers };
   // What is no number becomes NaN, which is refused as such.
   const number = (text) => (text === undefined ? undefined : text.trim() === "" ? NaN : Number(text));
   try {
     const { values, positionals } = parseArgs({ options, allowPositionals: true });
     const { tokens, prompt, plain } = values;
+    if (values.help) {
+      process.stdout.write(`${USAGE}\n`);
+      return 0;
+    }
     requireThat(positionals.length === 1 && (tokens === undefined) !== (prompt === undefined), USAGE);
     const model = await LeanKOnnx.load(positionals[0], { threads: number(values.threads) });
     const limits = {
@@ -331,14 +364,18 @@ async function main() {
       promptChunk: number(values["prompt-chunk"]),
     };
     if (tokens !== undefined) {
-      const answer = model.generate(tokens.split(",").map(number), limits);
+      const ids = tokens.split(",").map(number);
+      noteLength(model, ids, limits);
+      const answer = model.generate(ids, limits);
       for await (const token of answer) process.stdout.write(`${token}\n`);
       return 0;
     }
     const { Text } = await import("./leank_onnx_text.mjs");
     const text = await Text.load(positionals[0]);
     const asChat = text.chatTemplate !== undefined && !plain;
-    const ids = asChat ? await text.encodeChat([{ role: "user", content: prompt }]) : text.encode(prompt);
+    const content = prompt === "-" ? readFileSync(0, "utf8") : prompt;
+    const ids = asChat ? await text.encodeChat([{ role: "user", content }]) : text.encode(content);
+    noteLength(model, ids, limits);
     for await (const piece of text.stream(model.generate(ids, limits))) process.stdout.write(piece);
     process.stdout.write("\n");
     return 0;
@@ -351,6 +388,8 @@ async function main() {
 }
 
 if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
+  // Whoever reads has enough: as the signal would end it.
+  process.stdout.on("error", (error) => process.exit(error.code === "EPIPE" ? 141 : 1));
   // No `await`: leank_onnx_text.mjs imports this file, which has to be whole by then.
   main().then((code) => (process.exitCode = code));
 }

@@ -20,7 +20,13 @@ export class Text {
     const { Tokenizer } = await importPackage("@huggingface/tokenizers");
     const configFile = join(folder, "tokenizer_config.json");
     const config = existsSync(configFile) ? readJson(configFile) : {};
-    return new Text(new Tokenizer(readJson(file), config), config, readChatTemplate(folder, config));
+    try {
+      const tokenizer = new Tokenizer(readJson(file), config);
+      return new Text(tokenizer, config, readChatTemplate(folder, config));
+    } catch (error) {
+      if (error instanceof LeanKOnnxError) throw error;
+      throw new LeanKOnnxError(`\`${file}\` cannot be read: ${error.message}; copy it again`);
+    }
   }
 
   constructor(tokenizer, config, chatTemplate) {
@@ -41,7 +47,8 @@ export class Text {
     const known = Object.fromEntries(special.filter(([, token]) => typeof token === "string"));
     let text;
     try {
-      text = new Template(this.chatTemplate).render({ messages, add_generation_prompt: true, ...known });
+      const variables = { messages, tools: null, documents: null, add_generation_prompt: true, ...known };
+      text = new Template(this.chatTemplate).render(variables);
     } catch (error) {
       throw new LeanKOnnxError(`the chat template failed: ${error.message}; pass plain text (--plain)`);
     }
@@ -68,15 +75,21 @@ export class Text {
 function readChatTemplate(folder, config) {
   const file = join(folder, "chat_template.jinja");
   if (existsSync(file)) return readFileSync(file, "utf8");
-  const template = config.chat_template ?? undefined;
+  let template = config.chat_template;
   // Several by name, as older files hold them.
-  return Array.isArray(template) ? template.find(({ name }) => name === "default")?.template : template;
+  if (Array.isArray(template)) template = template.find((entry) => entry?.name === "default")?.template;
+  return typeof template === "string" ? template : undefined;
 }
 
 function readJson(file) {
+  let content;
   try {
-    return JSON.parse(readFileSync(file, "utf8"));
+    content = JSON.parse(readFileSync(file, "utf8"));
   } catch (error) {
-    throw new LeanKOnnxError(`\`${file}\` is no JSON: ${error.message}; export the model again`);
+    throw new LeanKOnnxError(`\`${file}\` is no JSON: ${error.message}; copy it again`);
   }
+  if (content === null || typeof content !== "object" || Array.isArray(content)) {
+    throw new LeanKOnnxError(`\`${file}\` is no JSON object; copy it again`);
+  }
+  return content;
 }

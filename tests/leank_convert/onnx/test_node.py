@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -165,6 +166,50 @@ def test_text_of_bytes_is_tokenized_as_in_python_and_streamed_in_whole_character
         assert "\ufffd" not in "".join(result["pieces"])
 
 
+def test_what_a_chat_template_marks_and_asks_of_tools_is_as_in_python(copied, host):
+    template = (
+        "{% if tools is none and documents is none %}w1 {% endif %}{% generation %}w2{% endgeneration %}"
+    )
+    (copied / "chat_template.jinja").write_text(template)
+    arguments = ["--max-new-tokens", 4]
+    chat, plain = (
+        run_node(host, copied, "--prompt", *rest, *arguments) for rest in (["w9"], ["w1 w2", "--plain"])
+    )
+    assert (chat.returncode, chat.stderr) == (0, "")
+    assert chat.stdout == plain.stdout
+    assert LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w9"}]) == [5, 6]
+
+
+def test_the_prompt_is_read_from_standard_input_and_help_asked_for_is_no_mistake(copied, host):
+    told = run_node(host, copied, "--prompt", "w1 w2", "--max-new-tokens", 4)
+    read = run_node(host, copied, "--prompt", "-", "--max-new-tokens", 4, stdin="w1 w2\n")
+    assert (read.returncode, read.stdout, read.stderr) == (0, told.stdout, "")
+    for name in ("--help", "-h"):
+        done = run_node(host, name)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("usage: node leank_onnx.mjs FOLDER")
+
+
+def test_more_tokens_than_the_model_has_positions_are_noted_and_answered(copied, host):
+    model = json.loads((copied / "leank_onnx.json").read_text())["model"]
+    spoil(copied, model=model | {"max_position_embeddings": 5})
+    done = run_node(host, copied, "--tokens", "5,6", "--max-new-tokens", 4)
+    assert (done.returncode, len(done.stdout.split())) == (0, 4)
+    assert done.stderr.startswith("note: prompt and answer may have 6 tokens, the model's max_position_emb")
+    assert run_node(host, copied, "--tokens", "5,6", "--max-new-tokens", 3).stderr == ""
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_trace(copied, host):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = ["node", host, copied, "--tokens", "5,6", "--max-new-tokens", "8"]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_the_folder_ships_the_host(shipped):
     files = json.loads((shipped / "leank_onnx.json").read_text())["files"]
     for host in (HOST, TEXT_HOST):
@@ -184,6 +229,11 @@ def remove_key(folder):
     path.write_text(json.dumps(content))
 
 
+def add_layer(folder):
+    buckets = json.loads((folder / "leank_onnx.json").read_text())["buckets"]
+    spoil(folder, buckets=[*buckets, buckets[0]])
+
+
 MISTAKES = {
     "no folder": (
         lambda folder: (folder / "leank_onnx.json").unlink(),
@@ -196,6 +246,13 @@ MISTAKES = {
     "float16": (lambda folder: spoil(folder, dtype="float16"), [], "export with --dtype float32"),
     "no weights": (lambda folder: (folder / "model.onnx.data").unlink(), [], "model.onnx.data` is missing"),
     "a spoiled graph": (lambda folder: (folder / "model.onnx").write_bytes(b"x"), [], "cannot load"),
+    "no size": (lambda folder: spoil(folder, sink_size="3"), [], 'sink_size is "3", not 0 or more'),
+    "another graph's widths": (
+        lambda folder: spoil(folder, buckets=[[{"width": 4, "heads": [0, 4]}]] * 2),
+        [],
+        "is not the graph that leank_onnx.json describes: `past_key_values.0.pruned.5.key` differs",
+    ),
+    "a layer more": (add_layer, [], "describes: `past_key_values.2.window.key` differs"),
     "an unknown token": (None, ["--tokens", "3,64"], "token 64: the vocabulary is 0 to 63"),
     "no number": (None, ["--tokens", "3,,4"], "token NaN: the vocabulary is 0 to 63"),
     "no new tokens": (None, ["--max-new-tokens", "0"], "maxNewTokens is 0: pass 1 or more"),
@@ -221,6 +278,11 @@ def test_a_mistake_is_named_in_a_line_without_a_trace(spoiling, arguments, messa
 TEXT_MISTAKES = {
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json` does not exist"),
     "a spoiled tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), "is no JSON"),
+    "an empty tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot be read: "),
+    "a config that is none": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
+        "tokenizer_config.json` is no JSON object",
+    ),
     "a template that refuses": (
         lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}"),
         "no users",
