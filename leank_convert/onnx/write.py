@@ -39,6 +39,8 @@ OPSETS = range(18, 26)
 _README_NAME = "README.md"
 _HOST_FILES = "leank_onnx*"  # what runs the graph
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
+# onnxruntime's first release that loads graphs of an opset; those of lower ones load in 1.22.
+_FIRST_ONNXRUNTIME = {23: (1, 23), 24: (1, 24), 25: (1, 24)}
 
 _logger = logging.getLogger("leank_convert")
 
@@ -47,7 +49,7 @@ def check_available(opset: int = DEFAULT_OPSET) -> None:
     """Check that a graph of this opset can be written here.
 
     Raises:
-        LeanKError: If a library is missing, or the opset is not one of `OPSETS`.
+        LeanKError: If a library is missing or too old, or the opset is not one of `OPSETS`.
     """
     if opset not in OPSETS:
         raise LeanKError(
@@ -60,6 +62,20 @@ def check_available(opset: int = DEFAULT_OPSET) -> None:
             f"ONNX graphs need {', '.join(f'`{name}`' for name in missing)}, which cannot be imported",
             hint="pip install 'leank-convert[onnx]'",
         )
+    import onnx
+    import onnxruntime
+
+    major, minor = map(int, onnxruntime.__version__.split(".")[:2])
+    if onnx.defs.onnx_opset_version() < opset:
+        old = onnx
+    elif (major, minor) < _FIRST_ONNXRUNTIME.get(opset, (1, 22)):
+        old = onnxruntime
+    else:
+        return
+    raise LeanKError(
+        f"opset {opset} needs a later `{old.__name__}` than {old.__version__}",
+        hint=f"pip install --upgrade {old.__name__}, or pass a lower `--opset`",
+    )
 
 
 def export_onnx(

@@ -306,6 +306,33 @@ def test_missing_library_is_named_with_the_extra_to_install(
 
 
 @pytest.mark.parametrize(
+    ("library", "version", "opset", "fits"),
+    [
+        ("onnxruntime", "1.22.1", 23, False),
+        ("onnxruntime", "1.22.1", 22, True),
+        ("onnxruntime", "1.23.0", 23, True),
+        ("onnxruntime", "1.23.2", 24, False),
+        ("onnxruntime", "1.24.1", 25, True),
+        ("onnxruntime", "1.9.0", 18, False),
+        ("onnx", "1.18.0", 23, True),
+        ("onnx", "1.18.0", 24, False),
+    ],
+)
+def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
+    library, version, opset, fits, monkeypatch
+):
+    monkeypatch.setattr(f"{library}.__version__", version)
+    if library == "onnx":
+        monkeypatch.setattr("onnx.defs.onnx_opset_version", lambda: 23)
+    if fits:
+        write.check_available(opset)
+        return
+    with pytest.raises(LeanKError, match=f"opset {opset} needs a later `{library}` than {version}") as caught:
+        write.check_available(opset)
+    assert caught.value.hint == f"pip install --upgrade {library}, or pass a lower `--opset`"
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "mistral", "sliding_window": 8}, "attend within a sliding window only"),
