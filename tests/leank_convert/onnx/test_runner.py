@@ -6,6 +6,8 @@ import copy
 import tracemalloc
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -72,7 +74,25 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     assert len(sizes) == 3
 
 
-def test_a_step_makes_no_copy_of_the_cache(exported):
+@pytest.mark.parametrize("case", CASES)
+def test_onnxruntime_multiplies_by_the_cache_where_it_lies(case, exported, tmp_path):
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3  # that the file is for this machine
+    onnxruntime.InferenceSession(
+        exported(case).folder / "model.onnx", options, providers=["CPUExecutionProvider"]
+    )
+    graph = onnx.load(options.optimized_model_filepath, load_external_data=False).graph
+    names = [value.name for value in graph.input if value.name.startswith("past_key_values.")]
+    readers = {
+        name: {node.op_type for node in graph.node if name in node.input} - {"Shape"} for name in names
+    }
+    # Neither transposed nor copied before, as it would be by an operator of its own.
+    assert readers
+    assert all(operators == {"FusedMatMul"} for operators in readers.values()), readers
+
+
+def test_a_step_makes_no_copy_of_the_cache_in_the_host(exported):
     session = exported("llama").load().start()
     session.feed([tokens(4000)])
     session.feed([[5]])
