@@ -109,11 +109,15 @@ def answer_by_graph(
 
     Yields:
         The answers of a batch.
+
+    Raises:
+        LeanKError: If memory does not suffice.
     """
     ends = graph.description.eos_token_ids
     for batch in _batches(prompts, batch_size):
         num_steps = max(prompt.max_new_tokens for prompt in batch)
-        rows = graph.generate([prompt.input_ids.tolist() for prompt in batch], max_new_tokens=num_steps)
+        with memory_errors(batch):
+            rows = graph.generate([prompt.input_ids.tolist() for prompt in batch], max_new_tokens=num_steps)
         yield _score_rows(ends, tokenizer, batch, name, rows)
 
 
@@ -143,11 +147,11 @@ def memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
     """Tell of prompts, the longest last, that memory does not suffice for.
 
     Raises:
-        LeanKError: In place of torch's error.
+        LeanKError: In place of torch's error, or of a graph's host.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise LeanKError(
             f"memory does not suffice for {len(batch)} prompts of up to {len(batch[-1].input_ids)} "
             f"tokens: {first_line(error)}",

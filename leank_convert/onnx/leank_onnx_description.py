@@ -22,6 +22,10 @@ class LeanKOnnxError(ValueError):
     """What the caller can put right: names the file or argument, its value and the remedy."""
 
 
+class LeanKOnnxMemoryError(LeanKOnnxError, MemoryError):
+    """Memory does not suffice for so many tokens or rows at a time; fewer may fit."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise LeanKOnnxError with the message unless the condition holds."""
     if not condition:

@@ -10,10 +10,10 @@ import onnxruntime
 
 if TYPE_CHECKING or __package__:
     from .leank_onnx_cache import Cache, Present
-    from .leank_onnx_description import Array, Description, LeanKOnnxError, require
+    from .leank_onnx_description import Array, Description, LeanKOnnxMemoryError, require
 else:  # beside the graph
     from leank_onnx_cache import Cache, Present
-    from leank_onnx_description import Array, Description, LeanKOnnxError, require
+    from leank_onnx_description import Array, Description, LeanKOnnxMemoryError, require
 
 if TYPE_CHECKING:
     from .leank_onnx import LeanKOnnx
@@ -78,7 +78,7 @@ class _Pass:
         """Return logits `[B, K, V]`, valid until the next run.
 
         Raises:
-            LeanKOnnxError: If memory does not suffice.
+            LeanKOnnxMemoryError: If memory does not suffice.
         """
         for name, values in integers.items():
             self._integers[name][:] = values
@@ -93,7 +93,7 @@ class _Pass:
             # By its words alone is it known from others.
             if "Failed to allocate memory" not in str(error) and "bad_alloc" not in str(error):
                 raise
-            raise LeanKOnnxError(
+            raise LeanKOnnxMemoryError(
                 f"too little memory for {self._bound[1]} new tokens of {self._bound[0]} rows at a time: "
                 "pass a smaller prompt_chunk, or fewer rows"
             ) from error

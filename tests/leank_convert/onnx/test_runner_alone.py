@@ -246,8 +246,9 @@ resource.setrlimit(resource.RLIMIT_AS, (size + (200 << 20), resource.RLIM_INFINI
 session = model.start()
 try:
     session.feed([[5] * 4000], prompt_chunk=4000)
-except LeanKOnnxError as error:
+except MemoryError as error:
     print(error)
+    print(isinstance(error, LeanKOnnxError))
 session.feed([[5] * 4000], prompt_chunk=64)
 print(session.lengths)
 """
@@ -259,9 +260,9 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
         [sys.executable, "-c", NEEDS_MUCH], capture_output=True, text=True, cwd=copied, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    message, lengths = done.stdout.splitlines()
+    message, is_own, lengths = done.stdout.splitlines()
     assert message.startswith("too little memory for 4000 new tokens of 1 rows at a time: pass a smaller")
-    assert lengths == "[4000]"
+    assert (is_own, lengths) == ("True", "[4000]")
 
 
 @pytest.mark.parametrize(
