@@ -194,7 +194,16 @@ def _save_graph(pruned: PrunedModel, folder: Path, opset: int) -> None:
     program = trace(pruned, opset=opset)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose source it was traced
-    program.save(folder / MODEL_NAME, external_data=True)
+    try:
+        program.save(folder / MODEL_NAME, external_data=True)
+    except OSError as error:
+        if error.strerror is not None:
+            raise
+        # numpy, writing weights, tells neither the file nor the system's reason.
+        raise LeanKError(
+            f"`{folder / WEIGHTS_NAME}` could not be written to its end: {error}",
+            hint="most likely the disk is full: the weights are written anew, in `--dtype`",
+        ) from error
 
 
 def _describe_folder(

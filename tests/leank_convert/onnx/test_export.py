@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -391,6 +392,20 @@ def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folde
     assert result.exit_code == 0, result.output
     assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(load_mask(mask_file).channel_mask)
     assert (out / "model.onnx").exists()
+
+
+def test_disk_that_is_full_while_weights_are_written_is_no_traceback(checkpoint, tmp_path, monkeypatch):
+    def save(path, external_data):
+        path.with_name("model.onnx.data").write_bytes(b"a part")
+        raise OSError("problem writing element 24576 to file")  # numpy's, without a number
+
+    program = SimpleNamespace(save=save, model=SimpleNamespace(graph=SimpleNamespace(all_nodes=list)))
+    monkeypatch.setattr(write, "trace", lambda pruned, opset: program)
+    result = run("export", checkpoint, "--format", "onnx", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "model.onnx.data` could not be written to its end: problem writing element 24576" in result.stderr
+    assert "hint: most likely the disk is full" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("without_tracing")
