@@ -165,11 +165,12 @@ class LeanKOnnx:
         """Return the tokens of a conversation that the model is to answer; needs jinja2.
 
         Args:
-            messages: `{"role": "user", "content": "..."}` and so on.
+            messages: A list of `{"role": "user", "content": "..."}` and so on.
 
         Raises:
             LeanKOnnxError: If the model has no chat template, it fails, or jinja2 is not installed.
         """
+        require(not isinstance(messages, str), "messages is a string: pass a list of role and content")
         template = self.chat_template
         if template is None:
             raise LeanKOnnxError(f"`{self.folder}` has no chat template: pass plain text, or tokens")

@@ -63,6 +63,11 @@ def test_a_conversation_without_a_chat_template_is_refused(copied):
         LeanKOnnx(copied).encode_chat([{"role": "user", "content": "w0"}])
 
 
+def test_a_conversation_that_is_a_string_is_refused(exported):
+    with pytest.raises(LeanKOnnxError, match="messages is a string: pass a list"):
+        exported("llama").load().encode_chat("w0")
+
+
 def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
     tokenizer = Tokenizer.from_file(str(copied / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
