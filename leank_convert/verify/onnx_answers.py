@@ -22,7 +22,7 @@ from leank_convert.verify.report import Checks
 
 # Of the largest number. Other weights or channels are off by about as much as that; rounding is far below.
 _TOLERANCES = {"float32": 1e-4, "float16": 5e-2}
-# In the first layer, of the root mean square: 4 bits are off by about a tenth, another model by more than 1.
+# In the first layer, of the norm: 4 bits are off by about a tenth, another model by more than 1.
 _QUANTIZED_TOLERANCE = 0.5
 # How often what was measured at the export, of other tokens. Another model is off by more than 1 of the norm.
 _QUANTIZED_EXCESS = 3
@@ -270,7 +270,7 @@ def _check_cache(
             if not difference < limit:
                 raise LeanKError(
                     f"layer {layer}: {part}s differ from the source's by {difference:.1e} of the "
-                    f"{'mean' if quantized else 'largest'}: other weights, another order of heads or channels"
+                    f"{'norm' if quantized else 'largest'}: other weights, another order of heads or channels"
                 )
             largest = max(largest, difference)
     which = "the first layer's" if quantized else "every layer's"

@@ -73,6 +73,9 @@ def test_quantized_weights_that_are_not_the_sources_are_found(name, checks, quan
     details = {check.name: check.detail for check in report.checks if not check.ok}
     assert details.keys() == checks
     assert "other weights" in details["source: logits"]
+    if "source: keys and values" in checks:
+        detail = details["source: keys and values"]
+        assert re.search(r"layer 0: keys differ .* by 1\.\de\+00 of the norm", detail)
 
 
 @pytest.mark.parametrize(
