@@ -295,8 +295,9 @@ function readDescription(folder) {
   const values = { ...description, ...description.model };
   for (const key of [...sizes, ...modelSizes]) {
     const size = values[key];
-    const message = `\`${path}\`: ${key} is ${JSON.stringify(size)}, not 0 or more; export the model again`;
-    requireThat(Number.isInteger(size) && size >= 0, message);
+    const least = key === "sink_size" || key === "recent_size" ? 0 : 1;
+    const message = `\`${path}\`: ${key} is ${JSON.stringify(size)}, not ${least} or more`;
+    requireThat(Number.isInteger(size) && size >= least, `${message}; export the model again`);
   }
   const graph = Object.keys(description.files).filter((name) => name.startsWith("model.onnx"));
   const missing = graph.map((name) => join(folder, name)).find((file) => !existsSync(file));

@@ -247,6 +247,7 @@ MISTAKES = {
     "no weights": (lambda folder: (folder / "model.onnx.data").unlink(), [], "model.onnx.data` is missing"),
     "a spoiled graph": (lambda folder: (folder / "model.onnx").write_bytes(b"x"), [], "cannot load"),
     "no size": (lambda folder: spoil(folder, sink_size="3"), [], 'sink_size is "3", not 0 or more'),
+    "no flush": (lambda folder: spoil(folder, flush_size=0), [], "flush_size is 0, not 1 or more"),
     "another graph's widths": (
         lambda folder: spoil(folder, buckets=[[{"width": 4, "heads": [0, 4]}]] * 2),
         [],
