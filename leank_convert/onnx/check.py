@@ -9,9 +9,9 @@ logits of another model are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from leank_convert.onnx.quantize import round_weights
 from leank_convert.onnx.subject import PrunedModel
 
 # Of the largest logit. A wrong graph is wrong by about as much as that; rounding is far below.
-_TOLERANCES = {"float32": 1e-3, "float16": 5e-2}
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2}
 # ‖graph's - PyTorch's‖ / ‖PyTorch's‖, both with rounded weights: the graph rounds activations to 8 bits, too,
 # which is 0.1 in 20 layers of random weights. Another model's logits are 1.4 off, zeros 1.
 _ROUNDED_TOLERANCE = 0.5
@@ -33,30 +33,63 @@ _MUCH = 0.5
 _logger = logging.getLogger("leank_convert")
 
 
-def check_graph(pruned: PrunedModel, path: Path) -> None:
+@dataclass(frozen=True)
+class Trial:
+    """A step that a graph is held to.
+
+    Attributes:
+        name: What it is.
+        inputs: The graph's inputs, in its order.
+        logits: What PyTorch makes of them, float32 [B, K, V].
+        rounded: The same with the weights that a quantized graph has; None where none are quantized.
+    """
+
+    name: str
+    inputs: list[Tensor]
+    logits: Tensor
+    rounded: Tensor | None = None
+
+
+def make_trials(pruned: PrunedModel, weights: str | None = None) -> list[Trial]:
+    """Run a prompt and a decode step in PyTorch, after which the model is no longer needed.
+
+    Args:
+        pruned: The model. Its weights are rounded, if `weights` are given.
+        weights: A key of `quantize.SCHEMES`, or None.
+    """
+    trials = [_prompt(pruned), _decode(pruned)]
+    if weights is None:
+        return trials
+    round_weights(pruned.model, weights)
+    rounded = (_prompt(pruned), _decode(pruned))
+    return [replace(trial, rounded=other.logits) for trial, other in zip(trials, rounded, strict=True)]
+
+
+def check_graph(trials: Sequence[Trial], path: Path) -> None:
     """Check a graph of a model.
 
     Args:
-        pruned: The model it was made of.
+        trials: What `make_trials` made of the model.
         path: The graph; its weights lie beside it.
 
     Raises:
         LeanKError: If the graph breaks ONNX's rules, or onnxruntime's answers are not PyTorch's.
     """
     # Without a copy of its own onnxruntime reads the weights where the file is mapped.
-    for what, logits, expected in _run(pruned, path, prepack=False):
-        difference = float((logits - expected).abs().max() / expected.abs().max())
-        if not difference < _TOLERANCES[pruned.dtype]:
+    for trial, logits in zip(trials, _run(trials, path, prepack=False), strict=True):
+        difference = float((logits - trial.logits).abs().max() / trial.logits.abs().max())
+        if not difference < _TOLERANCES[trial.inputs[-1].dtype]:
             raise _fault(
-                f"`{path.name}`: logits of {what} differ from PyTorch's by {difference:.1e} of the largest"
+                f"`{path.name}`: logits of {trial.name} differ from PyTorch's by {difference:.1e} of the "
+                "largest"
             )
 
 
-def measure_quantized(pruned: PrunedModel, path: Path, weights: str) -> float:
+def measure_quantized(trials: Sequence[Trial], path: Path, weights: str) -> float:
     """Measure how far the logits of a graph with quantized weights are from the model's.
 
     Args:
-        pruned: The model, its weights as they were. They are rounded on the way.
+        trials: What `make_trials` made of the model and these weights.
         path: The graph; its weights lie beside it.
         weights: A key of `quantize.SCHEMES`.
 
@@ -68,17 +101,18 @@ def measure_quantized(pruned: PrunedModel, path: Path, weights: str) -> float:
         LeanKError: If the graph breaks ONNX's rules, cannot be run, or does not compute with the rounded
             weights.
     """
+    differences = []
     # Packed, since unpacked blocks are multiplied by other code than the runner's.
-    answers = _run(pruned, path, prepack=True)
-    difference = max(_distance(logits, expected) for _, logits, expected in answers)
-    round_weights(pruned.model, weights)
-    for (what, logits, _), (_, _, expected) in zip(answers, _cases(pruned), strict=True):
-        error = _distance(logits, expected)
+    for trial, logits in zip(trials, _run(trials, path, prepack=True), strict=True):
+        assert trial.rounded is not None
+        error = _distance(logits, trial.rounded)
         if not error < _ROUNDED_TOLERANCE:
             raise _fault(
-                f"`{path.name}`: with {weights} weights logits of {what} differ by {error:.2f} of their norm "
-                "from PyTorch's with the same weights"
+                f"`{path.name}`: with {weights} weights logits of {trial.name} differ by {error:.2f} of "
+                "their norm from PyTorch's with the same weights"
             )
+        differences.append(_distance(logits, trial.logits))
+    difference = max(differences)
     if difference > _MUCH:
         _logger.warning(
             "with %s weights logits differ by %.2f of their norm from the model's, on random tokens; where "
@@ -89,14 +123,18 @@ def measure_quantized(pruned: PrunedModel, path: Path, weights: str) -> float:
     return difference
 
 
-def _run(pruned: PrunedModel, path: Path, *, prepack: bool) -> list[tuple[str, Tensor, Tensor]]:
-    """What was run, onnxruntime's logits and PyTorch's, both in float32."""
+def _distance(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).norm() / expected.norm())
+
+
+def _run(trials: Sequence[Trial], path: Path, *, prepack: bool) -> list[Tensor]:
+    """Logits of every trial by onnxruntime, in float32."""
     import onnx
     import onnxruntime
 
     try:
         onnx.checker.check_model(path, full_check=True)
-    except onnx.checker.ValidationError as error:
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise _fault(f"`{path.name}` breaks the rules of ONNX: {error}") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what fails is told below
@@ -106,45 +144,32 @@ def _run(pruned: PrunedModel, path: Path, *, prepack: bool) -> list[tuple[str, T
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         names = [item.name for item in session.get_inputs()]
-        for what, inputs, expected in _cases(pruned):
-            values = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-            logits = torch.from_numpy(session.run(["logits"], values)[0])
-            answers.append((what, logits.float(), expected.float()))
+        for trial in trials:
+            values = {name: value.numpy() for name, value in zip(names, trial.inputs, strict=True)}
+            answers.append(torch.from_numpy(session.run(["logits"], values)[0]).float())
     except Exception as error:  # onnxruntime's errors have no class in common
         raise _fault(f"onnxruntime cannot run `{path.name}`: {first_line(error)}") from error
     return answers
 
 
-def _distance(logits: Tensor, expected: Tensor) -> float:
-    expected = expected.float()
-    return float((logits - expected).norm() / expected.norm())
-
-
-def _cases(pruned: PrunedModel) -> Iterator[tuple[str, list[Tensor], Tensor]]:
-    """What is run, the graph's inputs, and PyTorch's logits."""
-    yield _prompt(pruned)
-    yield _decode(pruned)
-
-
-def _prompt(pruned: PrunedModel) -> tuple[str, list[Tensor], Tensor]:
-    """A prompt of several tokens, against the stock model, which knows nothing of the cache."""
+def _prompt(pruned: PrunedModel) -> Trial:
+    """A prompt of several tokens, by the stock model, which knows nothing of the cache."""
     ids = _some_tokens(pruned, 2, 7)
     with torch.no_grad():
-        expected = pruned.model(input_ids=ids, use_cache=False).logits
+        logits = pruned.model(input_ids=ids, use_cache=False).logits
     nothing = torch.zeros(2, dtype=torch.long)
     index = torch.arange(7).expand(2, -1)
-    return "a prompt", [ids, nothing, nothing, index, *_some_cache(pruned)], expected
+    return Trial("a prompt", [ids, nothing, nothing, index, *_some_cache(pruned)], logits.float())
 
 
-def _decode(pruned: PrunedModel) -> tuple[str, list[Tensor], Tensor]:
-    """A step of one token on a cache of which tokens are pruned, against the same step in PyTorch."""
+def _decode(pruned: PrunedModel) -> Trial:
+    """A step of one token on a cache of which tokens are pruned."""
     past = torch.tensor(
         [pruned.sink_size + pruned.recent_size + 3, pruned.sink_size + pruned.recent_size + 1]
     )
     ids = _some_tokens(pruned, 2, 1)
-    inputs: list[Any] = [ids, past, torch.tensor([3, 1]), torch.zeros(2, 1, dtype=torch.long)]
-    inputs += _some_cache(pruned)
-    return "a decode step", inputs, run_in_torch(pruned, inputs)
+    inputs = [ids, past, torch.tensor([3, 1]), torch.zeros(2, 1, dtype=torch.long), *_some_cache(pruned)]
+    return Trial("a decode step", inputs, run_in_torch(pruned, inputs).float())
 
 
 def _some_tokens(pruned: PrunedModel, batch: int, num_tokens: int) -> Tensor:

@@ -20,8 +20,6 @@ first w lanes of the whole one.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,11 +34,6 @@ from leank_convert.onnx.subject import PrunedModel
 _ATTENTION = "leank_onnx"
 # Far below any logit, and finite in float16 too: a row without any token yet must not become NaN.
 _HIDDEN = -6e4
-# torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
-_EXPORTER_WARNINGS = (
-    (UserWarning, "# The axis name: .* will not be used"),
-    (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
-)
 
 
 @dataclass
@@ -145,55 +138,10 @@ def cache_shapes(
     return shapes
 
 
-def trace(pruned: PrunedModel, *, opset: int) -> Any:
-    """Trace the step of a model.
-
-    Args:
-        pruned: The model and its masks.
-        opset: The graph's version of the ONNX operators.
-
-    Returns:
-        A `torch.onnx.ONNXProgram`; its `save` writes it.
-    """
-    # Sizes that no other size equals, lest the tracer takes two for one.
-    batch, num_new, num_logits = 2, 3, 5
-    shapes = cache_shapes(pruned, batch, pruned.sink_size + 11, pruned.sink_size + 17)
-    names = cache_shapes(pruned, "batch", "window_slots", "pruned_slots")
-    args = (
-        torch.ones(batch, num_new, dtype=torch.long),
-        torch.tensor([4, 5]),
-        torch.tensor([0, 0]),
-        torch.zeros(batch, num_logits, dtype=torch.long),
-        [torch.zeros(*shape, dtype=pruned.model.dtype) for shape in shapes.values()],
-    )
-    dynamic = (
-        {0: "batch", 1: "new_tokens"},
-        {0: "batch"},
-        {0: "batch"},
-        {0: "batch", 1: "logits"},
-        [
-            {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
-            for shape in names.values()
-        ],
-    )
-    layers = range(len(pruned.buckets))
-    with torch.no_grad(), _own_attention(pruned.model), _quiet_exporter():
-        return torch.onnx.export(
-            StepModel(pruned).eval(),
-            args,
-            dynamo=True,
-            opset_version=opset,
-            dynamic_shapes=dynamic,
-            input_names=["input_ids", "past_lengths", "pruned_lengths", "logits_index", *shapes],
-            output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],
-            verbose=False,
-        )
-
-
 def run_in_torch(pruned: PrunedModel, inputs: Sequence[Tensor]) -> Tensor:
     """The logits [B, K, V] that the graph must give for its inputs, in its order, computed by PyTorch."""
     ids, past, num_pruned, index, *cache = inputs
-    with torch.no_grad(), _own_attention(pruned.model):
+    with torch.no_grad(), attending(pruned.model):
         logits: Tensor
         logits, _ = StepModel(pruned)(ids, past, num_pruned, index, cache)
     return logits
@@ -281,7 +229,7 @@ def _reorder(states: Tensor, lanes: Tensor) -> Tensor:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
+def attending(model: Any) -> Iterator[None]:
     """Let the model attend by `_attend` for a while."""
     AttentionInterface.register(_ATTENTION, _attend)
     AttentionMaskInterface.register(_ATTENTION, lambda **_: None)
@@ -291,18 +239,3 @@ def _own_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Keep what the tracer says about itself, and not about the model, out of the terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            for category, message in _EXPORTER_WARNINGS:
-                warnings.filterwarnings("ignore", message, category)
-            yield
-    finally:
-        logger.setLevel(level)

@@ -25,14 +25,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leank_convert.errors import LeanKError
 
 OPERATOR = "MatMulNBits"
+_DOMAIN = "com.microsoft"
 _ACCURACY_LEVEL = 4
 
 
@@ -81,17 +84,25 @@ def quantize_weights(path: Path, weights: str) -> None:
     Raises:
         LeanKError: If this onnxruntime lacks the quantizer.
     """
-    import onnx
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     check_quantizer(weights)
-    model = onnx.load(path)
-    _store_transposed(model.graph)
-    quantizer = _quantizers().MatMulNBitsQuantizer(model, algo_config=_quantizer_config(weights))
-    quantizer.process()
+    model = onnx_ir.load(path)  # tensors stay in the file, and are read one by one
+    for node in list(model.graph.all_nodes()):
+        weight = _constant_weight(node)
+        if weight is not None:
+            _replace_product(model.graph, node, weight, SCHEMES[weights])
+    RemoveUnusedNodesPass()(model)
+    model.opset_imports.setdefault(_DOMAIN, 1)
     data = path.with_name(f"{path.name}.data")
-    data.unlink(missing_ok=True)  # onnx would append to it
-    onnx.save(quantizer.model.model, path, save_as_external_data=True, location=data.name)
-    data.chmod(path.stat().st_mode & 0o777)  # onnx keeps it from other users
+    # Elsewhere, since the embedding is read from the old file while the new one is written.
+    with TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        onnx_ir.save(model, written, external_data=data.name)
+        for new, old in ((written.with_name(data.name), data), (written, path)):
+            new.chmod(path.stat().st_mode & 0o777)
+            new.replace(old)
 
 
 def round_weights(model: Any, weights: str) -> None:
@@ -127,8 +138,7 @@ def _linear_layers(model: Any) -> list[nn.Linear]:
 def _rounded(weight: Tensor, weights: str) -> Tensor:
     """A weight [out, in] after quantization."""
     scheme = SCHEMES[weights]
-    quantizer = _quantizers().DefaultWeightOnlyQuantizer(_quantizer_config(weights))
-    packed, scales, _ = quantizer.qbits_block_quant(weight.T.contiguous().numpy())  # [out, blocks, bytes]
+    packed, scales = _quantize(weight.T.numpy(), scheme)
     numbers = torch.from_numpy(packed)
     if scheme.bits == 4:
         numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(2)
@@ -137,30 +147,59 @@ def _rounded(weight: Tensor, weights: str) -> Tensor:
     return blocks.flatten(1)[:, : weight.shape[1]].to(weight.dtype).contiguous()
 
 
-def _quantizer_config(weights: str) -> Any:
-    """The quantizer's settings. In onnxruntime 1.23 it takes the bits from here alone."""
-    scheme = SCHEMES[weights]
-    return _quantizers().DefaultWeightOnlyQuantConfig(
-        block_size=scheme.block_size, is_symmetric=True, accuracy_level=_ACCURACY_LEVEL, bits=scheme.bits
+def _quantize(weight: Any, scheme: Scheme) -> tuple[Any, Any]:
+    """Numbers, packed into bytes [out, blocks, bytes], and scales [out, blocks] of a weight [in, out]."""
+    quantizers = _quantizers()
+    config = quantizers.DefaultWeightOnlyQuantConfig(
+        block_size=scheme.block_size, is_symmetric=True, bits=scheme.bits
     )
+    quantizer = quantizers.DefaultWeightOnlyQuantizer(config)
+    packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(weight))
+    return packed, scales
 
 
-def _store_transposed(graph: Any) -> None:
-    """Store a weight that is transposed before its product, as the embedding is that is the output's, too."""
-    from onnx import numpy_helper
+def _constant_weight(node: Any) -> Any | None:
+    """The weight [in, out] that a node multiplies with, None if it is no such product; a view of the file."""
+    if node.op_type != "MatMul":
+        return None
+    value, transposed = node.inputs[1], False
+    source = value.producer()
+    # As the embedding is that is the output's weight, too.
+    if source is not None and source.op_type == "Transpose":
+        value, transposed = source.inputs[0], True
+    if value.const_value is None or len(value.shape) != 2:
+        return None
+    weight = value.const_value.numpy()
+    return weight.T if transposed else weight
 
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    transposes = {
-        node.output[0]: node
-        for node in graph.node
-        if node.op_type == "Transpose" and node.input[0] in stored and len(stored[node.input[0]].dims) == 2
+
+def _replace_product(graph: Any, node: Any, weight: Any, scheme: Scheme) -> None:
+    import onnx_ir
+
+    name = node.inputs[1].name
+    inputs = [node.inputs[0]]
+    for part, array in zip(("quantized", "scales"), _quantize(weight, scheme), strict=True):
+        tensor = onnx_ir.tensor(array, name=f"{name}_{part}")
+        value = onnx_ir.Value(
+            name=tensor.name,
+            type=onnx_ir.TensorType(tensor.dtype),
+            shape=onnx_ir.Shape(array.shape),
+            const_value=tensor,
+        )
+        graph.register_initializer(value)
+        inputs.append(value)
+    in_size, out_size = weight.shape
+    attributes = {
+        "K": in_size,
+        "N": out_size,
+        "bits": scheme.bits,
+        "block_size": scheme.block_size,
+        "accuracy_level": _ACCURACY_LEVEL,
     }
-    for node in list(graph.node):
-        found = transposes.pop(node.input[1], None) if node.op_type == "MatMul" else None
-        if found is not None:
-            weight = numpy_helper.to_array(stored[found.input[0]]).T
-            graph.initializer.append(numpy_helper.from_array(weight.copy(), found.output[0]))
-            graph.node.remove(found)
+    old = node.outputs[0]
+    product = onnx_ir.node(OPERATOR, inputs, attributes, domain=_DOMAIN, name=node.name)
+    product.outputs[0].type, product.outputs[0].shape = old.type, old.shape
+    onnx_ir.convenience.replace_nodes_and_values(graph, node, [node], [product], [old], product.outputs)
 
 
 def _quantizers() -> Any:

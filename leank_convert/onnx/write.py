@@ -23,12 +23,12 @@ from leank_convert.export.config_json import encode_json
 from leank_convert.export.publish import MARKER_NAME, ONNX_DESCRIPTION_NAME, staged_folder
 from leank_convert.export.runtime_files import sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
-from leank_convert.onnx.check import check_graph, measure_quantized
+from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
 from leank_convert.onnx.description import describe
-from leank_convert.onnx.graph import trace
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 from leank_convert.onnx.subject import PrunedModel, load_pruned
+from leank_convert.onnx.trace import write_graph
 
 MODEL_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
@@ -95,8 +95,8 @@ def export_onnx(
 ) -> Path:
     """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
 
-    The weights are in memory twice while the graph is traced, and again while they are quantized. The graph
-    is checked against PyTorch before that, and once more afterwards.
+    The weights are in memory once. The graph is checked against PyTorch before they are quantized, and once
+    more afterwards.
 
     Args:
         model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
@@ -144,12 +144,14 @@ def export_onnx(
                 mask_origin=mask_origin,
             )
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
-        _save_graph(pruned, partial, opset)
-        check_graph(pruned, partial / MODEL_NAME)
+        write_graph(pruned, partial / MODEL_NAME, opset=opset)
+        trials = make_trials(pruned, weights)
+        pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
+        check_graph(trials, partial / MODEL_NAME)
         difference = None
         if weights is not None:
             quantize_weights(partial / MODEL_NAME, weights)
-            difference = measure_quantized(pruned, partial / MODEL_NAME, weights)
+            difference = measure_quantized(trials, partial / MODEL_NAME, weights)
         _copy_companions(checkpoint, partial)
         write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
         for host in sorted(Path(__file__).parent.glob(_HOST_FILES)):
@@ -184,26 +186,10 @@ def export_graph(
     check_quantizer(weights)
     if isinstance(pruned, Path):
         pruned = load_pruned(pruned)
-    _save_graph(pruned, folder, opset)
+    write_graph(pruned, folder / MODEL_NAME, opset=opset)
     if weights is not None:
         quantize_weights(folder / MODEL_NAME, weights)
     _describe_folder(pruned, folder, opset, weights)
-
-
-def _save_graph(pruned: PrunedModel, folder: Path, opset: int) -> None:
-    program = trace(pruned, opset=opset)
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # where in whose source it was traced
-    try:
-        program.save(folder / MODEL_NAME, external_data=True)
-    except OSError as error:
-        if error.strerror is not None:
-            raise
-        # numpy, writing weights, tells neither the file nor the system's reason.
-        raise LeanKError(
-            f"`{folder / WEIGHTS_NAME}` could not be written to its end: {error}",
-            hint="most likely the disk is full: the weights are written anew, in `--dtype`",
-        ) from error
 
 
 def _describe_folder(

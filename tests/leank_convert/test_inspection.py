@@ -138,11 +138,11 @@ def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
 def onnx_folder(tmp_path: Path, retriever_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An ONNX folder whose graph is an empty file: nothing but its size is told of it."""
 
-    def write_empty(pruned: object, folder: Path, opset: int) -> None:
-        (folder / "model.onnx").write_bytes(b"12345")
+    def write_empty(pruned: object, path: Path, *, opset: int) -> None:
+        path.write_bytes(b"12345")
 
-    monkeypatch.setattr(write, "_save_graph", write_empty)
-    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+    monkeypatch.setattr(write, "write_graph", write_empty)
+    monkeypatch.setattr(write, "check_graph", lambda trials, path: None)
     mask = torch.zeros(2, 2, 16, dtype=torch.bool)
     mask[0, 0, 3:10] = True
     mask[1, :, ::4] = True

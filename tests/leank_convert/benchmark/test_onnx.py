@@ -105,7 +105,7 @@ def test_quantized_weights_count_as_they_are_stored(run, graphs, subject):
     model = build_stock(take_layers(subject, [0]).geometry, "step", seed=0)
     run("--length", "3", "--weights", "int4")
     stored = onnx.load(graphs / "dense int4" / "model.onnx").graph.initializer
-    total = sum(len(tensor.raw_data) for tensor in stored if "_Q4" in tensor.name or "_scales" in tensor.name)
+    total = sum(len(tensor.raw_data) for tensor in stored if tensor.name.endswith(("_quantized", "_scales")))
     norms = sum(weight.numel() for name, weight in model.named_parameters() if "norm" in name)
     assert weight_bytes(model, "int4") == total + 4 * norms
 

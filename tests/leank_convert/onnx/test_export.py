@@ -21,8 +21,8 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask, load_mask, save_mask
-from leank_convert.onnx import write
-from leank_convert.onnx.check import check_graph
+from leank_convert.onnx import trace, write
+from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.subject import load_pruned
 
 SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
@@ -75,11 +75,8 @@ def description(folder):
 def without_tracing(monkeypatch):
     """Exports are instant, their graph an empty file."""
 
-    def write_empty(pruned, folder, opset):
-        (folder / "model.onnx").touch()
-
-    monkeypatch.setattr(write, "_save_graph", write_empty)
-    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+    monkeypatch.setattr(write, "write_graph", lambda pruned, path, *, opset: path.touch())
+    monkeypatch.setattr(write, "check_graph", lambda trials, path: None)
 
 
 def test_folder_holds_graph_weights_description_runner_and_tokenizer(folder, retriever_folder):
@@ -243,7 +240,7 @@ def test_a_converted_checkpoint_gives_the_same_folder(folder, checkpoint, tmp_pa
 
 
 def test_check_passes_the_model_itself(folder, checkpoint):
-    check_graph(load_pruned(checkpoint), folder / "model.onnx")
+    check_graph(make_trials(load_pruned(checkpoint)), folder / "model.onnx")
 
 
 def test_check_finds_weights_that_are_not_the_models(folder, checkpoint):
@@ -251,7 +248,7 @@ def test_check_finds_weights_that_are_not_the_models(folder, checkpoint):
     with torch.no_grad():
         pruned.model.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
     with pytest.raises(LeanKError, match="logits of a prompt differ from PyTorch's") as caught:
-        check_graph(pruned, folder / "model.onnx")
+        check_graph(make_trials(pruned), folder / "model.onnx")
     assert caught.value.exit_code == 1
 
 
@@ -259,14 +256,14 @@ def test_check_finds_channels_that_are_not_the_masks(folder, checkpoint):
     pruned = load_pruned(checkpoint)
     other = dataclasses.replace(pruned, channel_masks=pruned.channel_masks.flip(-1))
     with pytest.raises(LeanKError, match="logits of a decode step differ from PyTorch's"):
-        check_graph(other, folder / "model.onnx")
+        check_graph(make_trials(other), folder / "model.onnx")
 
 
 def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
     spoiled = shutil.copytree(folder, tmp_path / "spoiled")
     (spoiled / "model.onnx.data").write_bytes(b"short")
     with pytest.raises(LeanKError, match=r"`model.onnx`") as caught:
-        check_graph(load_pruned(checkpoint), spoiled / "model.onnx")
+        check_graph(make_trials(load_pruned(checkpoint)), spoiled / "model.onnx")
     assert caught.value.exit_code == 1
 
 
@@ -399,8 +396,8 @@ def test_disk_that_is_full_while_weights_are_written_is_no_traceback(checkpoint,
         path.with_name("model.onnx.data").write_bytes(b"a part")
         raise OSError("problem writing element 24576 to file")  # numpy's, without a number
 
-    program = SimpleNamespace(save=save, model=SimpleNamespace(graph=SimpleNamespace(all_nodes=list)))
-    monkeypatch.setattr(write, "trace", lambda pruned, opset: program)
+    program = SimpleNamespace(save=save)
+    monkeypatch.setattr(write, "write_graph", lambda pruned, path, opset: trace._save(program, path))
     result = run("export", checkpoint, "--format", "onnx", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "model.onnx.data` could not be written to its end: problem writing element 24576" in result.stderr
@@ -410,7 +407,7 @@ def test_disk_that_is_full_while_weights_are_written_is_no_traceback(checkpoint,
 
 @pytest.mark.usefixtures("without_tracing")
 def test_full_disk_leaves_nothing_behind(retriever_folder, mask_file, tmp_path, monkeypatch):
-    def fill(pruned, path):
+    def fill(trials, path):
         raise OSError(errno.ENOSPC, "No space left on device", "model.onnx.data")
 
     monkeypatch.setattr(write, "check_graph", fill)

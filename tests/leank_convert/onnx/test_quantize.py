@@ -1,6 +1,5 @@
 """Weights of 8 and 4 bits: what is quantized, how exactly, and what an exported folder says of it."""
 
-import copy
 import dataclasses
 import json
 import random
@@ -21,8 +20,8 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.onnx import check, export_graph, load_pruned, write
-from leank_convert.onnx.check import measure_quantized
+from leank_convert.onnx import export_graph, load_pruned, write
+from leank_convert.onnx.check import make_trials, measure_quantized
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.quantize import (
     SCHEMES,
@@ -99,6 +98,13 @@ def shipped(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(checkpoint / name, folder / "graph" / name)
     return folder
+
+
+@pytest.fixture(scope="module")
+def int8(shipped):
+    folder = shutil.copytree(shipped / "graph", shipped / "int8")
+    quantize_weights(folder / "model.onnx", "int8")
+    return folder / "model.onnx"
 
 
 def test_products_with_a_constant_are_quantized_and_no_others(graph):
@@ -204,37 +210,31 @@ def test_unquantized_folder_says_so(shipped):
     assert (described["weights"], described["quantization"]) == ("float32", None)
 
 
-def test_graph_that_does_not_compute_with_the_rounded_weights_is_refused(shipped, tmp_path):
-    folder = shutil.copytree(shipped / "graph", tmp_path / "int8")
-    quantize_weights(folder / "model.onnx", "int8")
-    assert measure_quantized(load_pruned(shipped / "checkpoint"), folder / "model.onnx", "int8") < 0.1
+def test_graph_that_does_not_compute_with_the_rounded_weights_is_refused(shipped, int8):
+    pruned = load_pruned(shipped / "checkpoint")
+    assert measure_quantized(make_trials(pruned, "int8"), int8, "int8") < 0.1
     pruned = load_pruned(shipped / "checkpoint")
     with torch.no_grad():
         pruned.model.model.layers[0].self_attn.o_proj.weight.neg_()
     with pytest.raises(LeanKError, match="with int8 weights logits of a prompt differ by") as caught:
-        measure_quantized(pruned, folder / "model.onnx", "int8")
+        measure_quantized(make_trials(pruned, "int8"), int8, "int8")
     assert caught.value.exit_code == 1
 
 
-def test_weights_that_do_not_bear_four_bits_are_measured_with_a_warning(shipped, monkeypatch, caplog):
-    def run(pruned, path, *, prepack):
-        rounded = dataclasses.replace(pruned, model=copy.deepcopy(pruned.model))
-        round_weights(rounded.model, "int4")
-        # As of a deep model, in which little differences grow.
-        return [(what, logits, -logits) for what, _, logits in check._cases(rounded)]
-
-    monkeypatch.setattr(check, "_run", run)
-    pruned = load_pruned(shipped / "checkpoint")
-    assert measure_quantized(pruned, shipped / "graph" / "model.onnx", "int4") == pytest.approx(2)
-    assert "with int4 weights logits differ by 2.00 of their norm from the model's" in caplog.text
+def test_weights_that_do_not_bear_their_bits_are_measured_with_a_warning(shipped, int8, caplog):
+    trials = make_trials(load_pruned(shipped / "checkpoint"), "int8")
+    # As of a deep model, in which little differences grow.
+    far = [dataclasses.replace(trial, logits=-trial.logits) for trial in trials]
+    assert measure_quantized(far, int8, "int8") == pytest.approx(2, abs=0.1)
+    assert "with int8 weights logits differ by" in caplog.text
 
 
 def test_failure_while_quantizing_leaves_nothing_behind(shipped, tmp_path, monkeypatch):
     def fail(path, weights):
         raise LeanKError("no", hint="none")
 
-    monkeypatch.setattr(write, "_save_graph", lambda pruned, folder, opset: (folder / "model.onnx").touch())
-    monkeypatch.setattr(write, "check_graph", lambda pruned, path: None)
+    monkeypatch.setattr(write, "write_graph", lambda pruned, path, *, opset: path.touch())
+    monkeypatch.setattr(write, "check_graph", lambda trials, path: None)
     monkeypatch.setattr(write, "quantize_weights", fail)
     options = ["--format", "onnx", "--weights", "int4"]
     result = run("export", shipped / "checkpoint", *options, "-o", tmp_path / "out")
