@@ -155,7 +155,7 @@ def _quantize(weight: Any, scheme: Scheme) -> tuple[Any, Any]:
     )
     quantizer = quantizers.DefaultWeightOnlyQuantizer(config)
     packed, scales, _ = quantizer.qbits_block_quant(np.ascontiguousarray(weight))
-    return packed, scales
+    return packed, scales.reshape(packed.shape[:2])  # flat in onnxruntime 1.23
 
 
 def _constant_weight(node: Any) -> Any | None:
