@@ -22,6 +22,7 @@ from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_h
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 TESTBED = "testbed"
 
 # Small files that travel with a model's weights: all that a tokenizer may need, and the licence.
@@ -195,9 +196,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise LeanKError(f"`{folder}` does not exist")
     if not path.is_file():
-        raise LeanKError(
-            f"`{folder}` has no `{CONFIG_NAME}`", hint="name the folder of a model in Hugging Face's layout"
-        )
+        hint = "name the folder of a model in Hugging Face's layout"
+        if (folder / ONNX_DESCRIPTION_NAME).exists():
+            hint = "it is an ONNX folder: name the checkpoint or the model that it was made of"
+        raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
     return read_json(path)
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.checkpoint_io import CONFIG_NAME, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    ONNX_DESCRIPTION_NAME,
+    read_leank_config,
+    read_leank_facts,
+)
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import check_head_table
-from leank_convert.export.publish import ONNX_DESCRIPTION_NAME
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.verify import is_onnx_folder
 

@@ -71,7 +71,7 @@ def benchmark_onnx(
     Returns:
         The JSON document. A case whose check failed has `ok` false and no figures.
     """
-    from leank_convert.onnx.write import DEFAULT_OPSET, check_available
+    from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 
     check_available()
     chosen = choose_layers(subject, layers)

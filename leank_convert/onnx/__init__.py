@@ -4,7 +4,8 @@
 `export_onnx` the whole folder.
 """
 
+from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 from leank_convert.onnx.subject import PrunedModel, load_pruned
-from leank_convert.onnx.write import DEFAULT_OPSET, check_available, export_graph, export_onnx
+from leank_convert.onnx.write import export_graph, export_onnx
 
 __all__ = ["DEFAULT_OPSET", "PrunedModel", "check_available", "export_graph", "export_onnx", "load_pruned"]

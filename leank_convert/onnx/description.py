@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from leank_convert.onnx.folder import FORMAT_VERSION, TensorDescription
 from leank_convert.onnx.graph import cache_shapes
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.onnx.subject import PrunedModel
-
-FORMAT_VERSION = 1
 
 
 def describe(
@@ -32,6 +31,8 @@ def describe(
     scheme = None if weights is None else SCHEMES[weights]
     config = pruned.model.config
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
+    inputs = describe_inputs(pruned, pruned.dtype)
+    outputs = describe_outputs(pruned, pruned.dtype, config.vocab_size)
     return {
         "format_version": FORMAT_VERSION,
         "opset": opset,
@@ -64,8 +65,8 @@ def describe(
         "buckets": [_buckets(layer) for layer in pruned.buckets],
         "channel_order": pruned.channel_order.tolist(),
         "head_permutation": pruned.head_permutation,
-        "inputs": _inputs(pruned),
-        "outputs": _outputs(pruned),
+        "inputs": [tensor.model_dump(exclude_unset=True) for tensor in inputs],
+        "outputs": [tensor.model_dump(exclude_unset=True) for tensor in outputs],
         "files": dict(sorted(files.items())),
     }
 
@@ -87,50 +88,52 @@ def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return described
 
 
-def _inputs(pruned: PrunedModel) -> list[dict[str, Any]]:
-    described: list[dict[str, Any]] = [
-        {"name": name, "dtype": "int64", "shape": shape}
-        for name, shape in (
-            ("input_ids", ["batch", "new_tokens"]),
-            ("past_lengths", ["batch"]),
-            ("pruned_lengths", ["batch"]),
-            ("logits_index", ["batch", "logits"]),
-        )
-    ]
+def describe_inputs(pruned: PrunedModel, dtype: str) -> list[TensorDescription]:
+    """Describe a graph's inputs.
+
+    Args:
+        pruned: Masks and window sizes; its model is not looked at.
+        dtype: Of the cache.
+    """
+    integers: tuple[tuple[str, list[int | str]], ...] = (
+        ("input_ids", ["batch", "new_tokens"]),
+        ("past_lengths", ["batch"]),
+        ("pruned_lengths", ["batch"]),
+        ("logits_index", ["batch", "logits"]),
+    )
+    described = [TensorDescription(name=name, dtype="int64", shape=shape) for name, shape in integers]
     for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
         _, layer, region, *width, part = name.split(".")
         described.append(
-            {
-                "name": name,
-                "dtype": pruned.dtype,
-                "shape": shape,
-                "layer": int(layer),
-                "region": region,
-                "width": int(width[0]) if width else None,
-                "part": part,
-            }
+            TensorDescription(
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                layer=int(layer),
+                region=region,
+                width=int(width[0]) if width else None,
+                part=part,
+            )
         )
     return described
 
 
-def _outputs(pruned: PrunedModel) -> list[dict[str, Any]]:
-    num_layers, kv_heads, head_dim = pruned.channel_masks.shape
-    vocab_size = pruned.model.config.vocab_size
-    described: list[dict[str, Any]] = [
-        {"name": "logits", "dtype": pruned.dtype, "shape": ["batch", "logits", vocab_size]}
-    ]
+def describe_outputs(pruned: PrunedModel, dtype: str, vocab_size: int) -> list[TensorDescription]:
+    """Describe a graph's outputs.
+
+    Args:
+        pruned: Masks; its model is not looked at.
+        dtype: Of logits and cache.
+        vocab_size: Length of a row of logits.
+    """
+    num_layers, heads, head_dim = pruned.channel_masks.shape
+    described = [TensorDescription(name="logits", dtype=dtype, shape=["batch", "logits", vocab_size])]
+    shapes: dict[str, list[int | str]] = {
+        "key": ["batch", heads, "new_tokens", head_dim],
+        "value": ["batch", heads, head_dim, "new_tokens"],
+    }
     for layer in range(num_layers):
-        for part, shape in (
-            ("key", ["batch", kv_heads, "new_tokens", head_dim]),
-            ("value", ["batch", kv_heads, head_dim, "new_tokens"]),
-        ):
-            described.append(
-                {
-                    "name": f"present.{layer}.{part}",
-                    "dtype": pruned.dtype,
-                    "shape": shape,
-                    "layer": layer,
-                    "part": part,
-                }
-            )
+        for part, shape in shapes.items():
+            name = f"present.{layer}.{part}"
+            described.append(TensorDescription(name=name, dtype=dtype, shape=shape, layer=layer, part=part))
     return described

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leank_convert.checkpoint_io import read_json
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_json
 from leank_convert.errors import LeanKError
-from leank_convert.export.publish import ONNX_DESCRIPTION_NAME
-from leank_convert.onnx.description import FORMAT_VERSION
+
+FORMAT_VERSION = 1
 
 _Size = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(ge=1)]

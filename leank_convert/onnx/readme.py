@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.onnx.libraries import first_onnxruntime
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.onnx.subject import PrunedModel
 
@@ -15,7 +16,7 @@ _README = """\
 ## Run
 
 ```
-pip install numpy onnxruntime tokenizers
+pip install numpy 'onnxruntime>={onnxruntime}' tokenizers
 python leank_onnx.py . "The capital of France is"
 ```
 
@@ -27,13 +28,21 @@ model = LeanKOnnx(".")
 print(model.decode(answer))
 ```
 
-A chat template, where the model has one, needs `jinja2` too.
+A chat template, where the model has one, needs `jinja2` too. `generate` takes batches, temperature, top-p
+and a streamer; `model.start()` gives a session that takes further turns.
+
+In Node, one row, greedily, in float32 (`--tokens 1,5,9` instead of a text needs `onnxruntime-node` alone):
+
+```
+npm install onnxruntime-node @huggingface/tokenizers @huggingface/jinja
+node leank_onnx.mjs . --prompt "The capital of France is"
+```
 
 ## Other languages
 
 `leank_onnx.json` describes every input and output: the graph is a function of the new tokens and of buffers
 that the host owns, and it returns the new tokens' keys and values alone, which the host writes into its
-buffers. `leank_onnx.py` is a complete host to read along.
+buffers. `leank_onnx.mjs` is a short host to read along; in Python `leank_onnx_cache.py` is what lies where.
 
 - All rows are stored without padding; `past_lengths` and `pruned_lengths` count each row's own tokens.
 - Window: token t lies in slot t if t < {sink}, else in slot {sink} + (t - {sink}) mod {ring}: {slots} slots.
@@ -85,6 +94,7 @@ def build_readme(
     return _README.format(
         name=pruned.name,
         opset=opset,
+        onnxruntime=first_onnxruntime(opset),
         dtype=pruned.dtype,
         quantized=quantized,
         ratio=1 - kept,

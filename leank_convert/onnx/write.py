@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import shutil
 from collections.abc import Mapping
@@ -12,70 +11,32 @@ from typing import Any
 
 from leank_convert.checkpoint_io import (
     COMPANION_PATTERNS,
+    ONNX_DESCRIPTION_NAME,
     model_name,
     read_leank_config,
     resolve_model,
     write_atomically,
 )
-from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.publish import MARKER_NAME, ONNX_DESCRIPTION_NAME, staged_folder
+from leank_convert.export.publish import MARKER_NAME, staged_folder
 from leank_convert.export.runtime_files import sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
 from leank_convert.onnx.description import describe
+from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 from leank_convert.onnx.subject import PrunedModel, load_pruned
 from leank_convert.onnx.trace import write_graph
 
 MODEL_NAME = "model.onnx"
-WEIGHTS_NAME = "model.onnx.data"
 RUNNER_NAME = "leank_onnx.py"
-DEFAULT_OPSET = 23
-OPSETS = range(18, 26)
 
 _README_NAME = "README.md"
 _HOST_FILES = "leank_onnx*"  # what runs the graph
-_LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
-# onnxruntime's first release that loads graphs of an opset; those of lower ones load in 1.22.
-_FIRST_ONNXRUNTIME = {23: (1, 23), 24: (1, 24), 25: (1, 24)}
 
 _logger = logging.getLogger("leank_convert")
-
-
-def check_available(opset: int = DEFAULT_OPSET) -> None:
-    """Check that a graph of this opset can be written here.
-
-    Raises:
-        LeanKError: If a library is missing or too old, or the opset is not one of `OPSETS`.
-    """
-    if opset not in OPSETS:
-        raise LeanKError(
-            f"opset {opset} is not supported; graphs are written for {OPSETS[0]} to {OPSETS[-1]}",
-            hint=f"leave `--opset` out: {DEFAULT_OPSET} is what the runner is tested with",
-        )
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LeanKError(
-            f"ONNX graphs need {', '.join(f'`{name}`' for name in missing)}, which cannot be imported",
-            hint="pip install 'leank-convert[onnx]'",
-        )
-    import onnx
-    import onnxruntime
-
-    major, minor = map(int, onnxruntime.__version__.split(".")[:2])
-    if onnx.defs.onnx_opset_version() < opset:
-        old = onnx
-    elif (major, minor) < _FIRST_ONNXRUNTIME.get(opset, (1, 22)):
-        old = onnxruntime
-    else:
-        return
-    raise LeanKError(
-        f"opset {opset} needs a later `{old.__name__}` than {old.__version__}",
-        hint=f"pip install --upgrade {old.__name__}, or pass a lower `--opset`",
-    )
 
 
 def export_onnx(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leank_convert.checkpoint_io import CONFIG_NAME
-from leank_convert.export.publish import ONNX_DESCRIPTION_NAME
+from leank_convert.checkpoint_io import CONFIG_NAME, ONNX_DESCRIPTION_NAME
 from leank_convert.verify.checkpoint import verify_checkpoint
 from leank_convert.verify.report import Check, VerifyReport
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import first_line
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, first_line
 from leank_convert.errors import LeanKError
-from leank_convert.export.publish import ONNX_DESCRIPTION_NAME
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.onnx.description import describe_inputs, describe_outputs
 from leank_convert.onnx.folder import FolderDescription, TensorDescription, check_heads, read_description
-from leank_convert.onnx.graph import cache_shapes
+from leank_convert.onnx.libraries import check_available
 from leank_convert.onnx.subject import PrunedModel
-from leank_convert.onnx.write import MODEL_NAME, check_available
+from leank_convert.onnx.write import MODEL_NAME
 from leank_convert.verify.onnx_answers import (
     GraphSession,
     Source,
@@ -190,7 +190,10 @@ def _check_weights(model: Any, description: FolderDescription) -> None:
 
 def _check_tensors(model: Any, description: FolderDescription) -> str:
     """Compare the description with the heads it describes, and the graph with the description."""
-    inputs, outputs = list(_expected_inputs(description)), list(_expected_outputs(description))
+    sizes = description.sink_size, description.recent_size, description.flush_size
+    pruned = PrunedModel(None, _channel_masks(description), *sizes)
+    inputs = describe_inputs(pruned, description.dtype)
+    outputs = describe_outputs(pruned, description.dtype, description.model.vocab_size)
     for part, expected, values in (
         ("inputs", inputs, model.graph.input),
         ("outputs", outputs, model.graph.output),
@@ -216,45 +219,6 @@ def _tell(tensor: TensorDescription) -> str:
     rest = tensor.model_dump(exclude={"name", "dtype", "shape"}, exclude_none=True)
     told = "".join(f", {key} {value}" for key, value in rest.items())
     return f"`{tensor.name}` ({tensor.dtype} {tensor.shape}{told})"
-
-
-def _expected_inputs(description: FolderDescription) -> Iterator[TensorDescription]:
-    integers: tuple[tuple[str, list[int | str]], ...] = (
-        ("input_ids", ["batch", "new_tokens"]),
-        ("past_lengths", ["batch"]),
-        ("pruned_lengths", ["batch"]),
-        ("logits_index", ["batch", "logits"]),
-    )
-    for name, shape in integers:
-        yield TensorDescription(name=name, dtype="int64", shape=shape)
-    sizes = description.sink_size, description.recent_size, description.flush_size
-    pruned = PrunedModel(None, _channel_masks(description), *sizes)
-    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
-        _, layer, region, *width, part = name.split(".")
-        yield TensorDescription(
-            name=name,
-            dtype=description.dtype,
-            shape=shape,
-            layer=int(layer),
-            region=region,
-            width=int(width[0]) if width else None,
-            part=part,
-        )
-
-
-def _expected_outputs(description: FolderDescription) -> Iterator[TensorDescription]:
-    model, dtype = description.model, description.dtype
-    yield TensorDescription(name="logits", dtype=dtype, shape=["batch", "logits", model.vocab_size])
-    heads, head_dim = model.num_key_value_heads, model.head_dim
-    for layer in range(model.num_hidden_layers):
-        shapes: dict[str, list[int | str]] = {
-            "key": ["batch", heads, "new_tokens", head_dim],
-            "value": ["batch", heads, head_dim, "new_tokens"],
-        }
-        for part, shape in shapes.items():
-            yield TensorDescription(
-                name=f"present.{layer}.{part}", dtype=dtype, shape=shape, layer=layer, part=part
-            )
 
 
 def _graph_tensors(values: Iterable[Any]) -> Iterator[TensorDescription]:

@@ -65,6 +65,8 @@ def test_folders_without_config_or_weights_are_refused(source_model: Callable[..
     refused(folder, "holds a `list`")
     (folder / "config.json").unlink()
     refused(folder, "has no `config.json`")
+    (folder / "leank_onnx.json").touch()
+    assert "it is an ONNX folder" in str(refused(folder, "has no `config.json`").hint)
 
 
 def test_shards_that_contradict_the_index_are_refused(

@@ -21,7 +21,7 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask, load_mask, save_mask
-from leank_convert.onnx import trace, write
+from leank_convert.onnx import check_available, libraries, trace, write
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.subject import load_pruned
 
@@ -294,7 +294,7 @@ def test_options_that_do_not_go_together_are_refused(
 def test_missing_library_is_named_with_the_extra_to_install(
     retriever_folder, mask_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(write, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
+    monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
     arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
     result = run("export", retriever_folder, *arguments)
     assert result.exit_code == 2
@@ -323,10 +323,10 @@ def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
     if library == "onnx":
         monkeypatch.setattr("onnx.defs.onnx_opset_version", lambda: 23)
     if fits:
-        write.check_available(opset)
+        check_available(opset)
         return
     with pytest.raises(LeanKError, match=f"opset {opset} needs a later `{library}` than {version}") as caught:
-        write.check_available(opset)
+        check_available(opset)
     assert caught.value.hint == f"pip install --upgrade {library}, or pass a lower `--opset`"
 
 

@@ -15,7 +15,7 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.onnx import export_onnx, write
+from leank_convert.onnx import export_onnx, libraries
 from leank_convert.verify import verify_artifact
 
 WEIGHTS = "model.onnx.data"
@@ -161,7 +161,7 @@ def test_a_source_that_is_none_is_an_error(exported, tmp_path):
 
 
 def test_missing_packages_are_named_with_the_extra_to_install(exported, monkeypatch):
-    monkeypatch.setattr(write, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
+    monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
     result = CliRunner().invoke(main, ["verify", str(exported.path)])
     assert result.exit_code == 2
     assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
