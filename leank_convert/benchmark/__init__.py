@@ -31,9 +31,10 @@ says that ours is faster, or that more rows of ours fit; null stands where nothi
                 memory: steps[].`peak_bytes`, `ratio` to weights and K/V, which may be `limit_ratio`
                 schedule[]: `seconds` of steps at `lengths`; by their mean, `schedule_seconds` of all
                 scale: alone, under torchrun; `samples_per_second` of all processes and of one
-    onnx        `layers` that were measured; cases[].attention and .step: `checks` of both sides' logits,
-                `milliseconds` and `cpu_milliseconds` of dense and leank, `ratio` and `cpu_ratio` of them,
-                `byte_ratio` of all that a step reads; `cache_bytes`, `cache_share` of the dense cache;
+    onnx        `layers` that were measured; read_bandwidth of the host's memory, by torch
+                cases[].attention and .step: `checks` of both sides' logits, `milliseconds` and
+                `cpu_milliseconds` of dense and leank, `ratio` and `cpu_ratio` of them, `byte_ratio` of all
+                that a step reads; `cache_bytes`, `cache_share` of the dense cache
                 whole_mask: that share for all layers, its `limit` in long contexts, and the length from
                 which the percentage next to it is reached
 """

@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,34 @@ def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, fl
         name: num_bytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
         for name, way in ways.items()
     }
+
+
+def measure_host_read_bandwidth(num_bytes: int, threads: int, *, rounds: int) -> dict[str, float]:
+    """Read a buffer of the host's memory in several ways; count the bytes read.
+
+    Args:
+        num_bytes: How large it is: more than the caches hold, unless that is asked for.
+        threads: Of torch.
+        rounds: Measurements of each way.
+
+    Returns:
+        GB/s (1e9 bytes) of each way.
+    """
+    numbers = torch.randn(num_bytes // 8 * 2)
+    ways: dict[str, Callable[[], object]] = {
+        "sum of all float32": numbers.sum,
+        "maximum of all float32": numbers.amax,
+        "maximum of all int64": numbers.view(torch.int64).amax,
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return {
+            name: numbers.nbytes / time_calls([way], torch.device("cpu"), rounds=rounds).milliseconds / 1e6
+            for name, way in ways.items()
+        }
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from leank_convert.benchmark.environment import describe_environment
+from leank_convert.benchmark.environment import describe_environment, measure_host_read_bandwidth
 from leank_convert.benchmark.onnx_cache import BoundStep, FilledCache
 from leank_convert.benchmark.onnx_check import ExactLogits, LogitsCheck
 from leank_convert.benchmark.onnx_graphs import (
@@ -98,11 +98,16 @@ def benchmark_onnx(
             report.line(f"{_TITLES[name]}: {read / 1e6:,.1f} MB of weights are read")
         for num_tokens in lengths:
             cases.append(_run_case(measured, models, steps, num_tokens, rounds, seed, weights))
+    largest = max(case["cache_bytes"]["dense"] for case in cases)
+    bandwidth = measure_host_read_bandwidth(largest, threads, rounds=rounds)
     environment["load_after"] = os.getloadavg()[0]
     whole = count_whole_mask(subject, lengths)
     for name in MODELS:
         _print_times(report, name, cases, rounds)
     _print_bytes(report, cases, whole)
+    best = max(bandwidth, key=bandwidth.__getitem__)
+    report.line(f"read bandwidth {bandwidth[best]:,.1f} GB/s, of as many bytes as the largest dense cache:")
+    report.line(f"the fastest of {len(bandwidth)} plain reads by torch with {threads} threads ({best})")
     report.line(
         f"load of the machine {environment['load_before']:.2f} before, {environment['load_after']:.2f} after "
         f"these runs, whose own {threads} threads are in the latter"
@@ -118,6 +123,7 @@ def benchmark_onnx(
         layers=chosen,
         widths=widths_of(measured),
         weight_bytes={name: weight_bytes(model, weights) for name, model in models.items()},
+        read_bandwidth={"gigabytes_per_second": bandwidth[best], "ways": bandwidth},
         cases=cases,
         whole_mask=whole,
     )

@@ -65,6 +65,9 @@ def test_attention_and_step_are_measured_beside_the_dense_graph(run):
     assert (document["benchmark"], document["layers"], document["ok"]) == ("onnx", [0], True)
     assert document["environment"]["threads"] == 1
     assert document["environment"]["load_after"] >= 0
+    assert document["read_bandwidth"]["gigabytes_per_second"] == max(
+        document["read_bandwidth"]["ways"].values()
+    )
     short, long = document["cases"]
     # Nothing is pruned yet, and all slots of the window are there.
     assert (short["pruned"], short["tokens"]) == (0, 3)

@@ -70,6 +70,21 @@ def test_bandwidth_counts_the_bytes_of_one_buffer(monkeypatch):
     assert set(ways.values()) == {(1 << 24) / 2.0 / 1e6}
 
 
+def test_host_bandwidth_is_read_by_the_threads_asked_for(monkeypatch):
+    seen = []
+
+    def fixed(calls, device, *, rounds):
+        seen.append((calls[0]().numel(), torch.get_num_threads()))
+        return summarize([2.0], 1, "fixed")
+
+    monkeypatch.setattr(environment, "time_calls", fixed)
+    before = torch.get_num_threads()
+    ways = environment.measure_host_read_bandwidth(1004, before + 1, rounds=1)
+    assert seen == [(1, before + 1)] * len(ways)
+    assert set(ways.values()) == {1000 / 2.0 / 1e6}
+    assert torch.get_num_threads() == before
+
+
 def test_the_commit_is_told_in_a_checkout_and_only_there(monkeypatch, tmp_path):
     facts = environment.describe_environment(CPU)
     assert facts["commit"] is None or len(facts["commit"].removesuffix("+")) == 12
