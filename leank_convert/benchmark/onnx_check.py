@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,13 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leank_convert.benchmark.accuracy import attend_row, relative_error
 from leank_convert.benchmark.onnx_cache import TOKEN, FilledCache
+from leank_convert.onnx.graph import attending
 from leank_convert.onnx.quantize import round_weights
 
 # What the exported graph's logits may differ by, relative to the exact ones.
 TOLERANCE = 1e-4
 # Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
 QUANTIZED_TOLERANCE = 0.2
-_ATTENTION = "leank_benchmark_exact"
 
 
 @dataclass(frozen=True)
@@ -103,23 +101,9 @@ def _logits(model: Any, cache: FilledCache, side: str) -> Tensor:
                 1, 2
             ), None
 
-    with _attending(model, attend), torch.no_grad():
+    with attending(model, attend), torch.no_grad():
         output = model(
             torch.tensor([[TOKEN]]), position_ids=torch.tensor([[cache.num_tokens]]), use_cache=False
         )
     logits: Tensor = output.logits.flatten()
     return logits
-
-
-@contextmanager
-def _attending(model: Any, attend: Any) -> Iterator[None]:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(_ATTENTION, attend)
-    AttentionMaskInterface.register(_ATTENTION, lambda **_: None)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _ATTENTION
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before

@@ -20,7 +20,7 @@ first w lanes of the whole one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,7 +141,7 @@ def cache_shapes(
 def run_in_torch(pruned: PrunedModel, inputs: Sequence[Tensor]) -> Tensor:
     """The logits [B, K, V] that the graph must give for its inputs, in its order, computed by PyTorch."""
     ids, past, num_pruned, index, *cache = inputs
-    with torch.no_grad(), attending(pruned.model):
+    with torch.no_grad(), attending(pruned.model, attend_in_regions):
         logits: Tensor
         logits, _ = StepModel(pruned)(ids, past, num_pruned, index, cache)
     return logits
@@ -161,7 +161,7 @@ def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(seen, 0.0, _HIDDEN).to(dtype)
 
 
-def _attend(
+def attend_in_regions(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -229,9 +229,9 @@ def _reorder(states: Tensor, lanes: Tensor) -> Tensor:
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Let the model attend by `_attend` for a while."""
-    AttentionInterface.register(_ATTENTION, _attend)
+def attending(model: Any, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Let a model attend by a function of transformers' signature, which makes its own mask, for a while."""
+    AttentionInterface.register(_ATTENTION, attend)
     AttentionMaskInterface.register(_ATTENTION, lambda **_: None)
     before = model.config._attn_implementation
     model.config._attn_implementation = _ATTENTION

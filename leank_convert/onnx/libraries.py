@@ -9,7 +9,7 @@ from leank_convert.errors import LeanKError
 DEFAULT_OPSET = 23
 OPSETS = range(18, 26)
 
-_LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
+_LIBRARIES = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 
 
 def check_available(opset: int = DEFAULT_OPSET) -> None:

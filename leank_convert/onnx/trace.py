@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from leank_convert.errors import LeanKError
-from leank_convert.onnx.graph import StepModel, attending, cache_shapes
+from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
 from leank_convert.onnx.subject import PrunedModel
 
 # torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
@@ -86,7 +86,7 @@ def _trace(pruned: PrunedModel, step: StepModel, opset: int) -> Any:
         ],
     )
     layers = range(len(pruned.buckets))
-    with torch.no_grad(), attending(pruned.model):
+    with torch.no_grad(), attending(pruned.model, attend_in_regions):
         return torch.onnx.export(
             step,
             args,
