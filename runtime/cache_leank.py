@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -135,7 +136,8 @@ class LeanKCache(Cache):
         this padding.
 
         Args:
-            caches: Caches of one model whose prompts are split; they are empty afterwards.
+            caches: Caches of one model, whose prompts are all split, or all pending (`deferred`); they are
+                empty afterwards.
             num_reserved: Columns to allocate for, see `reserve`; 0 for what is there.
 
         Returns:
@@ -146,7 +148,11 @@ class LeanKCache(Cache):
         """
         caches = list(caches)
         _check_joinable(caches)
-        rows = RowState.concatenate([cache.rows for cache in caches])
+        first = caches[0]
+        batch_sizes = [cache._batch_size() or 0 for cache in caches]
+        lengths = first.rows.lengths
+        device = first.layers[0].device if lengths is None else lengths.device
+        rows = RowState.concatenate([cache.rows for cache in caches], batch_sizes, device)
         rows.num_reserved = num_reserved
         joined = cls.__new__(cls)
         Cache.__init__(
@@ -158,8 +164,115 @@ class LeanKCache(Cache):
         )
         for cache in caches:
             cache.reset()
-        joined.rows, joined.graph = rows, DecodeGraph(caches[0].use_graphs)
+        joined.rows, joined.graph = rows, DecodeGraph(first.use_graphs)
         return joined
+
+    def fork(
+        self, sink_size: int | None = None, recent_size: int | None = None, flush_size: int | None = None
+    ) -> LeanKCache:
+        """Return another cache that goes on from the same pending input; this one stays as it is.
+
+        One prefill with `prune="deferred"` serves any number of forks, each with windows and channel masks
+        (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
+
+        Args:
+            sink_size: Tokens at the start of a row that stay whole; None for this cache's, as below.
+            recent_size: Latest tokens that stay whole.
+            flush_size: Tokens pruned at a time while decoding.
+
+        Raises:
+            ValueError: If the prompt is split already, or a size is too small.
+        """
+        if self.rows.is_split:
+            raise ValueError(
+                "a cache whose prompt is pruned already cannot be forked; build it with "
+                '`prune="deferred"` and fork it before decoding begins, or use `copy.deepcopy`'
+            )
+        sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+        for name, value in sizes.items():
+            least = 1 if name == "flush_size" else 0
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"`{name}` is {value!r}, not an integer of at least {least}")
+        shared = [
+            tensor
+            for layer in self.layers
+            for tensor in (layer.model_mask, layer.channel_mask, *(layer.pending or ()))
+        ]
+        forked = copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
+        for name, value in sizes.items():
+            if value is not None:
+                setattr(forked.rows, name, value)
+        return forked
+
+    def fill_layer(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put a whole prompt into one layer without a model, and split it at once, whatever `prune` says.
+
+        Layers filled one after the other before anything is decoded take prompts of one shape.
+
+        Args:
+            layer_idx: An empty layer.
+            keys: Keys after rotary embedding, without padding `[B, H_kv, S, D]`.
+            values: `[B, H_kv, S, D]`.
+
+        Raises:
+            ValueError: If the layer holds tokens, or keys and values do not fit it.
+        """
+        layer = self.layers[layer_idx]
+        layer.lazy_initialization(keys, values)
+        step = self.rows.fill(layer.num_columns, keys.shape[0], keys.shape[2], keys.device)
+        layer.extend_pending(keys, values)
+        layer.num_columns = keys.shape[2]
+        layer.split(step)
+
+    def decode_layer(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> torch.Tensor:
+        """Append one token to one layer without a model, and attend with it.
+
+        Args:
+            layer_idx: A layer that is split, see `fill_layer`.
+            query: `[B, H, 1, D]`.
+            key: `[B, H_kv, 1, D]`.
+            value: `[B, H_kv, 1, D]`.
+            softmax_scale: Factor on the logits; 1/√D if None.
+
+        Returns:
+            `[B, H, 1, D]`.
+
+        Raises:
+            ValueError: If the layer is not split, or there is more than one token.
+        """
+        layer = self.layers[layer_idx]
+        if layer.store is None or query.shape[2] != 1:
+            state = "holds no pruned prompt" if layer.store is None else "is given one token at a time"
+            raise ValueError(
+                f"layer {layer_idx} {state}, here {query.shape[2]} tokens are to be decoded; fill it with "
+                "`fill_layer`, or run a model on this cache"
+            )
+        step = self.rows.step(layer.num_columns, query.shape[0], 1, None, query.device)
+        layer.num_columns += 1
+        return layer.decode(query, key, value, step, _scale_of(query, softmax_scale))
+
+    def attend_layer(
+        self, layer_idx: int, query: torch.Tensor, softmax_scale: float | None = None
+    ) -> torch.Tensor:
+        """Attend with the last token of one layer again; changes nothing.
+
+        Args:
+            layer_idx: A layer that is split.
+            query: `[B, H, 1, D]`.
+            softmax_scale: Factor on the logits; 1/√D if None.
+
+        Returns:
+            `[B, H, 1, D]`.
+        """
+        append = self.rows.attended(query.device)
+        return self.layers[layer_idx].attend(query, append, _scale_of(query, softmax_scale))
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
@@ -218,10 +331,11 @@ class LeanKCache(Cache):
             layer.select(rows)
 
     def _batch_size(self) -> int | None:
-        layer = self.layers[0]
-        if layer.store is not None:
-            return layer.store.kept_keys.shape[0]
-        return layer.pending[0].shape[0] if layer.pending is not None else None
+        return self.layers[0].batch_size
+
+
+def _scale_of(query: torch.Tensor, softmax_scale: float | None) -> float:
+    return float(query.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def _check_joinable(caches: Sequence[LeanKCache]) -> None:
@@ -237,9 +351,12 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
     masks = [layer.model_mask[0] for layer in caches[0].layers]
     expected = _place_of(caches[0])
     for index, cache in enumerate(caches):
-        if not cache.rows.is_split:
-            state = "holds input that is not pruned yet" if cache.get_seq_length() else "is empty"
-            raise ValueError(f"cache {index} {state}; concatenate caches on which decoding can go on")
+        if not cache.get_seq_length():
+            raise ValueError(f"cache {index} is empty; concatenate caches that hold a prompt")
+        if cache.rows.is_split != caches[0].rows.is_split:
+            state = "is pruned" if cache.rows.is_split else "holds input that is not pruned yet"
+            other = "is" if caches[0].rows.is_split else "is not"
+            raise ValueError(f"cache {index} {state}, cache 0 {other}; concatenate caches of one kind")
         if not cache.is_made_of(masks):
             raise ValueError(f"cache {index} is of a model that keeps other channels than that of cache 0")
         place = _place_of(cache)

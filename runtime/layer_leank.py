@@ -316,32 +316,42 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @classmethod
     def concatenate(cls, layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
-        """Return a split layer with the rows of several, in order; those are emptied.
+        """Return a layer with the rows of several, in order; those are emptied.
 
         Args:
-            layers: Split layers of one model and place.
+            layers: Layers of one model and place, all split or all pending.
             rows: Lengths of all rows.
         """
         first = layers[0]
-        stores = [layer.store for layer in layers if layer.store is not None]
         joined = cls(
             first.layer_idx, first.model_mask[0], first._model_layout.widths, first.layout.chunk_size, rows
         )
-        masks, index = [layer.channel_mask for layer in layers], stores[0].chunk_index
-        if any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks):
-            sizes = [store.kept_keys.shape[0] for store in stores]
-            pairs = list(zip(layers, stores, sizes, strict=True))
-            joined.channel_mask = torch.cat([layer.channel_mask.expand(n, -1, -1) for layer, _, n in pairs])
-            index = torch.cat([store.chunk_index.expand(n, -1, -1) for _, store, n in pairs])
-        else:
-            joined.channel_mask = masks[0]
+        sizes = [layer.batch_size or 0 for layer in layers]
+        masks = [layer.channel_mask for layer in layers]
+        per_row = any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks)
+        joined.channel_mask = _cat_rows(masks, sizes) if per_row else masks[0]
         joined.layout, joined.num_columns = first.layout, rows.num_columns
         joined.dtype, joined.device, joined.is_initialized = first.dtype, first.device, True
-        num_tokens = max(rows.max_length, rows.reserved_tokens(rows.num_columns))
-        joined.store = ChunkStore.concatenate(stores, index, capacity_for(num_tokens, num_tokens))
+        pending = [layer.pending for layer in layers if layer.pending is not None]
+        stores = [layer.store for layer in layers if layer.store is not None]
+        if pending:
+            keys, values = (_cat_left_padded(parts, rows.num_columns) for parts in zip(*pending, strict=True))
+            joined.pending = (keys, values)
+        else:
+            indices = [store.chunk_index for store in stores]
+            index = _cat_rows(indices, sizes) if per_row else indices[0]
+            num_tokens = max(rows.max_length, rows.reserved_tokens(rows.num_columns))
+            joined.store = ChunkStore.concatenate(stores, index, capacity_for(num_tokens, num_tokens))
         for layer in layers:
-            layer.store = None
+            layer.pending = layer.store = None
         return joined
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows, None while the layer is empty."""
+        if self.store is not None:
+            return self.store.kept_keys.shape[0]
+        return self.pending[0].shape[0] if self.pending is not None else None
 
     def memory(self) -> CacheMemory:
         """Count this layer's bytes. Waits for the device."""
@@ -387,3 +397,15 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.pending is not None:
             keys, values = self.pending
             self.pending = (keys[:, :, : self.num_columns], values[:, :, : self.num_columns])
+
+
+def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Join what is per row `[1 or B, m, n]`, of so many rows each."""
+    return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:
+    """Join `[B, H, S, D]` by rows, with zeros before each that has fewer than `num_columns` columns."""
+    return torch.cat(
+        [torch.nn.functional.pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts]
+    )

@@ -94,7 +94,9 @@ class RowState:
         self.max_length = 0
         self.padding: torch.Tensor | None = None
         self.next_valid: torch.Tensor | None = None
+        # The step that the layers are making, and the one whose last column attends.
         self._step: Step | None = None
+        self._attended: Step | None = None
 
     @property
     def num_slots(self) -> int:
@@ -164,8 +166,40 @@ class RowState:
                 append = self._append(start + num_prefill, num_decode, padding)
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
-        self._step = Step(start, num_prefill, num_decode, split, append)
-        return self._step.to(device)
+        step = Step(start, num_prefill, num_decode, split, append)
+        self._remember(step)
+        return step.to(device)
+
+    def fill(self, start: int, batch_size: int, num_columns: int, device: torch.device) -> Step:
+        """Return the step of a whole prompt without padding that is split at once, whatever `prune` says.
+
+        The first layer's call advances the rows, as in `step`.
+
+        Args:
+            start: Columns that the calling layer holds.
+            batch_size: Rows.
+            num_columns: Columns of the prompt.
+            device: The calling layer's device.
+
+        Raises:
+            ValueError: If the layer or the cache holds something else already.
+        """
+        if start == 0 == self.num_columns:
+            split = self._split(batch_size, num_columns, None, device)
+            self.num_columns = num_columns
+            self._remember(Step(0, num_columns, 0, split, None))
+        step = self._step
+        if start or step is None or step.start or step.split is None:
+            raise ValueError(
+                f"a prompt fills an empty layer: this one holds {start} columns, the cache {self.num_columns}"
+            )
+        filled = (step.split.window_source.shape[0], step.num_columns)
+        if step.num_decode or filled != (batch_size, num_columns):
+            raise ValueError(
+                f"a prompt of {batch_size} rows and {num_columns} columns for one layer, of {filled[0]} and "
+                f"{filled[1]} for another"
+            )
+        return step.to(device)
 
     def reserved_tokens(self, num_columns: int) -> int:
         """Return the tokens that the longest of rows of `num_columns` columns will have, 0 if unknown."""
@@ -180,15 +214,28 @@ class RowState:
 
     def forget_step(self) -> None:
         """Let go of the last step's tensors; every layer has made it."""
-        self._step = None
+        self._remember(None)
 
     def attended(self, device: torch.device) -> Append:
-        """Return what one query column would attend to as things stand, with nothing appended."""
-        assert self.lengths is not None and self.pruned_lengths is not None
-        append = self._make_append(None, self.lengths, self.pruned_lengths, self.max_length, self.max_length)
-        moved = Step(self.num_columns, 0, 1, None, append).to(device).append
+        """Return what the last column attends to, or attended to if it was decoded; nothing is appended.
+
+        Made once per step, so a caller that attends again and again pays for it once.
+        """
+        if self._attended is None:
+            assert self.lengths is not None and self.pruned_lengths is not None
+            append = self._make_append(
+                None, self.lengths, self.pruned_lengths, self.max_length, self.num_columns
+            )
+            self._attended = Step(self.num_columns, 0, 1, None, append)
+        moved = self._attended.to(device).append
         assert moved is not None
         return moved
+
+    def _remember(self, step: Step | None) -> None:
+        """Keep the step that other layers are about to make, and what its last column attends to."""
+        self._step = step
+        is_one_column = step is not None and step.append is not None and step.append.columns is None
+        self._attended = step if is_one_column else None
 
     def _extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
         if attention_mask is not None:
@@ -348,12 +395,12 @@ class RowState:
             old.copy_(lengths)
             self.max_length = max(int(lengths.max()), 1)
         self.num_columns = kept
-        self._step = None
+        self.forget_step()
         self.padding = None if padding is None else padding[:, :kept]
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep the given rows, in that order, repeats allowed."""
-        self._step = None
+        self.forget_step()
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.padding.device))
         if self.lengths is not None and self.pruned_lengths is not None:
@@ -367,23 +414,36 @@ class RowState:
                 self.addresses = new_address()
 
     @classmethod
-    def concatenate(cls, parts: Sequence[RowState]) -> RowState:
-        """Return the rows of several split states in order; fewer columns than others become left padding."""
+    def concatenate(
+        cls, parts: Sequence[RowState], batch_sizes: Sequence[int], device: torch.device
+    ) -> RowState:
+        """Return the rows of several states in order; fewer columns than others become left padding.
+
+        Args:
+            parts: States of which all are split, or all pending.
+            batch_sizes: Rows of each.
+            device: Where lengths and padding of the result lie.
+        """
         first = parts[0]
         joined = cls(first.sink_size, first.recent_size, first.flush_size, first.prune)
-        lengths = [part.counters() for part in parts]
-        device = lengths[0][0].device
-        joined.lengths = torch.cat([counters[0].to(device) for counters in lengths])
-        joined.pruned_lengths = torch.cat([counters[1].to(device) for counters in lengths])
+        joined.is_pending = first.is_pending
+        if first.is_split:
+            lengths = [part.counters() for part in parts]
+            joined.lengths = torch.cat([counters[0].to(device) for counters in lengths])
+            joined.pruned_lengths = torch.cat([counters[1].to(device) for counters in lengths])
         joined.max_length = max(part.max_length for part in parts)
         joined.num_columns = max(part.num_columns for part in parts)
         if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
-            joined.padding = torch.cat([part._left_padded(joined.num_columns, device) for part in parts])
+            joined.padding = torch.cat(
+                [
+                    part._left_padded(joined.num_columns, batch_size, device)
+                    for part, batch_size in zip(parts, batch_sizes, strict=True)
+                ]
+            )
         return joined
 
-    def _left_padded(self, num_columns: int, device: torch.device) -> torch.Tensor:
-        assert self.lengths is not None
+    def _left_padded(self, num_columns: int, batch_size: int, device: torch.device) -> torch.Tensor:
         padding = self._extended_padding(None, self.num_columns)
         if padding is None:
-            padding = torch.ones(self.lengths.shape[0], self.num_columns, dtype=torch.bool)
+            padding = torch.ones(batch_size, self.num_columns, dtype=torch.bool)
         return torch.nn.functional.pad(padding.to(device), (num_columns - self.num_columns, 0))

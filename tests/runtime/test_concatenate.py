@@ -155,7 +155,8 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model_pair, some_ma
         ([], "there is no cache"),
         ([first, second, first], "given twice"),
         ([first, model.build_cache()], "cache 1 is empty"),
-        ([first, second, pending], "cache 2 holds input that is not pruned yet"),
+        ([first, second, pending], "cache 2 holds input that is not pruned yet, cache 0 is"),
+        ([pending, first], "cache 1 is pruned, cache 0 is not"),
         ([first, other], "cache 1 is of a model that keeps other channels"),
         ([first, wider], r"cache 1 has window sizes \(3, 9, 4\), cache 0 has \(3, 6, 4\)"),
         ([first, double], r"cache 1 has dtypes .*float64"),
@@ -164,3 +165,30 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model_pair, some_ma
             join(caches)
     assert (first.get_seq_length(), second.get_seq_length(), pending.get_seq_length()) == (20, 33, 20)
     assert join([first]).rows.lengths.tolist() == [20]
+
+
+def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks):
+    """What is deferred stays so: the joined cache is that of a batch prefilled with padding on the left."""
+    model = model_pair(some_masks(WIDTHS), prune="deferred").leank
+    mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
+    batch = torch.zeros(3, 33, dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        batch[row, -length:] = ids(1, length, row)[0]
+    with torch.no_grad():
+        padded = model(
+            batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).past_key_values
+    caches = prefilled(model)
+    joined = type(padded).concatenate(caches)
+    assert all(cache.get_seq_length() == 0 and cache.layers[0].pending is None for cache in caches)
+    assert joined.rows.is_pending and joined.get_seq_length() == 33
+    assert joined.rows.padding.tolist() == mask.bool().tolist()
+    for ours, theirs in zip(joined.layers, padded.layers, strict=True):
+        for states, expected in zip(ours.pending, theirs.pending, strict=True):
+            padding = mask[:, None, :, None] == 0
+            assert not states.masked_select(padding).any()
+            assert torch.allclose(states, expected.masked_fill(padding, 0), atol=1e-4)
+    positions = torch.tensor(LENGTHS)[:, None]
+    ours = decode(model, joined, positions, 10)
+    assert joined.rows.lengths.tolist() == [length + 10 for length in LENGTHS]
+    assert torch.allclose(ours, decode(model, padded, positions, 10), atol=1e-4)
