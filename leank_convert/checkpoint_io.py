@@ -1,4 +1,4 @@
-"""Model folders: find them, read what they hold from headers alone, refuse what is incomplete.
+"""Checkpoint folders, read by their headers alone and refused where they are incomplete.
 
 A folder is opened once, and opening it checks everything that can be known without reading weights: the
 config, the index, every shard's header against its size.
@@ -6,24 +6,22 @@ config, the index, every shard's header against its size.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_facts
 from leank_convert.errors import LeanKError
+from leank_convert.files import read_json
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
 
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
-TESTBED = "testbed"
+# A training run, in the folder that becomes or became its checkpoint.
+TRAINING_FOLDER = "leank"
 
 # Small files that travel with a model's weights: all that a tokenizer may need, and the licence.
 COMPANION_PATTERNS = (
@@ -41,14 +39,13 @@ COMPANION_PATTERNS = (
     "NOTICE*",
     "USE_POLICY*",
 )
-_DOWNLOADED_PATTERNS = (
+DOWNLOADED_PATTERNS = (
     CONFIG_NAME,
     SINGLE_FILE_NAME,
     INDEX_NAME,
     "model-*.safetensors",
     *COMPANION_PATTERNS,
 )
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -80,110 +77,6 @@ class Checkpoint:
         """A tensor's header entry, None where no shard holds it."""
         shard = self.shard_of(tensor)
         return None if shard is None else self.shards[shard].tensors[tensor]
-
-
-def resolve_model(model: str | Path) -> Path:
-    """Turn what a user calls a model into a local folder.
-
-    Args:
-        model: A local folder, a hub id (downloaded to the hub's cache), or `testbed`, the model that ships
-            with this package.
-
-    Raises:
-        LeanKError: If there is no such folder, or the hub does not give the model.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise LeanKError(f"model `{model}` is a file", hint="name the folder that holds config.json")
-    if str(model) == TESTBED:
-        from leank_convert.testbed import MODEL_DIR
-
-        return Path(MODEL_DIR)
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
-        raise LeanKError(f"model folder `{model}` does not exist")
-    return _download(model)
-
-
-def model_name(model: str | Path) -> str:
-    """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else str(model)
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name has the form `owner/name` of a repository on the hub."""
-    return "/" in name and _HUB_ID.fullmatch(name) is not None
-
-
-def download_file(repo_id: str, name: str) -> Path:
-    """Download one file of a repository to the hub's cache.
-
-    Raises:
-        LeanKError: If the hub does not give it.
-    """
-    from huggingface_hub import hf_hub_download
-
-    with _hub_errors(repo_id):
-        return Path(hf_hub_download(repo_id, name))
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _hub_errors(model):
-        return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED_PATTERNS)))
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Tell what the hub refuses in one sentence."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise LeanKError(
-            f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)
-        ) from error
-    except GatedRepoError as error:
-        raise LeanKError(
-            f"`{repo_id}` is gated on the hub",
-            hint=f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`",
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise LeanKError(
-            f"`{repo_id}` is neither here nor on the hub", hint="a private repository needs `hf auth login`"
-        ) from error
-    except RemoteEntryNotFoundError as error:
-        raise LeanKError(f"`{repo_id}` on the hub lacks a file: {first_line(error)}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise LeanKError(f"`{repo_id}` is not here, and the hub fails: {first_line(error)}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        LeanKError: If the file is missing, cannot be read or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LeanKError(f"cannot read `{path}`: {error.strerror}") from error
-    except ValueError as error:
-        raise LeanKError(f"`{path}` is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise LeanKError(f"`{path}` holds a `{type(value).__name__}`, not an object")
-    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -292,47 +185,3 @@ def _no_weights(folder: Path) -> LeanKError:
         f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`",
         hint="only safetensors weights are read; of a hub model, nothing else is downloaded",
     )
-
-
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file so that it holds the old content or the new whole, whenever the process or machine dies.
-
-    Args:
-        path: The file. What is written to first lies beside it, as `<name>.partial`.
-        content: All of it, or its parts in order.
-
-    Raises:
-        OSError: If it cannot be written; carries the file's name.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_path(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_path(path: Path) -> None:
-    """Flush a file or a folder to the disk.
-
-    Raises:
-        OSError: If that fails, as it may for want of space; carries the file's name.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message; the hub's errors go on with request ids and advice."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

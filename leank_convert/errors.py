@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class LeanKError(Exception):
@@ -44,3 +45,30 @@ class RecipeError(LeanKError):
             listed = "".join(f"\n  {problem}" for problem in self.problems)
             message = f"recipe `{self.path}`: {len(self.problems)} problems:{listed}"
         super().__init__(message, hint)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; the hub's errors go on with request ids and advice."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def out_of_memory(what: str, hint: str) -> Iterator[None]:
+    """Say in one sentence what memory does not suffice for, instead of torch's or numpy's error.
+
+    Args:
+        what: What was to be held, such as `8 prompts of up to 4096 tokens`.
+        hint: What to lower.
+
+    Raises:
+        LeanKError: In place of `torch.OutOfMemoryError` or `MemoryError`; exit code 1.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # By its name: this module is read where torch is not, and `torch.OutOfMemoryError` is a RuntimeError.
+        if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise LeanKError(
+            f"memory does not suffice for {what}: {first_line(error)}", hint=hint, exit_code=1
+        ) from error

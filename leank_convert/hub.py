@@ -1,12 +1,67 @@
-"""Upload a checkpoint to the Hugging Face hub."""
+"""Hugging Face hub: models and masks by their id, downloads, uploads, and its errors in one sentence."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from leank_convert.checkpoint_io import first_line, read_leank_config
-from leank_convert.errors import LeanKError
-from leank_convert.export.publish import TRAINING_FOLDER
+from leank_convert.checkpoint_io import DOWNLOADED_PATTERNS, TRAINING_FOLDER, read_leank_config
+from leank_convert.errors import LeanKError, first_line
+
+TESTBED = "testbed"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Turn what a user calls a model into a local folder.
+
+    Args:
+        model: A local folder, a hub id (downloaded to the hub's cache), or `testbed`, the model that ships
+            with this package.
+
+    Raises:
+        LeanKError: If there is no such folder, or the hub does not give the model.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise LeanKError(f"model `{model}` is a file", hint="name the folder that holds config.json")
+    if str(model) == TESTBED:
+        from leank_convert.testbed import MODEL_DIR
+
+        return Path(MODEL_DIR)
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise LeanKError(f"model folder `{model}` does not exist")
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(model):
+        return Path(snapshot_download(model, allow_patterns=list(DOWNLOADED_PATTERNS)))
+
+
+def model_name(model: str | Path) -> str:
+    """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else str(model)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form `owner/name` of a repository on the hub."""
+    return "/" in name and _HUB_ID.fullmatch(name) is not None
+
+
+def download_file(repo_id: str, name: str) -> Path:
+    """Download one file of a repository to the hub's cache.
+
+    Raises:
+        LeanKError: If the hub does not give it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(repo_id):
+        return Path(hf_hub_download(repo_id, name))
 
 
 def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
@@ -24,13 +79,10 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
         LeanKError: If `path` is no LeanK checkpoint, or the hub refuses.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     read_leank_config(Path(path))
-    # The base error of the HTTP client that the installed huggingface_hub is built on: no connection, say.
-    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     api = HfApi()
-    try:
+    with _hub_errors(repo_id, uploads=True):
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repo_id,
@@ -38,15 +90,6 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
             ignore_patterns=[f"{TRAINING_FOLDER}/**"],
             commit_message="Upload a LeanK checkpoint",
         )
-    except HFValidationError as error:
-        raise _bad_repo_id(repo_id) from error
-    except LocalTokenNotFoundError as error:
-        raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
-    except (HfHubHTTPError, transport_error, OSError) as error:
-        raise LeanKError(
-            f"uploading to `{repo_id}` failed: {first_line(error)}",
-            hint="check the name, and that `hf auth login` gave a token that may write",
-        ) from error
     return str(address)
 
 
@@ -56,14 +99,59 @@ def check_repo_id(repo_id: str) -> None:
     Raises:
         LeanKError: If it cannot be one.
     """
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
 
-    try:
+    with _hub_errors(repo_id, uploads=True):
         validate_repo_id(repo_id)
+
+
+@contextmanager
+def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
+    """Put what the hub refuses into one sentence.
+
+    Raises:
+        LeanKError: In place of the hub's own errors.
+    """
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        LocalTokenNotFoundError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    # The base error of the HTTP client that the installed huggingface_hub is built on: no connection, say.
+    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        yield
     except HFValidationError as error:
-        raise _bad_repo_id(repo_id) from error
-
-
-def _bad_repo_id(repo_id: str) -> LeanKError:
-    return LeanKError(f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`")
+        if uploads:
+            raise LeanKError(
+                f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`"
+            ) from error
+        raise LeanKError(
+            f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)
+        ) from error
+    except LocalTokenNotFoundError as error:
+        raise LeanKError("not logged in to the hub", hint="run `hf auth login`") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, transport_error, OSError) as error:
+        if uploads:
+            raise LeanKError(
+                f"uploading to `{repo_id}` failed: {first_line(error)}",
+                hint="check the name, and that `hf auth login` gave a token that may write",
+            ) from error
+        if isinstance(error, GatedRepoError):
+            raise LeanKError(
+                f"`{repo_id}` is gated on the hub",
+                hint=f"accept its terms at https://huggingface.co/{repo_id}, then run `hf auth login`",
+            ) from error
+        if isinstance(error, RepositoryNotFoundError):
+            raise LeanKError(
+                f"`{repo_id}` is neither here nor on the hub",
+                hint="a private repository needs `hf auth login`",
+            ) from error
+        if isinstance(error, RemoteEntryNotFoundError):
+            raise LeanKError(f"`{repo_id}` on the hub lacks a file: {first_line(error)}") from error
+        raise LeanKError(f"`{repo_id}` is not here, and the hub fails: {first_line(error)}") from error

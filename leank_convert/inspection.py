@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     ONNX_DESCRIPTION_NAME,
@@ -17,6 +16,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import check_head_table
+from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.verify import is_onnx_folder
 

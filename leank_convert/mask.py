@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import download_file, first_line, is_hub_id, write_atomically
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import write_atomically
+from leank_convert.hub import download_file, is_hub_id
 from leank_convert.safetensors_file import encode_header, read_header
 
 MASK_FORMAT = "leank-mask"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from leank_convert.cache_bytes import BytesPerToken, count_cache_bytes
+from leank_convert.head_layout import BytesPerToken, count_cache_bytes
 from leank_convert.mask import ChannelMask
 
 # Pairs at each side that a pair is compared with: few, since what is kept rises steeply with the index.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from leank_convert.analyze.distribution import MaskAnalysis
-from leank_convert.train.figures import (
+from leank_convert.report.figures import (
     BLUE,
     GREEN,
     INK,

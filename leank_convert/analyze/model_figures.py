@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from leank_convert.analyze.impact import GROUP_SIZE, GroupImpact
-from leank_convert.train.figures import BLUE, INK, ORANGE, add_colorbar, label_layers
+from leank_convert.report.figures import BLUE, INK, ORANGE, add_colorbar, label_layers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,17 +26,17 @@ from leank_convert.analyze.model_figures import (
     draw_ratio_by_head,
     draw_ratio_by_width,
 )
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.errors import LeanKError
+from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask
-from leank_convert.train.figures import (
+from leank_convert.report.figures import (
     INK,
     STYLE,
     draw_kept_by_head,
     draw_kept_by_layer,
     draw_width_histogram,
 )
-from leank_convert.train.page import new_figure, render_page, render_section
+from leank_convert.report.page import new_figure, render_page, render_section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leank_convert.cache_bytes import BYTES_PER_ELEMENT
 from leank_convert.checkpoint_io import CONFIG_NAME, read_config
 from leank_convert.errors import LeanKError
+from leank_convert.head_layout import BYTES_PER_ELEMENT
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 
 _ASSUMED_ELEMENT_BYTES = 2

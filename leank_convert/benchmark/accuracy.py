@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_convert.export.config_json import Windows
+from leank_convert.windows import Windows
 
 # An implementation may be this many times as far from the exact result as torch is in the same dtype.
 TOLERANCE = 2.0

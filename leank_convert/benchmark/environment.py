@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from leank_convert.benchmark.timing import time_calls
-from leank_convert.checkpoint_io import first_line
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 
 _PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}

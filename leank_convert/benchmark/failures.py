@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from leank_convert.checkpoint_io import first_line
+from leank_convert.errors import first_line
 
 _STDERR = 2
 

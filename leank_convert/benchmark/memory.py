@@ -15,7 +15,7 @@ from leank_convert.benchmark.largest_batch import DenseSide, LeanKSide, Side, Tr
 from leank_convert.benchmark.models import build_dense, check_model, random_prompt
 from leank_convert.benchmark.report import Report, build_document, number, ratio, share
 from leank_convert.benchmark.subject import COMPILED, Subject, load_runtime
-from leank_convert.cache_bytes import count_cache_bytes
+from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"
 

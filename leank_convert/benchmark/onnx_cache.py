@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leank_convert.benchmark.accuracy import pruned_length
 from leank_convert.benchmark.subject import Subject
-from leank_convert.export.config_json import Windows
+from leank_convert.windows import Windows
 
 # Sharper than a model's of random weights, so that attention is far from uniform.
 _KEY_SCALE = 2.0

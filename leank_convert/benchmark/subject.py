@@ -14,10 +14,11 @@ from torch import Tensor
 from leank_convert.benchmark.geometries import GEOMETRIES, Geometry, find_geometry
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
-from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.windows import Windows
 
 # Heads' widths as a learned mask of 70% has them, in quarters of a head: 0.3125 of all channels.
 _SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)

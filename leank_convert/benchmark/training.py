@@ -42,8 +42,8 @@ from leank_convert.benchmark.training_tables import (
 from leank_convert.data import TrainingSample
 from leank_convert.train.passes import run_context_pass
 from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import distil
+from leank_convert.windows import Windows
 
 # The paper's, over both stages.
 SCHEDULE_STEPS = 2200

@@ -16,8 +16,8 @@ from leank_convert.benchmark.training_peer import FullSequence
 from leank_convert.benchmark.training_sizes import QuestionSize
 from leank_convert.benchmark.training_step import Distil, build_trainee, draw_factors, draw_sample
 from leank_convert.data import TrainingSample
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
+from leank_convert.windows import Windows
 
 # Higher precision needs twice the weights, and attention that forms its scores; and every further layer's
 # rounding blurs what is compared.

@@ -19,8 +19,8 @@ from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.objective import l1_penalty
 from leank_convert.train.ranks import Ranks
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student
+from leank_convert.windows import Windows
 
 # Loss of a sample, with the graph to the student's factors.
 Distil = Callable[[TrainingSample, Student], Tensor]

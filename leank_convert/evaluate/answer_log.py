@@ -8,11 +8,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from leank_convert.checkpoint_io import read_json, write_atomically
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.comparison import Outcome
 from leank_convert.evaluate.prompt import Prompt
+from leank_convert.files import read_json, write_atomically
 
 _Key = tuple[str, str]  # digest of a prompt, variant
 SETTINGS_NAME = "settings.json"

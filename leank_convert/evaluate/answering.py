@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from leank_convert.checkpoint_io import first_line
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.evaluate.prefill import pad_left, positions_of, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.subject import EvaluatedModel

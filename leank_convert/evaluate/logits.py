@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Cache
 
-from leank_convert.checkpoint_io import first_line
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.evaluate.prefill import run_prefill
-from leank_convert.evaluate.progress import progress_bar
 from leank_convert.evaluate.subject import EvaluatedModel, warn_of_positions
 from leank_convert.evaluate.variants import Dense, Variant
+from leank_convert.progress import progress_bar
 
 NUM_BINS = 8
 

@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.evaluate.logits import LogitMeans, TextComparison
+from leank_convert.files import write_atomically
 
 _FLOOR = 1e-7  # of a divergence, in nats: below, float32 tells nothing
 _TITLE: dict[str, Any] = {"loc": "left", "fontsize": "medium"}

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config, resolve_model
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import Answer, answer_by_graph, answer_densely, answer_prompts
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.subject import load_evaluated, load_tokenizer
 from leank_convert.evaluate.variants import Masked
+from leank_convert.hub import resolve_model
 from leank_convert.onnx.libraries import check_available
 
 AGAINST = "against"

@@ -10,8 +10,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.evaluate.comparison import Comparison
+from leank_convert.files import write_atomically
 
 JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
 

@@ -16,10 +16,10 @@ from leank_convert.evaluate.answering import Answer, answer_prompts, memory_erro
 from leank_convert.evaluate.comparison import CacheBytes, Comparison
 from leank_convert.evaluate.opponent import AGAINST, answer_against, find_opponent, identify
 from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
-from leank_convert.evaluate.progress import progress_bar
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant
+from leank_convert.progress import progress_bar
 
 _logger = logging.getLogger("leank_convert")
 

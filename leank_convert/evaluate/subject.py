@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import first_line, open_checkpoint, read_leank_config, read_leank_facts
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.errors import LeanKError, first_line
 
 _logger = logging.getLogger("leank_convert")
 

@@ -15,25 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
-from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    Checkpoint,
-    model_name,
-    open_checkpoint,
-    resolve_model,
-    sync_path,
-    write_atomically,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
 from leank_convert.export.companions import copy_companions
-from leank_convert.export.config_json import Windows, build_config, build_leank_facts, encode_json
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
-from leank_convert.export.runtime_files import copy_runtime_files, sha256_of
+from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.files import sha256_of, sync_path, write_atomically
+from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
@@ -43,6 +36,7 @@ from leank_convert.mask import (
     load_mask,
     save_mask,
 )
+from leank_convert.windows import Windows
 
 __all__ = [
     "check_exportable",

@@ -6,14 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from leank_convert.checkpoint_io import (
-    COMPANION_PATTERNS,
-    first_line,
-    read_config,
-    read_json,
-    write_atomically,
-)
+from leank_convert.checkpoint_io import COMPANION_PATTERNS, read_config
+from leank_convert.errors import first_line
 from leank_convert.export.config_json import encode_json
+from leank_convert.files import read_json, write_atomically
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 

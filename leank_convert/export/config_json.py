@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from leank_convert.architectures import Architecture
@@ -12,9 +11,9 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.head_layout import HeadLayout
 from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.windows import Windows
 
 FORMAT_VERSION = 1
-PRUNE_MODES = ("eager", "deferred")
 LEANK_KEYS = (
     "format_version",
     "widths",
@@ -28,34 +27,6 @@ LEANK_KEYS = (
     "width_multiple",
     "files",
 )
-
-
-@dataclass(frozen=True)
-class Windows:
-    """How a checkpoint prunes while it decodes.
-
-    Attributes:
-        sink_size: First tokens that keep every channel.
-        recent_size: Last tokens that keep every channel.
-        flush_size: Tokens that leave the recent window at once.
-        prune: `eager` prunes after every forward of several tokens, `deferred` when decoding begins.
-
-    Raises:
-        LeanKError: If a size or the mode makes no sense.
-    """
-
-    sink_size: int = 128
-    recent_size: int = 1024
-    flush_size: int = 32
-    prune: str = "eager"
-
-    def __post_init__(self) -> None:
-        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise LeanKError(f"`{name}` is `{value!r}`; it is a whole number from {least} up")
-        if self.prune not in PRUNE_MODES:
-            raise LeanKError(f"`prune` is `{self.prune}`; it is `eager` or `deferred`")
 
 
 def build_leank_facts(

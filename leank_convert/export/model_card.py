@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.cache_bytes import BytesPerToken
-from leank_convert.export.config_json import Windows
+from leank_convert.head_layout import BytesPerToken
 from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.windows import Windows
 
 _CARD = """\
 ---

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from leank_convert.checkpoint_io import CONFIG_NAME, ONNX_DESCRIPTION_NAME, sync_path
+from leank_convert.checkpoint_io import CONFIG_NAME, ONNX_DESCRIPTION_NAME, TRAINING_FOLDER
 from leank_convert.errors import LeanKError
+from leank_convert.files import sync_path
 from leank_convert.mask import MASK_FILE_NAME
 
-TRAINING_FOLDER = "leank"
 # Says that a folder is part of a swap; the partial folder's is locked while its writer lives.
 MARKER_NAME = ".leank-export"
 

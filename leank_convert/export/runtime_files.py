@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from importlib.resources import files
 from pathlib import Path
 
 from leank_convert.architectures import Architecture
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.errors import LeanKError
+from leank_convert.files import write_atomically
 
 CONFIGURATION_FILE = "configuration_leank.py"
 MODELING_FILE = "modeling_leank.py"
@@ -55,12 +54,3 @@ def auto_map(architecture: Architecture) -> dict[str, str]:
         "AutoModel": f"{modeling}.LeanK{architecture.base_class}",
         "AutoModelForCausalLM": f"{modeling}.LeanK{architecture.causal_lm_class}",
     }
-
-
-def sha256_of(path: Path) -> str:
-    """A file's SHA-256 in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -11,9 +11,8 @@ from rich.progress import track
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import first_line
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.scores import MEASURED, random
 from leank_convert.methods.statistics import AttentionStatistics, mean_statistics, measure_attention

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import first_line
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.onnx.graph import cache_shapes, run_in_torch
 from leank_convert.onnx.quantize import round_weights
 from leank_convert.onnx.subject import PrunedModel

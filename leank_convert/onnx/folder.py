@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_json
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
 from leank_convert.errors import LeanKError
+from leank_convert.files import read_json
 
 FORMAT_VERSION = 1
 

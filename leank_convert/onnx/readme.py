@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leank_convert.cache_bytes import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.onnx.libraries import first_onnxruntime
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.onnx.subject import PrunedModel

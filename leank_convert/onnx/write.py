@@ -9,18 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leank_convert.checkpoint_io import (
-    COMPANION_PATTERNS,
-    ONNX_DESCRIPTION_NAME,
-    model_name,
-    read_leank_config,
-    resolve_model,
-    write_atomically,
-)
+from leank_convert.checkpoint_io import COMPANION_PATTERNS, ONNX_DESCRIPTION_NAME, read_leank_config
 from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.publish import MARKER_NAME, staged_folder
-from leank_convert.export.runtime_files import sha256_of
+from leank_convert.files import sha256_of, write_atomically
+from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
 from leank_convert.onnx.description import describe

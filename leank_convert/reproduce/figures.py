@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from leank_convert.report.figures import BLUE, GREEN, INK, ORANGE
+from leank_convert.report.page import new_figure
 from leank_convert.reproduce.findings import Finding, Findings
 from leank_convert.reproduce.plan import UNALIGNED
-from leank_convert.train.figures import BLUE, GREEN, INK, ORANGE
-from leank_convert.train.page import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

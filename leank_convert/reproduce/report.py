@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leank_convert.checkpoint_io import write_atomically
+from leank_convert.files import write_atomically
+from leank_convert.report.figures import INK, STYLE
+from leank_convert.report.page import render_page, render_section
 from leank_convert.reproduce.figures import draw_curves, draw_lengths, draw_table
 from leank_convert.reproduce.findings import Finding, Findings, describe_difference, describe_seeds
 from leank_convert.reproduce.paper import PAPER, SOURCE, PaperTable
-from leank_convert.train.figures import INK, STYLE
-from leank_convert.train.page import render_page, render_section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,11 +10,12 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import model_name, read_config, resolve_model
+from leank_convert.checkpoint_io import read_config
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated
 from leank_convert.export import export_checkpoint
+from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import all_channels_mask, package_versions
 from leank_convert.recipe import Recipe
 from leank_convert.reproduce.findings import choose_entries, collect_findings

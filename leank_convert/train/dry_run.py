@@ -11,9 +11,10 @@ from statistics import median
 import torch
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import Checkpoint, first_line
+from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
+from leank_convert.errors import first_line
 from leank_convert.recipe import Recipe
 from leank_convert.safetensors_file import DTYPE_BYTES
 from leank_convert.train.journal import check_trackers
@@ -23,9 +24,9 @@ from leank_convert.train.plan import MemoryNeed, Pace, RunPlan, fit_pace, need_m
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import initial_scaling_factors
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
 from leank_convert.train.subject import Subject, find_model, load_subject
+from leank_convert.windows import Windows
 
 # The longest context that is timed, as a multiple of the recipe's shortest: it tells what grows with the
 # square, in seconds rather than minutes.

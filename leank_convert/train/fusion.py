@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from leank_convert.checkpoint_io import first_line
+from leank_convert.errors import first_line
 
 # Of a layer, by transformers' names in all supported families.
 _PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")

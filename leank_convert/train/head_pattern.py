@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import CONFIG_NAME, first_line, write_atomically
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import CONFIG_NAME
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
 
 GATES_NAME = "full_attention_heads.tsv"

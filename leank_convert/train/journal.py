@@ -27,8 +27,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from leank_convert.checkpoint_io import first_line, write_atomically
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import write_atomically
 from leank_convert.recipe import Recipe
 
 LOG_NAME = "log.csv"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from leank_convert.checkpoint_io import first_line, write_atomically
 from leank_convert.data import SampleSource, SampleStream
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
 from leank_convert.train.directory import TrainingDirectory

@@ -14,7 +14,8 @@ from leank_convert.data import Question
 from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
 from leank_convert.train.context import StoredContext
 from leank_convert.train.fusion import uncompiled
-from leank_convert.train.split_attention import Windows, plan_regions
+from leank_convert.train.split_attention import plan_regions
+from leank_convert.windows import Windows
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.

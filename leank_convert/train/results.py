@@ -8,12 +8,15 @@ from pathlib import Path
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.checkpoint_io import CONFIG_NAME, model_name, write_atomically
+from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError
+from leank_convert.files import write_atomically
+from leank_convert.hub import model_name
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.recipe import Recipe
+from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.directory import TrainingDirectory
-from leank_convert.train.report import REPORT_NAME, write_report
+from leank_convert.train.journal import read_log
 
 _logger = logging.getLogger("leank_convert")
 
@@ -66,7 +69,7 @@ def write_result(
         save_mask(mask, result.mask)
     write_atomically(result.recipe, recipe.to_yaml().encode())
     _warn_of_ties(mask, recipe, gates)
-    write_report(mask, log_path, result.folder / REPORT_NAME, gates)
+    write_report(mask, read_log(log_path) if log_path else [], result.folder / REPORT_NAME, gates)
     return mask
 
 

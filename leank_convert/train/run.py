@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import first_line
 from leank_convert.data import TrainingSample
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
 from leank_convert.train.head_pattern import load_pattern
@@ -22,10 +21,10 @@ from leank_convert.train.results import describe_origin
 from leank_convert.train.scaling import initial_gates, initial_scaling_factors, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.step import Student, distil
 from leank_convert.train.subject import Subject
+from leank_convert.windows import Windows
 
 
 class Run:

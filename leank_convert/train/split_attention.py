@@ -18,19 +18,7 @@ from torch import Tensor
 
 from leank_convert.train.context import Pair, StoredContext
 from leank_convert.train.fused import attend, query_gradient
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The regions that keep every channel.
-
-    Attributes:
-        sink_size: First tokens of the sequence.
-        recent_size: Tokens before the query's own.
-    """
-
-    sink_size: int
-    recent_size: int
+from leank_convert.windows import Windows
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
+from leank_convert.files import write_atomically
 from leank_convert.recipe import HeadsSection, Recipe
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.subject import Subject

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from leank_convert.data import TrainingSample
 from leank_convert.train.objective import distillation_loss
 from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
-from leank_convert.train.split_attention import Windows
+from leank_convert.windows import Windows
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
-from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, resolve_model
+from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.hub import resolve_model
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers

@@ -26,15 +26,16 @@ from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
-    resolve_model,
 )
 from leank_convert.errors import LeanKError
-from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, Windows, check_head_table
+from leank_convert.export.config_json import FORMAT_VERSION, LEANK_KEYS, check_head_table
 from leank_convert.export.plan import TensorEdit, check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map
+from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.verify.report import Checks, VerifyReport
+from leank_convert.windows import Windows
 
 _BUFFER_BYTES = 8 << 20
 

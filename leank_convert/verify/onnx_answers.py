@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
-from leank_convert.checkpoint_io import first_line, open_checkpoint, read_leank_facts, resolve_model
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_facts
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.hub import resolve_model
 from leank_convert.onnx.folder import FolderDescription
 from leank_convert.onnx.subject import DTYPES, load_pruned
 from leank_convert.verify.report import Checks

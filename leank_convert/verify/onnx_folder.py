@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, first_line
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.onnx.description import describe_inputs, describe_outputs
 from leank_convert.onnx.folder import FolderDescription, TensorDescription, check_heads, read_description

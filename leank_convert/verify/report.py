@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from leank_convert.errors import LeanKError
-from leank_convert.export.runtime_files import sha256_of
+from leank_convert.files import sha256_of
 
 _Value = TypeVar("_Value")
 

@@ -9,7 +9,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
-from leank_convert.train.split_attention import Windows
+from leank_convert.windows import Windows
 from runtime import modeling_leank
 
 FAMILIES = {

@@ -15,17 +15,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from leank_convert.checkpoint_io import (
-    INDEX_NAME,
-    SINGLE_FILE_NAME,
-    model_name,
-    open_checkpoint,
-    read_json,
-    read_leank_config,
-    resolve_model,
-    write_atomically,
-)
+from leank_convert.checkpoint_io import INDEX_NAME, SINGLE_FILE_NAME, open_checkpoint, read_leank_config
 from leank_convert.errors import LeanKError
+from leank_convert.files import read_json, write_atomically
+from leank_convert.hub import model_name, resolve_model
 
 
 def test_sharded_and_single_file_folders_hold_the_same(source_model: Callable[..., Path]) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import read_json
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.onnx import export_onnx, write

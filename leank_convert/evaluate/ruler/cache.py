@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from leank_convert import data
-from leank_convert.checkpoint_io import write_atomically
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.ruler.source import PromptSource, open_source
 from leank_convert.evaluate.ruler.tasks import ESSAY_TASKS, QA_TASK
+from leank_convert.files import write_atomically
 from leank_convert.recipe import HaystackSection
 
 _logger = logging.getLogger("leank_convert")

@@ -14,7 +14,7 @@ from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.analyze.figures import draw_cache, draw_empty_by_layer, draw_layers_by_pair, draw_pairs
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.train.figures import BLUE, ORANGE
+from leank_convert.report.figures import BLUE, ORANGE
 
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 
@@ -136,7 +136,7 @@ def test_output_that_cannot_be_written_leaves_nothing(run, save, outlying, tmp_p
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("leank_convert.checkpoint_io.os.fsync", fail)
+    monkeypatch.setattr("leank_convert.files.os.fsync", fail)
     result = run("analyze", save(outlying), "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "No space left on device" in result.stderr

@@ -6,7 +6,7 @@ import torch
 from leank_convert.benchmark.accuracy import attend_exactly, pruned_length
 from leank_convert.benchmark.layers import AttentionBytes, FilledLayer, count_attention_bytes
 from leank_convert.benchmark.subject import choose_subject, load_runtime
-from leank_convert.export.config_json import Windows
+from leank_convert.windows import Windows
 
 WINDOWS = Windows(sink_size=4, recent_size=16, flush_size=4)
 

@@ -14,8 +14,8 @@ from leank_convert.benchmark.training_step import (
     stratified_lengths,
 )
 from leank_convert.train.ranks import Ranks
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
+from leank_convert.windows import Windows
 
 TINY = GEOMETRIES["tiny"]
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from leank_convert.architectures import ARCHITECTURES, ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import INDEX_NAME, read_json
+from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask
 from leank_convert.verify import verify_checkpoint
 

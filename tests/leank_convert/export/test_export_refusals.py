@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from leank_convert.checkpoint_io import INDEX_NAME, read_json
+from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint
+from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.verify import verify_checkpoint
 

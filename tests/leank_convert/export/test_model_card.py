@@ -6,10 +6,11 @@ import torch
 import yaml
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.cache_bytes import BytesPerToken, count_cache_bytes
-from leank_convert.export.config_json import Windows, encode_json
+from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card
+from leank_convert.head_layout import BytesPerToken, count_cache_bytes
 from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.windows import Windows
 
 FACTS = read_model_facts(
     {

@@ -12,8 +12,8 @@ from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.passes import run_context_pass
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
+from leank_convert.windows import Windows
 
 
 @pytest.fixture(params=[LlamaConfig, Qwen3Config])

@@ -18,11 +18,11 @@ from leank_convert.train import TrainingDirectory, train_masks
 from leank_convert.train.dry_run import plan_training
 from leank_convert.train.run import Run
 from leank_convert.train.selection import select_channels
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.state import load_state
 from leank_convert.train.step import Student, distil
 from leank_convert.train.subject import load_subject
 from leank_convert.verify import verify_checkpoint
+from leank_convert.windows import Windows
 
 HEADS = {"steps": 5, "learning_rate": 0.1, "l1_weight": 0.5}
 BOTH = {"method": "duo-attention+leank", "pruning_ratio": 0.75, "heads": HEADS}

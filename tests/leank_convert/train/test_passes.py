@@ -16,8 +16,8 @@ from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.context import StoredContext
 from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
-from leank_convert.train.split_attention import Windows
 from leank_convert.train.step import Student, distil
+from leank_convert.windows import Windows
 
 FAMILIES = {
     "llama": (LlamaConfig, {"attention_bias": True}),

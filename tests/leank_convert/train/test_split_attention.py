@@ -7,7 +7,8 @@ import torch
 
 from leank_convert.train import fused
 from leank_convert.train.context import StoredContext
-from leank_convert.train.split_attention import Windows, plan_regions, split_attention
+from leank_convert.train.split_attention import plan_regions, split_attention
+from leank_convert.windows import Windows
 
 
 def naive_attention(query, key, value, factors, sees_middle, windows, scaling):

@@ -1,73 +1,21 @@
-"""The command line: reads options, calls the toolkit, prints. Imports torch only inside a command.
-
-Text for people goes to stderr, results to stdout; `--json` makes stdout one JSON document.
-"""
+"""The `train` command."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from leank_convert.analyze.commands import analyze
-from leank_convert.benchmark.commands import benchmark, warmup
-from leank_convert.errors import LeanKError
-from leank_convert.evaluate.commands import evaluate
-from leank_convert.export_command import check_hub_options, export, finish_export, quiet_transformers
-from leank_convert.options import (
-    hub_options,
-    json_option,
-    method_options,
-    recipe_option,
-    set_option,
-    window_options,
-)
+from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
+from leank_convert.cli.options import hub_options, method_options, recipe_option, set_option, window_options
 
 if TYPE_CHECKING:
     from leank_convert.recipe import Recipe
 
 
-class _Group(click.Group):
-    """Turns the toolkit's errors into `error:` and `hint:` lines and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LeanKError as error:
-            if ctx.params.get("debug"):
-                raise
-            click.echo(f"error: {error}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
-            ctx.exit(error.exit_code)
-        except BrokenPipeError:
-            raise  # click's own: the reader of stdout has gone
-        except OSError as error:
-            # A full disk, a folder that may not be written: nothing a traceback would explain.
-            if ctx.params.get("debug") or error.strerror is None:
-                raise
-            click.echo(f"error: `{error.filename or 'output'}`: {error.strerror}", err=True)
-            ctx.exit(2)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="leank-convert")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
-def main(debug: bool) -> None:
-    """Learn which channels of an LLM's K cache it needs; write a checkpoint that keeps only those."""
-    logging.basicConfig(
-        format="%(levelname)s: %(message)s",
-        level=logging.DEBUG if debug else logging.WARNING,
-        stream=sys.stderr,
-    )
-    logging.addLevelName(logging.WARNING, "warning")
-
-
-@main.command()
+@click.command()
 @click.argument("model")
 @click.option(
     "-o",
@@ -173,63 +121,6 @@ def train(
             continue
         export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
         finish_export(folder, repo_id, private)
-
-
-@main.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option(
-    "--source",
-    metavar="MODEL",
-    help="The model it was made from: compares every weight; for an ONNX folder, what both make of a prompt.",
-)
-@json_option
-def verify(folder: Path, source: str | None, as_json: bool) -> None:
-    """Check a checkpoint or an ONNX folder: digests, shapes, masks, the graph. Exits 1 if any fails.
-
-    A graph is run by onnxruntime. With --source a checkpoint's weights, and the answers of a graph, are
-    compared with the model's.
-    """
-    if source is not None:
-        quiet_transformers()
-    from leank_convert.verify import verify_artifact
-
-    report = verify_artifact(folder, source)
-    if as_json:
-        click.echo(json.dumps(report.to_dict()))
-    else:
-        for check in report.checks:
-            click.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}")
-    if not report.ok:
-        sys.exit(1)
-
-
-@main.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@json_option
-def inspect(path: Path, as_json: bool) -> None:
-    """Show what is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
-    from leank_convert.inspection import inspect_artifact, render_inspection
-
-    facts = inspect_artifact(path)
-    click.echo(json.dumps(facts) if as_json else render_inspection(facts), nl=as_json)
-
-
-@main.command()
-@click.argument("name", required=False)
-@click.option("--keys", is_flag=True, help="Print every key a recipe may have, with default and meaning.")
-@json_option
-def recipes(name: str | None, keys: bool, as_json: bool) -> None:
-    """List the packaged recipes, or print the one called NAME."""
-    from leank_convert.recipe_listing import render
-
-    click.echo(render(name, keys=keys, as_json=as_json), nl=as_json)
-
-
-main.add_command(analyze)
-main.add_command(benchmark)
-main.add_command(evaluate)
-main.add_command(export)
-main.add_command(warmup)
 
 
 def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The `benchmark onnx` command. Imports torch only inside the command."""
+"""The `benchmark onnx` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES
-from leank_convert.benchmark.options import finish, read_layers, sizes
+from leank_convert.cli.benchmark_options import finish, read_layers, sizes
 
 _TOY = "tiny"
 _LENGTHS = [4096, 8192, 16384, 32768]

@@ -1,4 +1,4 @@
-"""What the benchmark commands share: how sizes and layers are read, how one ends. Imports no torch."""
+"""What the benchmark commands share: how sizes and layers are read, how one ends."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from leank_convert.train.journal import StepRecord
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
+
+    from leank_convert.train.journal import StepRecord
 
 INK = "#808182"  # of text and lines; no other colour of a figure may be equal
 BLUE, ORANGE, GREEN = "#3d85c6", "#e07b39", "#3f9b6d"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
-from leank_convert.train.figures import (
+from leank_convert.report.figures import (
     STYLE,
     draw_channel_mask,
     draw_distillation,
@@ -24,8 +24,8 @@ from leank_convert.train.figures import (
     draw_scaling_factors,
     draw_width_histogram,
 )
-from leank_convert.train.journal import Journal, StepRecord
-from leank_convert.train.report import write_report
+from leank_convert.report.mask_report import write_report
+from leank_convert.train.journal import Journal, StepRecord, read_log
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -128,7 +128,7 @@ def write_log(folder, records):
 def full_page(tmp_path_factory):
     """The page of a mask of which everything is known."""
     folder = tmp_path_factory.mktemp("report")
-    write_report(make_mask(), write_log(folder, make_records()), folder / "report.html")
+    write_report(make_mask(), read_log(write_log(folder, make_records())), folder / "report.html")
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -137,8 +137,8 @@ def write(tmp_path):
     """Writes the report of a mask, and of records if there are any, and gives back its text."""
 
     def run(mask, records=None):
-        log_path = None if records is None else write_log(tmp_path, records)
-        write_report(mask, log_path, tmp_path / "report.html")
+        log = [] if records is None else read_log(write_log(tmp_path, records))
+        write_report(mask, log, tmp_path / "report.html")
         return (tmp_path / "report.html").read_text(encoding="utf-8")
 
     return run
@@ -219,7 +219,7 @@ def test_an_imported_mask_is_shown_without_what_is_not_known(write):
 
 
 def test_a_log_that_is_not_there_leaves_the_curves_out(write, tmp_path):
-    write_report(make_mask(), tmp_path / "none.csv", tmp_path / "report.html")
+    write_report(make_mask(), [], tmp_path / "report.html")
     assert "Training" not in Page((tmp_path / "report.html").read_text()).texts
 
 
@@ -241,9 +241,9 @@ def test_page_is_replaced_whole(write, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("leank_convert.checkpoint_io.os.fsync", fail)
+    monkeypatch.setattr("leank_convert.files.os.fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_report(make_mask(known=False), None, tmp_path / "report.html")
+        write_report(make_mask(known=False), [], tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 

@@ -1,4 +1,4 @@
-"""The `analyze` command: options, and one call each. Imports torch only inside it."""
+"""The `analyze` command: options, and one call each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from leank_convert.options import (
+from leank_convert.cli.options import (
     device_option,
     held_out_seed_option,
     json_option,

@@ -1,4 +1,4 @@
-"""`leank-convert export`, and what `train` shares with it. Imports torch only inside a command."""
+"""`leank-convert export`, and what `train` shares with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from leank_convert.errors import LeanKError
-from leank_convert.options import (
+from leank_convert.cli.options import (
     hub_options,
     out_option,
     overwrite_option,
@@ -17,6 +16,7 @@ from leank_convert.options import (
     set_option,
     window_options,
 )
+from leank_convert.errors import LeanKError
 
 if TYPE_CHECKING:
     from leank_convert.mask import ChannelMask
@@ -190,7 +190,8 @@ def _export_recipe(model: str, out: Path, name: str | None, overrides: tuple[str
 def _choose_mask(
     model: str, out: Path, mask_path: str | None, all_channels: bool, recipe: Recipe | None
 ) -> tuple[ChannelMask, str]:
-    from leank_convert.checkpoint_io import read_config, resolve_model
+    from leank_convert.checkpoint_io import read_config
+    from leank_convert.hub import resolve_model
     from leank_convert.mask import MASK_FILE_NAME, all_channels_mask, load_mask, resolve_mask
 
     if all_channels:

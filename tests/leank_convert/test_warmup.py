@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from leank_convert.benchmark import warmup
+from leank_convert import warmup
 from leank_convert.benchmark.subject import Runtime
 from leank_convert.cli import main
 from leank_convert.export import export_checkpoint

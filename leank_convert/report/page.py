@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from string import Template
 from typing import TYPE_CHECKING
 
-from leank_convert.train.figures import INK
+from leank_convert.report.figures import INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,17 +1,15 @@
-"""The `benchmark` and `warmup` commands: options, and one call each. Imports torch only inside a command."""
+"""The `benchmark` commands: options, and one call each."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES
-from leank_convert.benchmark.onnx_command import onnx
-from leank_convert.benchmark.options import finish, read_layers, sizes
+from leank_convert.cli.benchmark_onnx import onnx
+from leank_convert.cli.benchmark_options import finish, read_layers, sizes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _TOY = "tiny"
@@ -324,18 +322,6 @@ def train(
 
 
 benchmark.add_command(onnx)
-
-
-@click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--device", help="CUDA device to compile for. Default: the current one.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
-def warmup(checkpoint: Path, device: str | None, as_json: bool) -> None:
-    """Compile and check CHECKPOINT's kernels for this machine's GPU, into TILELANG_CACHE_DIR."""
-    from leank_convert.benchmark.warmup import render_warm_up, warm_up
-
-    facts = warm_up(checkpoint, device)
-    click.echo(json.dumps(facts) if as_json else render_warm_up(facts))
 
 
 def _geometry_or_toy(mask: str | None, recipe: str | None, geometry: str | None, *, toy: bool) -> str | None:

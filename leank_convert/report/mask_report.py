@@ -7,13 +7,14 @@ import html
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from leank_convert.cache_bytes import count_cache_bytes
-from leank_convert.checkpoint_io import write_atomically
+from leank_convert.files import write_atomically
+from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
-from leank_convert.train.figures import (
+from leank_convert.report.figures import (
     STYLE,
     draw_channel_mask,
     draw_distillation,
@@ -25,19 +26,22 @@ from leank_convert.train.figures import (
     draw_scaling_factors,
     draw_width_histogram,
 )
-from leank_convert.train.journal import StepRecord, read_log
-from leank_convert.train.page import new_figure, render_page, render_section
+from leank_convert.report.page import new_figure, render_page, render_section
+
+if TYPE_CHECKING:
+    from leank_convert.train.journal import StepRecord
 
 REPORT_NAME = "report.html"
 
 
-def write_report(mask: ChannelMask, log_path: Path | None, path: Path, gates: Tensor | None = None) -> None:
+def write_report(
+    mask: ChannelMask, records: Sequence[StepRecord], path: Path, gates: Tensor | None = None
+) -> None:
     """Write the report of a mask; equal masks and logs give equal pages, with the same matplotlib.
 
     Args:
         mask: The mask; without scaling factors or provenance the page shows what there is.
-        log_path: The log of its training, of which the steps that led to this mask are shown; None or a file
-            that does not exist for a mask without one.
+        records: Every step of its training, of which those that led to this mask are shown; may be empty.
         path: The page, which appears whole or not at all.
         gates: Of the heads [L, H_kv, 1], if it was made by some.
 
@@ -48,9 +52,7 @@ def write_report(mask: ChannelMask, log_path: Path | None, path: Path, gates: Te
 
     asked = mask.provenance.pruning_ratio_asked if mask.provenance else None
     records = [
-        record
-        for record in (read_log(log_path) if log_path else [])
-        if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
+        record for record in records if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
     ]
     with matplotlib.style.context(["default", STYLE]):
         # Where gates alone chose, all channels of a head are alike.

@@ -1,4 +1,4 @@
-"""The `evaluate` command: options, and one call each. Imports torch only inside it."""
+"""The `evaluate` command: options, and one call each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from leank_convert.errors import LeanKError
-from leank_convert.options import (
+from leank_convert.cli.options import (
     device_option,
     held_out_seed_option,
     json_option,
     recipe_option,
     set_option,
 )
+from leank_convert.errors import LeanKError
 
 if TYPE_CHECKING:
     from leank_convert.evaluate.prompt import Prompt
@@ -207,12 +207,12 @@ def _evaluate_text(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from leank_convert.checkpoint_io import write_atomically
     from leank_convert.device import choose_device
     from leank_convert.evaluate.logits import evaluate_text, render_text_comparison
     from leank_convert.evaluate.logits_figure import write_text_figure
     from leank_convert.evaluate.subject import load_evaluated
     from leank_convert.evaluate.variants import PRUNED, Masked
+    from leank_convert.files import write_atomically
 
     try:
         text = text_file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Options that several commands take. Imports no torch."""
+"""Options that several commands take."""
 
 from __future__ import annotations
 

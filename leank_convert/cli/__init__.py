@@ -1,0 +1,63 @@
+"""The command line: reads options, calls the toolkit, prints. Imports torch only inside a command.
+
+Text for people goes to stderr, results to stdout; `--json` makes stdout one JSON document.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from leank_convert.cli.analyze import analyze
+from leank_convert.cli.benchmark import benchmark
+from leank_convert.cli.evaluate import evaluate
+from leank_convert.cli.export import export
+from leank_convert.cli.inspect import inspect
+from leank_convert.cli.recipes import recipes
+from leank_convert.cli.train import train
+from leank_convert.cli.verify import verify
+from leank_convert.cli.warmup import warmup
+from leank_convert.errors import LeanKError
+
+
+class _Group(click.Group):
+    """Turns the toolkit's errors into `error:` and `hint:` lines and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LeanKError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"error: {error}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            raise  # click's own: the reader of stdout has gone
+        except OSError as error:
+            # A full disk, a folder that may not be written: nothing a traceback would explain.
+            if ctx.params.get("debug") or error.strerror is None:
+                raise
+            click.echo(f"error: `{error.filename or 'output'}`: {error.strerror}", err=True)
+            ctx.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="leank-convert")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Learn which channels of an LLM's K cache it needs; write a checkpoint that keeps only those."""
+    logging.basicConfig(
+        format="%(levelname)s: %(message)s",
+        level=logging.DEBUG if debug else logging.WARNING,
+        stream=sys.stderr,
+    )
+    logging.addLevelName(logging.WARNING, "warning")
+
+
+for _command in (train, export, verify, inspect, evaluate, analyze, recipes, warmup, benchmark):
+    main.add_command(_command)

@@ -1,0 +1,21 @@
+"""The `inspect` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from leank_convert.cli.options import json_option
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@json_option
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
+    from leank_convert.inspection import inspect_artifact, render_inspection
+
+    facts = inspect_artifact(path)
+    click.echo(json.dumps(facts) if as_json else render_inspection(facts), nl=as_json)

@@ -1,0 +1,40 @@
+"""The `verify` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from leank_convert.cli.export import quiet_transformers
+from leank_convert.cli.options import json_option
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--source",
+    metavar="MODEL",
+    help="The model it was made from: compares every weight; for an ONNX folder, what both make of a prompt.",
+)
+@json_option
+def verify(folder: Path, source: str | None, as_json: bool) -> None:
+    """Check a checkpoint or an ONNX folder: digests, shapes, masks, the graph. Exits 1 if any fails.
+
+    A graph is run by onnxruntime. With --source a checkpoint's weights, and the answers of a graph, are
+    compared with the model's.
+    """
+    if source is not None:
+        quiet_transformers()
+    from leank_convert.verify import verify_artifact
+
+    report = verify_artifact(folder, source)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+    else:
+        for check in report.checks:
+            click.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}")
+    if not report.ok:
+        sys.exit(1)

@@ -1,0 +1,22 @@
+"""The `warmup` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from leank_convert.cli.options import json_option
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--device", help="CUDA device to compile for. Default: the current one.")
+@json_option
+def warmup(checkpoint: Path, device: str | None, as_json: bool) -> None:
+    """Compile and check CHECKPOINT's kernels for this machine's GPU, into TILELANG_CACHE_DIR."""
+    from leank_convert.warmup import render_warm_up, warm_up
+
+    facts = warm_up(checkpoint, device)
+    click.echo(json.dumps(facts) if as_json else render_warm_up(facts))

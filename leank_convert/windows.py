@@ -1,0 +1,37 @@
+"""Window sizes: which tokens of a sequence keep every channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from leank_convert.errors import LeanKError
+
+PRUNE_MODES = ("eager", "deferred")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a checkpoint prunes while it decodes.
+
+    Attributes:
+        sink_size: First tokens that keep every channel.
+        recent_size: Last tokens that keep every channel.
+        flush_size: Tokens that leave the recent window at once; training has no use for it.
+        prune: `eager` prunes after every forward of several tokens, `deferred` when decoding begins.
+
+    Raises:
+        LeanKError: If a size or the mode makes no sense.
+    """
+
+    sink_size: int = 128
+    recent_size: int = 1024
+    flush_size: int = 32
+    prune: str = "eager"
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise LeanKError(f"`{name}` is `{value!r}`; it is a whole number from {least} up")
+        if self.prune not in PRUNE_MODES:
+            raise LeanKError(f"`prune` is `{self.prune}`; it is `eager` or `deferred`")
