@@ -15,7 +15,6 @@ from leank_convert.files import write_atomically
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.report.figures import (
-    STYLE,
     draw_channel_mask,
     draw_distillation,
     draw_gates,
@@ -26,9 +25,11 @@ from leank_convert.report.figures import (
     draw_scaling_factors,
     draw_width_histogram,
 )
-from leank_convert.report.page import new_figure, render_page, render_section
+from leank_convert.report.page import Section, new_figure, render_page, rows_height
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from leank_convert.train.journal import StepRecord
 
 REPORT_NAME = "report.html"
@@ -48,25 +49,24 @@ def write_report(
     Raises:
         OSError: If it cannot be written.
     """
-    import matplotlib.style
-
     asked = mask.provenance.pruning_ratio_asked if mask.provenance else None
     records = [
         record for record in records if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
     ]
-    with matplotlib.style.context(["default", STYLE]):
-        # Where gates alone chose, all channels of a head are alike.
-        by_channel = gates is None or mask.scaling_factors is not None
-        sections = [
-            _show_widths(mask),
-            "" if gates is None else _show_gates(gates),
-            _show_pairs(mask) if by_channel else "",
-            _show_training(records),
-            _show_channels(mask) if by_channel else "",
-        ]
-    sections.append(_show_recipe(mask))
+    # Where gates alone chose, all channels of a head are alike.
+    by_channel = gates is None or mask.scaling_factors is not None
+    sections = [_section_of_widths(mask)]
+    if gates is not None:
+        sections.append(_section_of_gates(gates))
+    if by_channel:
+        sections.append(_section_of_pairs(mask))
+    if records:
+        sections.append(_section_of_training(records))
+    if by_channel:
+        sections.append(_section_of_channels(mask))
+    shown = [*(section.to_html() for section in sections), _render_recipe(mask)]
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
-    write_atomically(path, render_page(title, _collect_facts(mask, records), sections).encode())
+    write_atomically(path, render_page(title, _collect_facts(mask, records), shown).encode())
 
 
 def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
@@ -117,60 +117,76 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
     return facts
 
 
-def _show_widths(mask: ChannelMask) -> str:
-    figure = new_figure(min(9.0, max(3.2, 0.22 * mask.channel_mask.shape[0] + 1.2)))
-    by_head, by_layer = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    draw_kept_by_head(by_head, mask.channel_mask)
-    draw_kept_by_layer(by_layer, mask.channel_mask)
+def _section_of_widths(mask: ChannelMask) -> Section:
+    def draw() -> Figure:
+        figure = new_figure(rows_height(mask.channel_mask.shape[0]))
+        by_head, by_layer = figure.subplots(1, 2, width_ratios=[1.25, 1])
+        draw_kept_by_head(by_head, mask.channel_mask)
+        draw_kept_by_layer(by_layer, mask.channel_mask)
+        return figure
+
     caption = "Layers and KV heads in the model's own order; a head of 0 sees only sink and recent window."
-    return render_section("Where channels are kept", "heads", figure, caption)
+    return Section("Where channels are kept", "heads", draw, caption)
 
 
-def _show_gates(gates: Tensor) -> str:
-    figure = new_figure(min(9.0, max(3.2, 0.22 * gates.shape[0] + 1.2)))
-    draw_gates(figure.subplots(), gates[..., 0])
+def _section_of_gates(gates: Tensor) -> Section:
+    def draw() -> Figure:
+        figure = new_figure(rows_height(gates.shape[0]))
+        draw_gates(figure.subplots(), gates[..., 0])
+        return figure
+
     caption = "How much a head needs more than sink and recent window; those that need most keep channels."
-    return render_section("What heads were chosen by", "gates", figure, caption)
+    return Section("What heads were chosen by", "gates", draw, caption)
 
 
-def _show_pairs(mask: ChannelMask) -> str:
-    figure = new_figure(3.2)
-    by_pair, widths = figure.subplots(1, 2, width_ratios=[1.6, 1])
-    draw_kept_by_pair(by_pair, mask.channel_mask)
-    draw_width_histogram(widths, mask.channel_mask)
+def _section_of_pairs(mask: ChannelMask) -> Section:
+    def draw() -> Figure:
+        figure = new_figure(3.2)
+        by_pair, widths = figure.subplots(1, 2, width_ratios=[1.6, 1])
+        draw_kept_by_pair(by_pair, mask.channel_mask)
+        draw_width_histogram(widths, mask.channel_mask)
+        return figure
+
     caption = "A pair is two channels that RoPE turns together, at a frequency that falls with i."
-    return render_section("Which channels, how many", "pairs", figure, caption)
+    return Section("Which channels, how many", "pairs", draw, caption)
 
 
-def _show_training(records: Sequence[StepRecord]) -> str:
-    if not records:
-        return ""
-    figure = new_figure(5.4)
-    loss, pruning = figure.subplots(2, 1, sharex=True)
-    draw_distillation(loss, records)
-    draw_pruning(pruning, records)
+def _section_of_training(records: Sequence[StepRecord]) -> Section:
+    def draw() -> Figure:
+        figure = new_figure(5.4)
+        loss, pruning = figure.subplots(2, 1, sharex=True)
+        draw_distillation(loss, records)
+        draw_pruning(pruning, records)
+        return figure
+
     caption = (
         "Of the steps that led to this mask. Thin: the loss of each step, whose samples differ in length and "
         "task. Thick: the running median. Dashed: where a stage begins."
     )
-    return render_section("Training", "training", figure, caption)
+    return Section("Training", "training", draw, caption)
 
 
-def _show_channels(mask: ChannelMask) -> str:
+def _section_of_channels(mask: ChannelMask) -> Section:
     num_layers, num_heads, _ = mask.channel_mask.shape
-    figure = new_figure(min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)))
-    if mask.scaling_factors is None:
-        draw_channel_mask(figure.subplots(), mask.channel_mask)
-        caption = "A row per KV head, a column per channel."
-    else:
-        factors, kept = figure.subplots(1, 2, width_ratios=[1.12, 1])
-        draw_scaling_factors(factors, mask.scaling_factors)
-        draw_channel_mask(kept, mask.channel_mask)
-        caption = "A row per KV head, a column per channel: as training ended, and what was selected from it."
-    return render_section("Every channel", "channels", figure, caption)
+
+    def draw() -> Figure:
+        figure = new_figure(min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)))
+        if mask.scaling_factors is None:
+            draw_channel_mask(figure.subplots(), mask.channel_mask)
+        else:
+            factors, kept = figure.subplots(1, 2, width_ratios=[1.12, 1])
+            draw_scaling_factors(factors, mask.scaling_factors)
+            draw_channel_mask(kept, mask.channel_mask)
+        return figure
+
+    caption = "A row per KV head, a column per channel"
+    caption += (
+        "." if mask.scaling_factors is None else (": as training ended, and what was selected from it.")
+    )
+    return Section("Every channel", "channels", draw, caption)
 
 
-def _show_recipe(mask: ChannelMask) -> str:
+def _render_recipe(mask: ChannelMask) -> str:
     if mask.provenance is None or mask.provenance.recipe is None:
         return ""
     return f"<h2>Recipe</h2>\n<pre>{html.escape(mask.provenance.recipe)}</pre>"

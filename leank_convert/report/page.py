@@ -1,20 +1,28 @@
-"""The frame of an HTML page that needs nothing beside it, no network and no script: facts, then figures."""
+"""The frame of an HTML report: facts, figures, tables. It needs no other file, no network and no script."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from string import Template
 from typing import TYPE_CHECKING
 
-from leank_convert.report.figures import INK
+from leank_convert.report.figures import INK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 11.0  # inches of a figure, which the page scales to its own width
+_PNG_DPI = 150
+# A PNG has a ground of its own, and text that stands out on it.
+_PNG_STYLE = {
+    **{key: "#24292f" if value == INK else value for key, value in STYLE.items()},
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
 
 _PAGE = Template("""\
 <!DOCTYPE html>
@@ -38,7 +46,10 @@ dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 1rem 0 0; }
 figcaption { color: var(--quiet); font-size: 0.9rem; }
 svg { display: block; width: 100%; height: auto; }
+p { max-width: 50rem; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: 0.75rem 1rem; }
+table { display: block; overflow-x: auto; border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left; }
 </style>
 </head>
 <body>
@@ -73,6 +84,59 @@ def new_figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)
+
+
+def rows_height(num_layers: int) -> float:
+    """Inches of a figure that has a row per layer, and room for axes."""
+    return min(9.0, max(3.2, 0.22 * num_layers + 1.2))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with one figure below it, which is drawn for the page and again for a PNG.
+
+    Attributes:
+        heading: As text.
+        name: What the ids within the figure begin with; no other section of the page may have it.
+        draw: Makes the figure; matplotlib's style is set meanwhile, whatever the user's own is.
+        caption: As text.
+    """
+
+    heading: str
+    name: str
+    draw: Callable[[], Figure]
+    caption: str
+
+    def to_html(self) -> str:
+        """The section as part of a page."""
+        import matplotlib.style
+
+        with matplotlib.style.context(["default", STYLE]):
+            return render_section(self.heading, self.name, self.draw(), self.caption)
+
+    def to_png(self) -> bytes:
+        """The figure as a file of its own."""
+        return figure_png(self.draw)
+
+
+def figure_png(draw: Callable[[], Figure]) -> bytes:
+    """Draw a figure as a PNG on white; equal figures give equal bytes, with the same matplotlib."""
+    import matplotlib.style
+
+    buffer = io.BytesIO()
+    with matplotlib.style.context(["default", _PNG_STYLE]):
+        draw().savefig(buffer, format="png", dpi=_PNG_DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def render_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a table below its caption, all as text."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<p><b>{html.escape(caption)}</b></p>\n<table>\n{line('th', header)}{body}</table>\n"
 
 
 def render_section(heading: str, name: str, figure: Figure, caption: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,12 @@ from transformers import (
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
 from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.passes import BLOCK_SIZE
-
-# Small files are hashed whole; of large ones both ends, where the header and the last tensors lie.
-_SAMPLED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def load_subject(recipe: Recipe, device: torch.device, model_override: str | Non
         tokenizer=_load_tokenizer(folder, files.name),
         facts=files.facts,
         config=files.config,
-        weights_digest=_digest_weights(files.checkpoint),
+        weights_digest=digest_files(folder / shard for shard in files.checkpoint.shards),
     )
 
 
@@ -201,17 +197,3 @@ def _check_positions(config: Mapping[str, Any], facts: ModelFacts, recipe: Recip
         hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` and "
         "`rope_parameters`)",
     )
-
-
-def _digest_weights(checkpoint: Checkpoint) -> str:
-    digest = hashlib.sha256()
-    for name in checkpoint.shards:
-        path = checkpoint.folder / name
-        size = path.stat().st_size
-        digest.update(f"{name}:{size};".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLED_BYTES))
-            if size > _SAMPLED_BYTES:
-                file.seek(max(_SAMPLED_BYTES, size - _SAMPLED_BYTES), os.SEEK_SET)
-                digest.update(file.read())
-    return digest.hexdigest()
