@@ -13,8 +13,8 @@ from .configuration_leank import check_prune, read_settings
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
-from .memory_leank import CacheMemory, sum_memory
 from .rows_leank import RowState
+from .store_leank import CacheMemory, sum_memory
 
 
 class LeanKCache(Cache):

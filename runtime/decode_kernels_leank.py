@@ -1,24 +1,31 @@
-"""The compiled kernels of one shape: how they are made, launched, and seen by torch as operators."""
+"""Decode kernels found, compiled, checked on first use, launched, and shown to torch as operators."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
+
+from .layout_leank import StoreTensors
+from .selfcheck_leank import disagreement
+
+logger = transformers_logging.get_logger(__name__)
 
 TILE = 64
-"""Tokens of a tile, as in tiles_leank (which cannot be imported without tilelang)."""
+"""Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
 
 _LOG2_E = 1.4426950408889634
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
 
 # Operators are named after this module: two checkpoints in one process are two modules, kernels apart.
@@ -46,6 +53,100 @@ class KernelKey:
     max_chunks: int
 
 
+_found: dict[KernelKey, DecodeKernels | None] = {}
+_LOCK = threading.Lock()  # models of one process may decode in threads of their own
+
+
+def find_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    num_groups: int,
+    chunk_size: int,
+    max_chunks: int,
+) -> DecodeKernels | None:
+    """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
+
+    The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
+    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s.
+    """
+    if device.type != "cuda":
+        return None
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks)
+    if key not in _found:
+        with _LOCK:
+            if key not in _found:
+                _found[key] = _make_kernels(key)
+    return _found[key]
+
+
+def _unsupported(key: KernelKey) -> str | None:
+    """Return why no kernel can serve a shape, None if one can."""
+    if key.dtype not in _DTYPES:
+        return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
+    if importlib.util.find_spec("tilelang") is None:
+        return "tilelang is not installed (pip install tilelang)"
+    capability = torch.cuda.get_device_capability(key.device)
+    if capability < (8, 0):
+        return f"{torch.cuda.get_device_name(key.device)} is older than compute capability 8.0"
+    if key.chunk_size not in (16, 32) or key.head_dim % 16 or key.head_dim > 256 or key.num_groups > 16:
+        return (
+            f"head_dim {key.head_dim}, {key.num_groups} query heads per KV head, chunks of {key.chunk_size}: "
+            "kernels serve head_dim 64 to 256, at most 16 query heads per KV head, chunks of 16 or 32"
+        )
+    return None
+
+
+def _make_kernels(key: KernelKey) -> DecodeKernels | None:
+    reason = _unsupported(key)
+    if reason is None:
+        try:
+            with torch.cuda.device(key.device):
+                kernels = DecodeKernels(key)
+                error = disagreement(kernels)
+            if error <= 2 * torch.finfo(key.dtype).eps:
+                return kernels
+            reason = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the kernels, and may pass
+        except Exception as exception:  # whatever a compiler or driver may raise
+            reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
+    logger.warning(
+        "LeanK's decode kernels are not used on %s, plain torch decodes instead and is slower: %s",
+        key.device,
+        reason,
+    )
+    return None
+
+
+def plan_tiles(
+    lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
+) -> torch.Tensor:
+    """Count the tiles of pruned and of whole tokens before each row, and in all rows.
+
+    Once per step, for all layers; asks the device nothing.
+
+    Args:
+        lengths: Tokens per row `[B]`, int32.
+        pruned_lengths: Pruned ones among them `[B]`, int32.
+        sink_size: Sink slots of the window.
+        num_slots: All its slots.
+
+    Returns:
+        `[B + 1, 2]`, int32.
+    """
+    ring_size = num_slots - sink_size
+    recent = (lengths - sink_size - pruned_lengths).clamp(min=0)
+    run = torch.minimum(recent, ring_size - pruned_lengths % ring_size)
+    runs = torch.stack([lengths.clamp(max=sink_size), run, recent - run])
+    whole = ((runs + (TILE - 1)) // TILE).sum(0)
+    counts = torch.stack([(pruned_lengths + (TILE - 1)) // TILE, whole], dim=1).cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
+
+
 _kernels: list[DecodeKernels] = []  # operators name kernels by their place here
 
 
@@ -56,6 +157,8 @@ class DecodeKernels:
         seconds: Time it took to compile them, or to load them from the cache on disk.
     """
 
+    plan = staticmethod(plan_tiles)
+
     def __init__(self, key: KernelKey, *, generic: bool = False) -> None:
         """Compile, or load from TileLang's cache.
 
@@ -63,8 +166,7 @@ class DecodeKernels:
             key: What they serve.
             generic: Take the body for older GPUs also on Hopper.
         """
-        from .kernel_generic_leank import generic_attention
-        from .kernel_hopper_leank import hopper_attention
+        from .kernel_attention_leank import generic_attention, hopper_attention
         from .kernel_leank import append_tokens, merge_parts
 
         self.key = key
@@ -106,88 +208,42 @@ class DecodeKernels:
         from .kernel_leank import KernelShape
 
         key = self.key
-        shape = KernelShape(
-            key.head_dim, key.num_groups, key.chunk_size, key.max_chunks, DTYPES[key.dtype], num_stages=2
-        )
+        dtype = _DTYPES[key.dtype]
+        shape = KernelShape(key.head_dim, key.num_groups, key.chunk_size, key.max_chunks, dtype, num_stages=2)
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * 2
         # Queries, weights, reductions' workspace, barriers, and what the driver reserves for a block.
         fixed = shape.num_queries * (key.max_chunks * key.chunk_size + TILE) * 2 + 4096
         for instances in (2, 1):
             stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
             if stages >= 2:
-                num_stages = min(int(stages), _MAX_STAGES)
-                fitted = KernelShape(
-                    shape.head_dim,
-                    shape.num_groups,
-                    shape.chunk_size,
-                    shape.max_chunks,
-                    shape.dtype,
-                    num_stages,
-                )
-                return fitted, instances
+                return replace(shape, num_stages=min(int(stages), _MAX_STAGES)), instances
         raise ValueError(f"two tiles of {stage} bytes do not fit in {per_sm} bytes of shared memory")
-
-    def plan(
-        self, lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
-    ) -> torch.Tensor:
-        """Count the tiles of pruned and of whole tokens before each row, and in all rows.
-
-        Once per step, for all layers; asks the device nothing.
-
-        Args:
-            lengths: Tokens per row `[B]`, int32.
-            pruned_lengths: Pruned ones among them `[B]`, int32.
-            sink_size: Sink slots of the window.
-            num_slots: All its slots.
-
-        Returns:
-            `[B + 1, 2]`, int32.
-        """
-        return plan_tiles(lengths, pruned_lengths, sink_size, num_slots)
 
     def append(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        kept_keys: torch.Tensor,
-        stored_values: torch.Tensor,
-        window_keys: torch.Tensor,
-        window_values: torch.Tensor,
-        chunk_index: torch.Tensor,
-        head_table: torch.Tensor,
+        store: StoreTensors,
         lengths: torch.Tensor,
         valid: torch.Tensor | None,
         sink_size: int,
     ) -> None:
-        """Add one token per row, in place.
+        """Add one token per row to the store, in place.
 
         Args:
             keys: `[B, H_kv, 1, D]`.
             values: `[B, H_kv, 1, D]`.
-            kept_keys: `[B, C, capacity, E]`.
-            stored_values: `[B, H_values, capacity, D]`.
-            window_keys: `[B, C_dropped, slots, E]`.
-            window_values: `[B, H_window, slots, D]`.
-            chunk_index: `[1 or B, C + C_dropped, E]`, int32.
-            head_table: `ChunkLayout.head_table`, int32.
+            store: What it is added to.
             lengths: Tokens per row, the new one counted `[B]`, int32.
             valid: Rows whose token is real `[B]`, bool; None if all are.
             sink_size: Sink slots of the window.
         """
-        _append(
-            self._handle, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index,
-            head_table, lengths, valid, sink_size,
-        )  # fmt: skip
+        _append(self._handle, keys, values, *store, lengths, valid, sink_size)
 
     def attend(
         self,
         query: torch.Tensor,
-        kept_keys: torch.Tensor,
-        stored_values: torch.Tensor,
-        window_keys: torch.Tensor,
-        window_values: torch.Tensor,
-        chunk_index: torch.Tensor,
-        head_table: torch.Tensor,
+        store: StoreTensors,
         lengths: torch.Tensor,
         pruned_lengths: torch.Tensor,
         plan: torch.Tensor,
@@ -199,15 +255,10 @@ class DecodeKernels:
 
         Args:
             query: `[B, H, 1, D]`.
-            kept_keys: `[B, C, capacity, E]`.
-            stored_values: `[B, H_values, capacity, D]`.
-            window_keys: `[B, C_dropped, slots, E]`.
-            window_values: `[B, H_window, slots, D]`.
-            chunk_index: `[1 or B, C + C_dropped, E]`, int32.
-            head_table: `ChunkLayout.head_table`, int32.
+            store: What is attended to.
             lengths: Tokens per row `[B]`, int32.
             pruned_lengths: Pruned ones among them `[B]`, int32.
-            plan: What `plan` made of these lengths.
+            plan: What `plan_tiles` made of these lengths.
             sink_size: Sink slots of the window.
             softmax_scale: Factor on the logits.
 
@@ -215,43 +266,36 @@ class DecodeKernels:
             `[B, H, 1, D]`.
         """
         output: torch.Tensor = _attend(
-            self._handle, query, kept_keys, stored_values, window_keys, window_values, chunk_index,
-            head_table, lengths, pruned_lengths, plan, sink_size, softmax_scale,
-        )  # fmt: skip
+            self._handle, query, *store, lengths, pruned_lengths, plan, sink_size, softmax_scale
+        )
         return output
 
     def _launch_append(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        index: torch.Tensor,
-        table: torch.Tensor,
+        store: StoreTensors,
         lengths: torch.Tensor,
         valid: torch.Tensor | None,
         sink_size: int,
     ) -> None:
-        batch_size = keys.shape[0]
+        flat = (keys.shape[0], -1, self.key.head_dim)
         flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
         with torch.cuda.device(keys.device):
             self._append(
-                keys.view(batch_size, -1, self.key.head_dim),
-                values.view(batch_size, -1, self.key.head_dim),
-                *map(_not_empty, cache),
-                index,
-                table,
+                keys.view(flat),
+                values.view(flat),
+                *store.map_memory(_not_empty),
                 lengths,
                 flags,
                 sink_size,
-                cache[2].shape[2] - sink_size,
+                store.num_slots - sink_size,
             )
 
     def _launch_attend(
         self,
         query: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        index: torch.Tensor,
-        table: torch.Tensor,
+        store: StoreTensors,
         lengths: torch.Tensor,
         pruned_lengths: torch.Tensor,
         plan: torch.Tensor,
@@ -267,9 +311,7 @@ class DecodeKernels:
         with torch.cuda.device(query.device):
             self._attention(
                 query.view(batch_size, num_heads, head_dim),
-                *map(_not_empty, cache),
-                index,
-                table,
+                *store.map_memory(_not_empty),
                 lengths,
                 pruned_lengths,
                 plan,
@@ -277,24 +319,11 @@ class DecodeKernels:
                 lse,
                 flat_output,
                 sink_size,
-                cache[2].shape[2] - sink_size,
+                store.num_slots - sink_size,
                 softmax_scale * _LOG2_E,
             )
-            self._merge(table, plan, parts, lse, flat_output)
+            self._merge(store.head_table, plan, parts, lse, flat_output)
         return output
-
-
-def plan_tiles(
-    lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
-) -> torch.Tensor:
-    """Count the tiles of pruned and of whole tokens before each row, and in all rows: `[B + 1, 2]`, int32."""
-    ring_size = num_slots - sink_size
-    recent = (lengths - sink_size - pruned_lengths).clamp(min=0)
-    run = torch.minimum(recent, ring_size - pruned_lengths % ring_size)
-    runs = torch.stack([lengths.clamp(max=sink_size), run, recent - run])
-    whole = ((runs + (TILE - 1)) // TILE).sum(0)
-    counts = torch.stack([(pruned_lengths + (TILE - 1)) // TILE, whole], dim=1).cumsum(0, dtype=torch.int32)
-    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
 
 
 def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,6 +376,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+# torch's operators take tensors one by one: this is the one place where the store's are written out.
 @torch.library.custom_op(
     f"{_LIBRARY}::append",
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
@@ -354,22 +384,9 @@ def _quiet() -> Iterator[None]:
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
     "Tensor lengths, Tensor? valid, int sink_size) -> ()",
 )
-def _append(
-    kernels: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    kept_keys: torch.Tensor,
-    stored_values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    chunk_index: torch.Tensor,
-    head_table: torch.Tensor,
-    lengths: torch.Tensor,
-    valid: torch.Tensor | None,
-    sink_size: int,
-) -> None:
-    cache = (kept_keys, stored_values, window_keys, window_values)
-    _kernels[kernels]._launch_append(keys, values, cache, chunk_index, head_table, lengths, valid, sink_size)
+def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
+    store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]
+    _kernels[kernels]._launch_append(keys, values, store, *rest)
 
 
 @torch.library.custom_op(
@@ -379,25 +396,9 @@ def _append(
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor lengths, Tensor pruned_lengths, "
     "Tensor plan, int sink_size, float softmax_scale) -> Tensor",
 )
-def _attend(
-    kernels: int,
-    query: torch.Tensor,
-    kept_keys: torch.Tensor,
-    stored_values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    chunk_index: torch.Tensor,
-    head_table: torch.Tensor,
-    lengths: torch.Tensor,
-    pruned_lengths: torch.Tensor,
-    plan: torch.Tensor,
-    sink_size: int,
-    softmax_scale: float,
-) -> torch.Tensor:
-    cache = (kept_keys, stored_values, window_keys, window_values)
-    return _kernels[kernels]._launch_attend(
-        query, cache, chunk_index, head_table, lengths, pruned_lengths, plan, sink_size, softmax_scale
-    )
+def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
+    store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]
+    return _kernels[kernels]._launch_attend(query, store, *rest)
 
 
 @_append.register_fake

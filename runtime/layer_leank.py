@@ -1,20 +1,30 @@
-"""One layer of the cache: whole input until it is split, a `ChunkStore` after."""
+"""One layer of the cache, and the attention function through which transformers reaches it.
+
+transformers' attention modules pass whatever `past_key_values.update(k, v)` returned straight to the
+registered attention function. A LeanK layer returns an `AttentionHandle` in place of both tensors: the
+function sees either tensors (no cache: plain SDPA) or a handle, which knows what to do by itself. So two
+checkpoints loaded in one process, two copies of these files over one registry, do not disturb each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from .attention_leank import AttentionHandle
-from .launch_leank import DecodeKernels, find_kernels
+from .decode_kernels_leank import DecodeKernels, find_kernels
 from .layout_leank import ChunkLayout, order_channels
-from .memory_leank import CacheMemory, pending_memory, store_memory
 from .reference_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
-from .store_leank import ChunkStore, capacity_for
+from .store_leank import CacheMemory, ChunkStore, capacity_for, pending_memory, store_memory
+
+ATTENTION_NAME = "leank"
 
 
 class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -190,15 +200,18 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
         self.choose_kernels(query)
         if append.columns is None and self.kernels is not None:
-            self._append_by_kernel(key, value, append)
-            return self.attend(query, append, softmax_scale)
+            valid = None if append.valid is None else append.valid[:, 0]
+            self.kernels.append(
+                key.contiguous(), value.contiguous(), store.tensors, append.lengths, valid, append.sink_size
+            )
+            return self._attend(query, append, softmax_scale, self.kernels)
         if append.valid is not None:
             padding = ~append.valid[:, None, :, None]
             key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
         if append.columns is None:
             store.append(key, value, append)
-            return self.attend(query, append, softmax_scale)
-        out = self._attend_by_reference(query, append, softmax_scale, key, value)
+            return self._attend(query, append, softmax_scale, None)
+        out = self._attend_in_torch(query, append, softmax_scale, key, value)
         if out.requires_grad:
             store.copy_memory()  # the backward pass needs what was attended to
         store.append(key, value, append)
@@ -215,24 +228,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns:
             `[B, H, 1, D]`.
         """
-        store, kernels = self.store, self._kernels_for(query)
-        assert store is not None
-        if kernels is None:
-            return self._attend_by_reference(query, append, softmax_scale)
-        return kernels.attend(
-            query.detach().contiguous(),
-            store.kept_keys,
-            store.values,
-            store.window_keys,
-            store.window_values,
-            store.kernel_index,
-            store.head_table,
-            append.lengths,
-            append.pruned_lengths,
-            append.plan(kernels.plan),
-            sink_size=append.sink_size,
-            softmax_scale=softmax_scale,
-        )
+        return self._attend(query, append, softmax_scale, self._kernels_for(query))
 
     def choose_kernels(self, query: torch.Tensor) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
@@ -253,24 +249,23 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             max_chunks=self.layout.max_chunks,
         )
 
-    def _append_by_kernel(self, key: torch.Tensor, value: torch.Tensor, append: Append) -> None:
-        store = self.store
-        assert store is not None and self.kernels is not None
-        self.kernels.append(
-            key.contiguous(),
-            value.contiguous(),
-            store.kept_keys,
-            store.values,
-            store.window_keys,
-            store.window_values,
-            store.kernel_index,
-            store.head_table,
+    def _attend(
+        self, query: torch.Tensor, append: Append, softmax_scale: float, kernels: DecodeKernels | None
+    ) -> torch.Tensor:
+        if kernels is None:
+            return self._attend_in_torch(query, append, softmax_scale)
+        assert self.store is not None
+        return kernels.attend(
+            query.detach().contiguous(),
+            self.store.tensors,
             append.lengths,
-            None if append.valid is None else append.valid[:, 0],
-            append.sink_size,
+            append.pruned_lengths,
+            append.plan(kernels.plan),
+            sink_size=append.sink_size,
+            softmax_scale=softmax_scale,
         )
 
-    def _attend_by_reference(
+    def _attend_in_torch(
         self,
         query: torch.Tensor,
         append: Append,
@@ -278,16 +273,11 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         new_keys: torch.Tensor | None = None,
         new_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store = self.store
-        assert store is not None
+        assert self.store is not None
         with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
             return decode_attention(
                 query,
-                store.kept_keys,
-                store.values,
-                store.window_keys,
-                store.window_values,
-                store.chunk_index,
+                self.store.tensors,
                 append.lengths,
                 append.pruned_lengths,
                 layout=self.layout,
@@ -409,3 +399,130 @@ def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.T
     return torch.cat(
         [torch.nn.functional.pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts]
     )
+
+
+class AttentionHandle:
+    """Stands for the keys and values of one layer in one forward pass.
+
+    Attributes:
+        layer: The layer of the cache.
+        start: Columns it held before this pass.
+        key: New keys, after rotary embedding `[B, H_kv, Q, D]`.
+        value: New values `[B, H_kv, Q, D]`.
+    """
+
+    __slots__ = ("key", "layer", "start", "value")
+
+    def __init__(self, layer: LeanKLayer, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer = layer
+        self.start = start
+        self.key = key
+        self.value = value
+
+    # torch.compile runs this as it is: what it does depends on counters that change with every token.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend, and put the new tokens into the cache.
+
+        Prompt columns attend densely to the prompt so far; when it is complete (at once in `eager` mode)
+        it is split; later columns decode against the pruned cache.
+
+        Args:
+            module: The attention module, for SDPA's grouped-query settings.
+            query: `[B, H, Q, D]`.
+            attention_mask: What `leank_mask` made of the model's padding mask.
+            scaling: Factor on the logits; 1/√D if None.
+            **kwargs: Passed on to SDPA.
+
+        Returns:
+            Output `[B, Q, H, D]` and no attention weights.
+        """
+        batch_size, _, num_columns, head_dim = query.shape
+        step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
+        # Only now, so that a refused step leaves the layer as it was.
+        self.layer.num_columns = self.start + num_columns
+        prompt = step.num_prefill
+        outputs = []
+        if prompt:
+            keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
+            if attention_mask is not None:
+                attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
+            dense, _ = sdpa_attention_forward(
+                module, query[:, :, :prompt], keys, values, attention_mask, scaling=scaling, **kwargs
+            )
+            outputs.append(dense)
+            del keys, values
+        if step.split is not None:
+            self.layer.split(step)
+            if not step.num_decode:
+                self.layer.choose_kernels(query)  # for the steps to come
+        if step.num_decode:
+            scale = head_dim**-0.5 if scaling is None else scaling
+            decoded = self.layer.decode(
+                query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale
+            )
+            outputs.append(decoded.transpose(1, 2))
+        del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return out.contiguous(), None
+
+
+def leank_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | AttentionHandle,
+    value: torch.Tensor | AttentionHandle,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the LeanK cache, or with plain SDPA where there is no cache.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, Q, D]`.
+        key: `[B, H_kv, Q, D]`, or the handle that the cache returned.
+        value: As `key`.
+        attention_mask: What `leank_mask` returned.
+        **kwargs: `scaling`, `dropout` and whatever else the model passes to attention functions.
+
+    Raises:
+        ValueError: If keys come from a cache that is not LeanK's.
+    """
+    # No isinstance of our own class: another checkpoint in this process has its own copy of it.
+    if not isinstance(key, torch.Tensor):
+        attended: tuple[torch.Tensor, None] = key.attend(module, query, attention_mask, **kwargs)
+        return attended
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
+            "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
+        )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+
+
+def leank_mask(
+    *, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make SDPA's mask for prompt columns, and hand the padding mask through for decoding.
+
+    Args:
+        kv_length: Keys that SDPA will see; the LeanK cache reports 0 while decoding.
+        attention_mask: Real columns `[B, columns]`, bool; None without padding.
+        **kwargs: The other arguments of transformers' mask functions.
+    """
+    if kv_length == 0:
+        return attention_mask
+    mask: torch.Tensor | None = sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, leank_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, leank_mask)

@@ -11,11 +11,41 @@ its dropped channels fill chunks of their own, and which head a chunk belongs to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+
+class StoreTensors(NamedTuple):
+    """The memory of one layer and what says how to read it, as append and attention take them.
+
+    Attributes:
+        kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
+        values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
+        window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.
+        window_values: V of heads of width 0, sink and recent tokens `[B, H_window, slots, D]`.
+        chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
+        head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
+    """
+
+    kept_keys: torch.Tensor
+    values: torch.Tensor
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+    chunk_index: torch.Tensor
+    head_table: torch.Tensor
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the window, sink and ring."""
+        return self.window_keys.shape[2]
+
+    def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
+        """Return the same layout with `change` made to K and V of all regions."""
+        return StoreTensors._make([*map(change, self[:4]), *self[4:]])
 
 
 @dataclass(frozen=True)
@@ -149,7 +179,8 @@ class ChunkLayout:
             channel_order: Channels of every head, kept ones first `[R, H_kv, D]` (R is 1 or the batch).
 
         Returns:
-            `head * D + channel`, or -1 for a lane of padding `[R, C + C_dropped, E]`; kept chunks first.
+            `head * D + channel`, or -1 for a lane of padding `[R, C + C_dropped, E]`, int32; kept chunks
+            first.
         """
         head_dim, size = self.head_dim, self.chunk_size
         lanes: list[list[int]] = []
@@ -167,7 +198,7 @@ class ChunkLayout:
         heads = torch.arange(len(self.widths), device=device)[:, None] * head_dim
         flat = (channel_order + heads).flatten(1)
         index = flat[:, lane.clamp(min=0)]
-        return index.masked_fill(lane < 0, -1)
+        return index.masked_fill(lane < 0, -1).to(torch.int32)
 
 
 def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
@@ -180,6 +211,24 @@ def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
         Channel indices `[..., D]`, int64.
     """
     return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
+
+
+def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Bring channels into the order of chunks.
+
+    Args:
+        states: Channels of all heads `[B, n, H_kv * D]`.
+        index: Channel of every lane, -1 in lanes of padding `[1 or B, chunks, E]`.
+
+    Returns:
+        `[B, n, chunks, E]`; a lane of padding holds whatever channel 0 does.
+    """
+    lanes = index.clamp(min=0).flatten(1)
+    if index.shape[0] == 1:
+        taken = states.index_select(2, lanes[0])
+    else:
+        taken = states.gather(2, lanes.long()[:, None].expand(-1, states.shape[1], -1))
+    return taken.view(*states.shape[:2], *index.shape[1:])
 
 
 def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:

@@ -1,20 +1,399 @@
-"""Models of converted checkpoints: each family's stock classes, decoding from a LeanK cache."""
+"""Models of converted checkpoints: each family's stock classes of transformers, decoding from a LeanK cache.
+
+What is added is the same for every family: a `channel_mask` buffer in every attention module, the registered
+attention function, and a LeanK cache wherever the stock class would have built a dense one.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
 from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
     LlamaForCausalLM,
     LlamaModel,
     MistralForCausalLM,
     MistralModel,
+    PreTrainedConfig,
     Qwen2ForCausalLM,
     Qwen2Model,
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
-from .configuration_leank import LeanKLlamaConfig, LeanKMistralConfig, LeanKQwen2Config, LeanKQwen3Config
-from .mixins_leank import LeanKForCausalLMMixin, LeanKModelMixin
+from .cache_leank import LeanKCache
+from .configuration_leank import (
+    LeanKLlamaConfig,
+    LeanKMistralConfig,
+    LeanKQwen2Config,
+    LeanKQwen3Config,
+    check_prune,
+    read_settings,
+)
+from .graph_leank import GraphMemory
+from .layer_leank import ATTENTION_NAME
+
+logger = logging.get_logger(__name__)
+
+_MASK_FILE = "channel_mask.safetensors"
+
+# Requests that mean "the usual attention": prompts run through SDPA, decoding through the LeanK cache.
+_USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
+# `dynamic_full` is what older releases of transformers ask of a drafting model.
+_OWN_CACHE = (None, "dynamic", "dynamic_full")
+
+
+class LeanKMixin:
+    """What a LeanK model adds to a stock model, with or without a head."""
+
+    config: Any
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        """Build the stock model and give every attention module its `channel_mask` `[H_kv, D]`.
+
+        Raises:
+            ValueError: If the config has no valid `leank` block.
+        """
+        settings = read_settings(config)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        for attention in self._attention_modules():
+            # All true until a checkpoint is loaded; a mask that does not fit the config's widths is refused.
+            mask = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.bool)
+            attention.register_buffer("channel_mask", mask)
+        self.graph_memory = GraphMemory()
+
+    def _attention_modules(self) -> list[nn.Module]:
+        base_model = self.base_model  # type: ignore[attr-defined]
+        return [layer.self_attn for layer in base_model.layers]
+
+    def initialize_weights(self) -> None:
+        """Fill in what a checkpoint lacks; an absent channel mask must not stay uninitialised memory."""
+        for attention in self._attention_modules():
+            mask = attention._buffers.get("channel_mask")
+            if mask is not None and not getattr(mask, "_is_hf_initialized", False):
+                mask.fill_(True)
+        super().initialize_weights()  # type: ignore[misc]
+
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        """Return `leank` for any usual request.
+
+        Raises:
+            ValueError: If another implementation is asked for: it would decode densely.
+        """
+        if requested_attention not in _USUAL_ATTENTION:
+            raise ValueError(
+                f"attn_implementation {requested_attention!r} does not know the pruned cache; leave it out, "
+                "or load the checkpoint with its stock class to run it densely"
+            )
+        if requested_attention == "eager":
+            logger.warning_once(
+                "attn_implementation `eager`: prompts of a LeanK model run through SDPA, attention weights "
+                "are not available"
+            )
+        return ATTENTION_NAME
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as the stock class does, and carry the mask's file along.
+
+        transformers copies weights, config and these files; the mask's file is looked for where the model was
+        loaded from. Where it is not found, or is another one by now, the saved config does not name it.
+        """
+        block = self.config.leank
+        files = dict(block.get("files", {}))
+        digest = files.get(_MASK_FILE)
+        if digest and not _carry_file(_MASK_FILE, digest, self.config.name_or_path, Path(save_directory)):
+            del files[_MASK_FILE]
+        self.config.leank = {**block, "files": files} if "files" in block else block
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.config.leank = block
+
+    def build_cache(self, prune: str | None = None, use_graphs: bool = True) -> LeanKCache:
+        """Return an empty cache for this model, to pass as `past_key_values`.
+
+        Args:
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
+            use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
+
+        Raises:
+            ValueError: If the channel masks are not in memory.
+        """
+        return LeanKCache(self.config, self._channel_masks(), prune, use_graphs)
+
+    def _channel_masks(self) -> list[torch.Tensor]:
+        masks = [attention.get_buffer("channel_mask") for attention in self._attention_modules()]
+        if any(mask.is_meta for mask in masks):
+            raise ValueError(
+                "`self_attn.channel_mask` is on the meta device, so the cache cannot know which channels to "
+                "keep; load the checkpoint without `offload_buffers=True` (weights may be offloaded)"
+            )
+        return masks
+
+    def _forward(
+        self,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        attention_mask: torch.Tensor | None,
+        output_attentions: bool | None,
+        **inputs: Any,
+    ) -> Any:
+        """Run the stock model, on a LeanK cache if on any.
+
+        Raises:
+            ValueError: If the request cannot be served from a LeanK cache.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError(
+                "output_attentions: attention weights of a pruned cache are never formed; load the "
+                'checkpoint with its stock class and attn_implementation="eager" to see dense ones'
+            )
+        if self.config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attention implementation was changed to {self.config._attn_implementation!r}, which does "
+                'not know the pruned cache; call `model.set_attn_implementation("leank")`'
+            )
+        training: bool = self.training  # type: ignore[attr-defined]
+        if training and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "the model is in training mode and was asked to use a cache, which cannot be trained "
+                "through; call `model.eval()` first, or pass `use_cache=False`"
+            )
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not training
+        if past_key_values is not None or use_cache:
+            return self._forward_with_cache(past_key_values, use_cache, attention_mask, inputs)
+        return super().forward(attention_mask=attention_mask, use_cache=False, **inputs)  # type: ignore[misc]
+
+    # torch.compile runs this as it is: the cache's counters change with every token, and traced code would be
+    # compiled again for each of them.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward_with_cache(
+        self,
+        past_key_values: Cache | None,
+        use_cache: bool,
+        attention_mask: torch.Tensor | None,
+        inputs: dict[str, Any],
+    ) -> Any:
+        cache = self.build_cache() if past_key_values is None else self._checked_cache(past_key_values)
+        tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+        if attention_mask is not None:
+            if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+                raise ValueError(
+                    "attention_mask is not a 2-D padding mask [batch, tokens], all that a LeanK cache takes; "
+                    "pass one, or `use_cache=False` for a custom mask"
+                )
+            total = cache.get_seq_length() + tokens.shape[1]
+            if attention_mask.shape[1] != total:
+                raise ValueError(
+                    f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
+                    f"{total}; pass the mask of the whole conversation"
+                )
+        if cache.takes_one_column(tokens.shape[1]):
+            return self._decode_step(cache, use_cache, attention_mask, inputs)
+        return super().forward(  # type: ignore[misc]
+            past_key_values=cache, use_cache=use_cache, attention_mask=attention_mask, **inputs
+        )
+
+    def _decode_step(
+        self,
+        cache: LeanKCache,
+        use_cache: bool | None,
+        attention_mask: torch.Tensor | None,
+        inputs: dict[str, Any],
+    ) -> Any:
+        """Run one column, of whose mask only the new part is read: all rows before it are in the cache."""
+        stock_forward = super().forward  # type: ignore[misc]
+
+        def forward(arguments: dict[str, Any]) -> Any:
+            return stock_forward(past_key_values=cache, use_cache=use_cache, attention_mask=None, **arguments)
+
+        valid = None
+        if attention_mask is not None:
+            tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+            valid = attention_mask[:, -1:].expand(tokens.shape[0], 1)
+        cache.prepare_step()
+        try:
+            output = cache.graph.run(self, cache, inputs, valid, forward)
+        finally:
+            cache.rows.next_valid = None
+        if attention_mask is not None:
+            cache.rows.padding = attention_mask
+        return output
+
+    def _checked_cache(self, past_key_values: object) -> LeanKCache:
+        """Return `past_key_values` if this model can go on with it.
+
+        Raises:
+            ValueError: If it is no LeanK cache, or an empty one of a model with other channel masks.
+        """
+        # Not isinstance: the cache may come from another copy of these files.
+        if hasattr(past_key_values, "prefill_length"):
+            cache: LeanKCache = past_key_values  # type: ignore[assignment]
+            # Only once: comparing may wait for the device.
+            if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
+                raise ValueError(
+                    "past_key_values was built for a model that keeps other channels; build one with this "
+                    "model's `model.build_cache()`"
+                )
+            return cache
+        # An empty dense cache is refused too: its owner would go on with it, and it would stay empty.
+        held = past_key_values.get_seq_length() if type(past_key_values) is DynamicCache else 0
+        raise ValueError(
+            f"past_key_values is a {type(past_key_values).__name__}"
+            + (f" with {held} tokens of a dense model" if held else "")
+            + ", which a LeanK model cannot use; leave it out, or pass `model.build_cache()`"
+            + (" and run the prompt through this model" if held else "")
+        )
+
+
+class LeanKModelMixin(LeanKMixin):
+    """A LeanK model without a head."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the stock model on a LeanK cache; arguments as in the stock class."""
+        output: BaseModelOutputWithPast = self._forward(
+            past_key_values,
+            use_cache,
+            attention_mask,
+            kwargs.pop("output_attentions", None),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        return output
+
+
+class LeanKForCausalLMMixin(LeanKMixin):
+    """A LeanK model with a language-modelling head."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Run the stock model on a LeanK cache; arguments as in the stock class."""
+        output: CausalLMOutputWithPast = self._forward(
+            past_key_values,
+            use_cache,
+            attention_mask,
+            kwargs.pop("output_attentions", None),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        return output
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        prune: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as the stock class does, from a LeanK cache.
+
+        Args:
+            inputs: Prompt, as in the stock class.
+            generation_config: As in the stock class; a field `prune` in it counts as the argument.
+            *args: As in the stock class.
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
+                the generation config's, else the config's `leank.prune`.
+            **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
+
+        Raises:
+            ValueError: If another kind of cache or a draft by early exit is asked for.
+        """
+        configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
+        if _first_given(kwargs, configs, "assistant_early_exit") is not None:
+            raise ValueError(
+                "assistant_early_exit: a model of fewer layers cannot draft on a LeanK cache; draft with "
+                "`assistant_model` or `prompt_lookup_num_tokens`"
+            )
+        implementation = _first_given(kwargs, configs, "cache_implementation")
+        if implementation not in _OWN_CACHE:
+            raise ValueError(
+                f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
+                "own, so leave it out"
+            )
+        default_prune = _first_given({}, configs, "prune")
+        for mode in (prune, default_prune):
+            if mode is not None:
+                check_prune(mode, "`prune`")
+        if _first_given(kwargs, configs, "use_cache") is False:
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        # transformers takes a cache or the name of one.
+        if getattr(generation_config, "cache_implementation", None) is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None  # type: ignore[union-attr]
+        if kwargs.pop("cache_implementation", None) or configs[1].cache_implementation:
+            kwargs["cache_implementation"] = None
+        past_key_values = kwargs.pop("past_key_values", None)
+        if past_key_values is None:
+            cache = self.build_cache(prune or default_prune)
+        else:
+            cache = self._checked_cache(past_key_values)
+            if prune is not None:
+                cache.prune = prune
+            elif default_prune is not None and not cache.get_seq_length():
+                cache.prune = default_prune
+        cache.prefill_length = _prompt_columns(inputs, kwargs)
+        if cache.prefill_length is not None:
+            num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
+            if num_columns is not None:
+                cache.reserve(max(num_columns, cache.rows.num_reserved))
+        try:
+            return super().generate(  # type: ignore[misc]
+                inputs, generation_config, *args, past_key_values=cache, **kwargs
+            )
+        finally:
+            cache.prefill_length = None
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: continuous batching has a paged cache of its own, which is dense.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
+            "`generate`, or serve without continuous batching"
+        )
 
 
 class LeanKLlamaModel(LeanKModelMixin, LlamaModel):  # type: ignore[no-untyped-call]
@@ -63,3 +442,52 @@ class LeanKQwen3ForCausalLM(LeanKForCausalLMMixin, Qwen3ForCausalLM):  # type: i
     """Qwen3, decoding from a LeanK cache."""
 
     config_class = LeanKQwen3Config
+
+
+def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:
+    """Return an option from where `generate` would take it: arguments, then generation configs."""
+    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+        if value is not None:
+            return value
+    return None
+
+
+def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
+    """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
+    for candidate in (
+        kwargs.get("attention_mask"),
+        kwargs.get("inputs_embeds"),
+        inputs,
+        kwargs.get("input_ids"),
+    ):
+        if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
+            return int(candidate.shape[1])
+    return None
+
+
+def _columns_to_reserve(
+    prompt: int, kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...]
+) -> int | None:
+    """Return the columns that a `generate` call may fill, None if many more than its prompt.
+
+    It may end long before its limit, so only an answer that is short beside the prompt is worth memory.
+    """
+    answer = _first_given(kwargs, configs, "max_new_tokens")
+    limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
+    if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):
+        return int(limit)
+    return None
+
+
+def _carry_file(name: str, digest: str, source: str, folder: Path) -> bool:
+    """Copy a file of a checkpoint, a folder or a hub id, to another folder; return whether it is there."""
+    try:
+        found = cached_file(source, name) if source else None
+    except OSError:
+        found = None
+    if found is None or hashlib.sha256(Path(found).read_bytes()).hexdigest() != digest:
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).exists() or not (folder / name).samefile(found):
+        shutil.copyfile(found, folder / name)
+    return True

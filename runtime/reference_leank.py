@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout_leank import ChunkLayout
+from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
 from .step_leank import StoredView, stored_view
 
 # Queries are cut into blocks whose scores stay under this many numbers (256 MB of fp32).
@@ -17,11 +17,7 @@ _MAX_SCORES = 1 << 26
 
 def decode_attention(
     query: torch.Tensor,
-    kept_keys: torch.Tensor,
-    values: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    chunk_index: torch.Tensor,
+    store: StoreTensors,
     lengths: torch.Tensor,
     pruned_lengths: torch.Tensor,
     *,
@@ -41,11 +37,7 @@ def decode_attention(
 
     Args:
         query: `[B, H, Q, D]`. Without new keys every query sees all `lengths` tokens.
-        kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
-        values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
-        window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.
-        window_values: V of heads of width 0, sink and recent tokens `[B, H_window, slots, D]`.
-        chunk_index: Channel of every lane, `head * D + channel` or -1 `[1 or B, C + C_dropped, E]`.
+        store: What is stored; its `head_table` is not looked at.
         lengths: Stored tokens per row `[B]`.
         pruned_lengths: Pruned ones among them `[B]`.
         layout: How the layer's channels are cut into chunks.
@@ -65,20 +57,23 @@ def decode_attention(
     num_kv_heads = len(layout.widths)
     num_groups = num_heads // num_kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
-    num_slots = window_keys.shape[2]
+    num_slots = store.num_slots
 
-    stored_k = kept_keys[:, :, :max_length].to(dtype).transpose(-1, -2)
-    stored_v = values[:, :, :max_length].to(dtype)
-    window_k = window_keys.to(dtype).transpose(-1, -2)
-    window_v = window_values.to(dtype)
+    stored_k = store.kept_keys[:, :, :max_length].to(dtype).transpose(-1, -2)
+    stored_v = store.values[:, :, :max_length].to(dtype)
+    window_k = store.window_keys.to(dtype).transpose(-1, -2)
+    window_v = store.window_values.to(dtype)
     if view is None:
         view = stored_view(lengths, pruned_lengths, sink_size, num_slots, max_length)
     hidden_slots, slot_tokens = view.hidden_slots, view.slot_tokens
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
     columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
-    chunks = _gather_lanes(columns, chunk_index).view(
-        batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1
+    chunks = (
+        gather_lanes(columns, store.chunk_index)
+        .transpose(1, 2)
+        .contiguous()
+        .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
     rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * max(max_length, num_slots)
@@ -104,20 +99,6 @@ def decode_attention(
         blocks.append(attended.view(batch_size, num_kv_heads, num_groups, stop - start, head_dim))
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)  # [B, H_kv, G, Q, D]
     return out.flatten(1, 2).to(query.dtype)
-
-
-def _gather_lanes(columns: torch.Tensor, chunk_index: torch.Tensor) -> torch.Tensor:
-    """Bring query channels into chunk order: `[B, G * Q, H_kv * D]` to `[B, chunks, G * Q, E]`.
-
-    A lane of padding meets zeros in the store, so whatever it takes from the query does not count.
-    """
-    num_chunks, chunk_size = chunk_index.shape[1:]
-    index = chunk_index.clamp(min=0).flatten(1)
-    if index.shape[0] == 1:
-        lanes = columns.index_select(2, index[0])
-    else:
-        lanes = columns.gather(2, index[:, None].expand(-1, columns.shape[1], -1))
-    return lanes.view(*columns.shape[:2], num_chunks, chunk_size).transpose(1, 2).contiguous()
 
 
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:

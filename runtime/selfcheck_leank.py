@@ -1,4 +1,4 @@
-"""What kernels are held to on first use: one append and one attention must equal the reference."""
+"""Self-check of the decode kernels: on first use one append and one attention must equal the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .layout_leank import ChunkLayout, order_channels
+from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 from .step_leank import window_tokens
 
@@ -31,9 +31,7 @@ class DecodeCase:
         query: `[B, H, 1, D]`.
         keys: The last token of each row `[B, H_kv, 1, D]`.
         values: `[B, H_kv, 1, D]`.
-        cache: `kept_keys`, `values`, `window_keys`, `window_values` of a store, NaN where no token lies.
-        chunk_index: `[1, C + C_dropped, E]`, int32.
-        head_table: As `ChunkLayout.head_table`, int32.
+        store: K and V, NaN where no token lies.
         lengths: Tokens per row, the last one counted `[B]`, int32.
         pruned_lengths: Pruned ones among them `[B]`, int32.
     """
@@ -43,47 +41,42 @@ class DecodeCase:
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    chunk_index: torch.Tensor
-    head_table: torch.Tensor
+    store: StoreTensors
     lengths: torch.Tensor
     pruned_lengths: torch.Tensor
 
-    def appended(self) -> tuple[torch.Tensor, ...]:
-        """Return the cache with the last tokens in it, by plain indexing."""
-        kept, slots = self.layout.num_kept_chunks, self.cache[2].shape[2]
-        lanes = self.keys.flatten(1)[:, self.chunk_index[0].clamp(min=0).long()]  # [B, chunks, E]
-        lanes = lanes.masked_fill(self.chunk_index[0] < 0, 0)
+    def appended(self) -> StoreTensors:
+        """Return the store with the last tokens in it, by plain indexing."""
+        store = self.store.map_memory(torch.clone)
+        kept, ring_size, index = (
+            self.layout.num_kept_chunks,
+            store.num_slots - self.sink_size,
+            store.chunk_index[0],
+        )
+        lanes = self.keys.flatten(1)[:, index.clamp(min=0)].masked_fill(index < 0, 0)  # [B, chunks, E]
         heads = (list(self.layout.value_heads), list(self.layout.window_heads))
-        cache = tuple(tensor.clone() for tensor in self.cache)
         for row, place in enumerate((self.lengths - 1).tolist()):
             if place < 0:
                 continue
-            ring_size = slots - self.sink_size
             slot = place if place < self.sink_size else self.sink_size + (place - self.sink_size) % ring_size
-            cache[0][row, :, place], cache[2][row, :, slot] = lanes[row, :kept], lanes[row, kept:]
-            cache[1][row, :, place] = self.values[row, heads[0], 0]
-            cache[3][row, :, slot] = self.values[row, heads[1], 0]
-        return cache
+            store.kept_keys[row, :, place] = lanes[row, :kept]
+            store.window_keys[row, :, slot] = lanes[row, kept:]
+            store.values[row, :, place] = self.values[row, heads[0], 0]
+            store.window_values[row, :, slot] = self.values[row, heads[1], 0]
+        return store
 
     def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what the reference gives after the append, computed in `dtype` `[B, H, 1, D]`."""
         # The reference needs finite memory.
-        kept, values, window, window_values = (
-            tensor.to(dtype).nan_to_num(nan=0.0) for tensor in self.appended()
-        )
+        store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
         return decode_attention(
             self.query.to(dtype),
-            kept,
-            values,
-            window,
-            window_values,
-            self.chunk_index.long(),
+            store,
             self.lengths,
             self.pruned_lengths,
             layout=self.layout,
             sink_size=self.sink_size,
-            max_length=kept.shape[2],
+            max_length=store.kept_keys.shape[2],
             softmax_scale=softmax_scale,
         )
 
@@ -124,22 +117,24 @@ def make_case(
 
     lengths = torch.tensor([length for length, _ in rows], dtype=torch.int32, device=device)
     pruned_lengths = torch.tensor([pruned for _, pruned in rows], dtype=torch.int32, device=device)
-    index = layout.chunk_index(order_channels(channel_mask.to(device))[None]).to(torch.int32)
+    index = layout.chunk_index(order_channels(channel_mask.to(device))[None])
     capacity = max(int(lengths.max()), 1) + 7
     num_kept = layout.num_kept_chunks
-    cache = (
+    store = StoreTensors(
         random(batch_size, num_kept, capacity, chunk_size),
         random(batch_size, len(layout.value_heads), capacity, head_dim),
         random(batch_size, layout.num_dropped_chunks, num_slots, chunk_size),
         random(batch_size, len(layout.window_heads), num_slots, head_dim),
+        index,
+        torch.tensor(layout.head_table, dtype=torch.int32, device=device),
     )
-    for tensor, padding in ((cache[0], index[0, :num_kept] < 0), (cache[2], index[0, num_kept:] < 0)):
-        tensor.masked_fill_(padding[None, :, None, :], 0)
+    store.kept_keys.masked_fill_((index[0, :num_kept] < 0)[None, :, None, :], 0)
+    store.window_keys.masked_fill_((index[0, num_kept:] < 0)[None, :, None, :], 0)
     before = (lengths - 1)[:, None]
     free = torch.arange(capacity, device=device) >= before
     tokens = window_tokens(lengths - 1, sink_size, num_slots)
     in_window = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
-    for tensor, unused in zip(cache, (free, free, ~in_window, ~in_window), strict=True):
+    for tensor, unused in zip(store[:4], (free, free, ~in_window, ~in_window), strict=True):
         tensor.masked_fill_(unused[:, None, :, None], torch.nan)
     return DecodeCase(
         layout=layout,
@@ -147,42 +142,23 @@ def make_case(
         query=random(batch_size, num_heads * num_groups, 1, head_dim),
         keys=random(batch_size, num_heads, 1, head_dim),
         values=random(batch_size, num_heads, 1, head_dim),
-        cache=cache,
-        chunk_index=index,
-        head_table=torch.tensor(layout.head_table, dtype=torch.int32, device=device),
+        store=store,
         lengths=lengths,
         pruned_lengths=pruned_lengths,
     )
 
 
 def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
-    """Append and attend by kernel; return the output `[B, H, 1, D]`. The case's cache is left as it is."""
-    kept, values, window, window_values = (tensor.clone() for tensor in case.cache)
-    index, table, sink_size = case.chunk_index, case.head_table, case.sink_size
-    kernels.append(
-        case.keys,
-        case.values,
-        kept,
-        values,
-        window,
-        window_values,
-        index,
-        table,
-        case.lengths,
-        None,
-        sink_size,
-    )
+    """Append and attend by kernel; return the output `[B, H, 1, D]`. The case's store is left as it is."""
+    store, sink_size = case.store.map_memory(torch.clone), case.sink_size
+    kernels.append(case.keys, case.values, store, case.lengths, None, sink_size)
+    plan = kernels.plan(case.lengths, case.pruned_lengths, sink_size, store.num_slots)
     return kernels.attend(
         case.query,
-        kept,
-        values,
-        window,
-        window_values,
-        index,
-        table,
+        store,
         case.lengths,
         case.pruned_lengths,
-        kernels.plan(case.lengths, case.pruned_lengths, sink_size, window.shape[2]),
+        plan,
         sink_size=sink_size,
         softmax_scale=softmax_scale,
     )

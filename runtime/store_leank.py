@@ -1,12 +1,13 @@
-"""The memory of one layer: an append-only store of kept channels, and a window buffer of dropped ones."""
+"""The store of one layer: append-only memory for kept channels, a window for dropped ones, byte counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
-from .layout_leank import ChunkLayout
+from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
 from .rows_leank import is_writable, new_address
 from .step_leank import Append, Split
 
@@ -40,20 +41,19 @@ class ChunkStore:
 
     Attributes:
         layout: How the channels are cut into chunks.
-        chunk_index: Channel of every lane `[1 or B, C + C_dropped, E]`, see `ChunkLayout.chunk_index`.
-        kernel_index: The same in int32, as the kernel reads it.
-        head_table: `ChunkLayout.head_table` in int32, as the kernel reads it.
-        kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
-        values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
-        window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.
-        window_values: V of heads of width 0, sink and recent tokens `[B, H_window, slots, D]`.
+        kept_keys: As in `StoreTensors`, like the next five.
+        values: V of heads that see pruned tokens.
+        window_keys: Dropped channels.
+        window_values: V of heads of width 0.
+        chunk_index: Channel of every lane.
+        head_table: Where every head's chunks lie.
         addresses: A new number whenever one of these becomes another tensor.
     """
 
     def __init__(
         self,
         layout: ChunkLayout,
-        chunk_index: torch.Tensor,
+        index: torch.Tensor,
         num_slots: int,
         batch_size: int,
         capacity: int,
@@ -63,15 +63,14 @@ class ChunkStore:
 
         Args:
             layout: How the channels are cut into chunks.
-            chunk_index: Channel of every lane `[1 or B, C + C_dropped, E]`.
+            index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32.
             num_slots: Slots of the window buffer.
             batch_size: Rows.
             capacity: Tokens per row.
             like: A tensor of the dtype and device to use.
         """
         self.layout = layout
-        self.chunk_index = chunk_index
-        self.kernel_index = chunk_index.to(torch.int32)
+        self.chunk_index = index
         self._has_padded_lanes = any(
             width % layout.chunk_size or (layout.head_dim - width) % layout.chunk_size
             for width in layout.widths
@@ -90,6 +89,18 @@ class ChunkStore:
     def capacity(self) -> int:
         """Tokens per row that there is room for."""
         return self.kept_keys.shape[2]
+
+    @property
+    def tensors(self) -> StoreTensors:
+        """What append and attention take, as of now: growth makes others."""
+        return StoreTensors(
+            self.kept_keys,
+            self.values,
+            self.window_keys,
+            self.window_values,
+            self.chunk_index,
+            self.head_table,
+        )
 
     @property
     def is_writable(self) -> bool:
@@ -158,7 +169,7 @@ class ChunkStore:
         same_size = rows.shape[0] == self.kept_keys.shape[0]
         if not self.is_writable:
             self.copy_memory()
-        per_row = ("chunk_index", "kernel_index") if self.chunk_index.shape[0] > 1 else ()
+        per_row = ("chunk_index",) if self.chunk_index.shape[0] > 1 else ()
         for name in (*_BUFFERS, *per_row):
             tensor = getattr(self, name)
             selected = tensor.index_select(0, rows)
@@ -170,20 +181,18 @@ class ChunkStore:
             self.addresses = new_address()
 
     @classmethod
-    def concatenate(
-        cls, stores: Sequence[ChunkStore], chunk_index: torch.Tensor, capacity: int
-    ) -> ChunkStore:
+    def concatenate(cls, stores: Sequence[ChunkStore], index: torch.Tensor, capacity: int) -> ChunkStore:
         """Return a store with the rows of several, in order.
 
         Args:
             stores: Stores of one layout, window size, dtype and device.
-            chunk_index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
+            index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
             capacity: Tokens per row of the result, enough for every row.
         """
         batch_size = sum(store.kept_keys.shape[0] for store in stores)
         first = stores[0]
         num_slots = first.window_keys.shape[2]
-        joined = cls(first.layout, chunk_index, num_slots, batch_size, capacity, first.kept_keys)
+        joined = cls(first.layout, index, num_slots, batch_size, capacity, first.kept_keys)
         row = 0
         for store in stores:
             stop = row + store.kept_keys.shape[0]
@@ -200,16 +209,10 @@ class ChunkStore:
         Lanes of padding become zero.
         """
         num_kept = self.layout.num_kept_chunks
-        chunk_index = self.chunk_index[:, :num_kept] if kept else self.chunk_index[:, num_kept:]
-        columns = keys.transpose(1, 2).flatten(2)  # [B, S, H_kv * D]
-        index = chunk_index.clamp(min=0).flatten(1)
-        if index.shape[0] == 1:
-            lanes = columns.index_select(2, index[0])
-        else:
-            lanes = columns.gather(2, index[:, None].expand(-1, columns.shape[1], -1))
-        lanes = lanes.view(*columns.shape[:2], *chunk_index.shape[1:])
+        index = self.chunk_index[:, :num_kept] if kept else self.chunk_index[:, num_kept:]
+        lanes = gather_lanes(keys.transpose(1, 2).flatten(2), index)
         if self._has_padded_lanes:
-            lanes = lanes.masked_fill((chunk_index < 0)[:, None], 0)
+            lanes = lanes.masked_fill((index < 0)[:, None], 0)
         return lanes.transpose(1, 2)
 
     def _write_slot(self, buffer: torch.Tensor, new: torch.Tensor, append: Append) -> None:
@@ -249,3 +252,108 @@ def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
     grown = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
     grown[:, :, : store.shape[2]] = store
     return grown
+
+
+@dataclass(frozen=True)
+class RegionBytes:
+    """Bytes of one region of the cache.
+
+    Attributes:
+        used: Channels of tokens that are there, without padding and free capacity.
+        allocated: Everything held.
+    """
+
+    used: int
+    allocated: int
+
+    def __add__(self, other: RegionBytes) -> RegionBytes:
+        return RegionBytes(self.used + other.used, self.allocated + other.allocated)
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """What a cache, or one layer of it, holds, by region.
+
+    Attributes:
+        kept_keys: Kept channels of all tokens.
+        kept_values: V of heads that see pruned tokens, all tokens.
+        window_keys: Dropped channels of sink and recent tokens.
+        window_values: V of heads of width 0, sink and recent tokens.
+        pending_keys: Whole K that waits to be split (`prune="deferred"`).
+        pending_values: Whole V that waits to be split.
+        dense_keys: K bytes that a dense cache uses for the same tokens. Padding is left out, except in input
+            that waits to be split: how much of that is padding is not known yet.
+        dense_values: V bytes of the same.
+    """
+
+    kept_keys: RegionBytes = RegionBytes(0, 0)
+    kept_values: RegionBytes = RegionBytes(0, 0)
+    window_keys: RegionBytes = RegionBytes(0, 0)
+    window_values: RegionBytes = RegionBytes(0, 0)
+    pending_keys: RegionBytes = RegionBytes(0, 0)
+    pending_values: RegionBytes = RegionBytes(0, 0)
+    dense_keys: int = 0
+    dense_values: int = 0
+
+    @property
+    def keys(self) -> RegionBytes:
+        """K of all regions."""
+        return self.kept_keys + self.window_keys + self.pending_keys
+
+    @property
+    def values(self) -> RegionBytes:
+        """V of all regions."""
+        return self.kept_values + self.window_values + self.pending_values
+
+    @property
+    def total(self) -> RegionBytes:
+        """All regions."""
+        return self.keys + self.values
+
+
+def pending_memory(keys: torch.Tensor, values: torch.Tensor) -> CacheMemory:
+    """Count whole input that waits to be split; its padding counts, as it is held."""
+    key_bytes, value_bytes = (states.numel() * states.element_size() for states in (keys, values))
+    return CacheMemory(
+        pending_keys=RegionBytes(key_bytes, key_bytes),
+        pending_values=RegionBytes(value_bytes, value_bytes),
+        dense_keys=key_bytes,
+        dense_values=value_bytes,
+    )
+
+
+def store_memory(store: ChunkStore, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
+    """Count a layer's store.
+
+    Args:
+        store: The store.
+        num_tokens: Tokens of all rows.
+        num_whole_tokens: Those among them in sink or recent.
+    """
+    layout = store.layout
+    all_channels = len(layout.widths) * layout.head_dim
+    kept_channels = sum(layout.widths)
+    size = store.kept_keys.element_size()
+
+    def region(tensor: torch.Tensor, used: int) -> RegionBytes:
+        return RegionBytes(used * size, tensor.numel() * size)
+
+    return CacheMemory(
+        kept_keys=region(store.kept_keys, num_tokens * kept_channels),
+        kept_values=region(store.values, num_tokens * len(layout.value_heads) * layout.head_dim),
+        window_keys=region(store.window_keys, num_whole_tokens * (all_channels - kept_channels)),
+        window_values=region(
+            store.window_values, num_whole_tokens * len(layout.window_heads) * layout.head_dim
+        ),
+        dense_keys=num_tokens * all_channels * size,
+        dense_values=num_tokens * all_channels * size,
+    )
+
+
+def sum_memory(parts: Iterable[CacheMemory]) -> CacheMemory:
+    """Add up layers."""
+    total = CacheMemory()
+    for part in parts:
+        names = [entry.name for entry in fields(CacheMemory)]
+        total = CacheMemory(**{name: getattr(total, name) + getattr(part, name) for name in names})
+    return total

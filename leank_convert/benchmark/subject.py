@@ -207,7 +207,7 @@ class Runtime:
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         most = {layout(widths, settings.head_dim, chunk_size).max_chunks for widths in settings.widths}
         found = [
-            self.module("launch_leank").find_kernels(
+            self.module("decode_kernels_leank").find_kernels(
                 device,
                 dtype,
                 head_dim=settings.head_dim,

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface
 
-from runtime import capture_leank, configuration_leank, graph_leank, layer_leank, modeling_leank
-from runtime.capture_leank import GraphMemory
+from runtime import configuration_leank, graph_leank, layer_leank, modeling_leank
+from runtime.graph_leank import GraphMemory
 
 VOCAB = 64
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
@@ -334,10 +334,8 @@ class PlainKernels:
     def plan(self, lengths, pruned_lengths, sink_size, num_slots):
         return lengths + pruned_lengths
 
-    def append(
-        self, keys, values, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
-        lengths, valid, sink_size,
-    ):  # fmt: skip
+    def append(self, keys, values, store, lengths, valid, sink_size):
+        kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
         token = (lengths - valid.int()).long()
         ring = window_keys.shape[2] - sink_size
@@ -358,10 +356,8 @@ class PlainKernels:
         ):
             buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
 
-    def attend(
-        self, query, kept_keys, stored_values, window_keys, window_values, chunk_index, head_table,
-        lengths, pruned_lengths, plan, *, sink_size, softmax_scale,
-    ):  # fmt: skip
+    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, softmax_scale):
+        kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         lengths = plan - pruned_lengths  # a plan of another step shows
         batch, num_slots, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
         ring = num_slots - sink_size
@@ -404,8 +400,7 @@ def graphs(monkeypatch):
     """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
     failures: list[BaseException] = []
     monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
-    for module in (capture_leank, graph_leank):
-        monkeypatch.setattr(module, "StepGraph", RecordedGraph)
+    monkeypatch.setattr(graph_leank, "StepGraph", RecordedGraph)
     monkeypatch.setattr(
         layer_leank, "find_kernels", lambda device, dtype, **shape: PlainKernels(**shape), raising=True
     )

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 
-from runtime.memory_leank import CacheMemory
-from runtime.store_leank import capacity_for
+from runtime.store_leank import CacheMemory, capacity_for
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}

@@ -12,12 +12,10 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime import decode_kernels_leank  # noqa: E402
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
-from runtime.kernel_generic_leank import generic_attention  # noqa: E402
-from runtime.kernel_hopper_leank import hopper_attention  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
+from runtime.kernel_attention_leank import generic_attention, hopper_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
-from runtime.launch_leank import plan_tiles  # noqa: E402
-from runtime.layout_leank import order_channels  # noqa: E402
+from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 from runtime.selfcheck_leank import disagreement, make_case, run_case  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 16, 2, 8, 88
@@ -40,6 +38,10 @@ ROWS = [
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
 
 
+def _not_empty(tensor):
+    return tensor if tensor.shape[1] else tensor.new_zeros(tensor.shape[0], 1, 1, tensor.shape[3])
+
+
 class CpuKernels:
     """`DecodeKernels` on the CPU: the generic body, any number of program instances."""
 
@@ -49,27 +51,22 @@ class CpuKernels:
 
     plan = staticmethod(plan_tiles)
 
-    def append(self, keys, values, kept, stored, window, window_values, index, table, lengths, valid, sink):
-        cache = [tensor if tensor.shape[1] else tensor.new_zeros(len(lengths), 1, 1, tensor.shape[3])
-                 for tensor in (kept, stored, window, window_values)]  # fmt: skip
+    def append(self, keys, values, store, lengths, valid, sink_size):
         valid = torch.ones(len(lengths), dtype=torch.uint8) if valid is None else valid.view(torch.uint8)
         self.compiled[2](
-            keys[:, :, 0], values[:, :, 0], *cache, index, table, lengths, valid, sink, window.shape[2] - sink
-        )
+            keys[:, :, 0], values[:, :, 0], *store.map_memory(_not_empty), lengths, valid,
+            sink_size, store.num_slots - sink_size,
+        )  # fmt: skip
 
-    def attend(self, query, *cache_and_rest, sink_size, softmax_scale):
-        cache, (index, table, lengths, pruned_lengths, plan) = cache_and_rest[:4], cache_and_rest[4:]
-        ring_size = cache[2].shape[2] - sink_size
-        cache = [tensor if tensor.shape[1] else tensor.new_zeros(len(lengths), 1, 1, tensor.shape[3])
-                 for tensor in cache]  # fmt: skip
+    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, softmax_scale):
         parts = torch.full((self.num_programs, 2, SHAPE.num_queries, D), torch.nan)
         lse = torch.full((self.num_programs, 2, SHAPE.num_queries), torch.nan)
         output = torch.full_like(query[:, :, 0], torch.nan)
         self.compiled[0](
-            query[:, :, 0], *cache, index, table, lengths, pruned_lengths, plan, parts, lse, output,
-            sink_size, ring_size, softmax_scale * 1.4426950408889634,
+            query[:, :, 0], *store.map_memory(_not_empty), lengths, pruned_lengths, plan, parts, lse, output,
+            sink_size, store.num_slots - sink_size, softmax_scale * 1.4426950408889634,
         )  # fmt: skip
-        self.compiled[1](table, plan, parts, lse, output)
+        self.compiled[1](store.head_table, plan, parts, lse, output)
         return output[:, :, None]
 
 
@@ -119,14 +116,15 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(row, compiled):
 
 def test_the_append_writes_the_new_token_and_nothing_else(compiled):
     case = case_of((0, 16, 40, 64), ROWS)
-    cache = [tensor.clone() for tensor in case.cache]
+    store = case.store.map_memory(torch.clone)
     kernels = CpuKernels(*compiled, 1)
-    rest = case.chunk_index, case.head_table, case.lengths
-    kernels.append(case.keys, case.values, *cache, *rest, torch.zeros(len(ROWS), dtype=torch.bool), SINK)
-    for tensor, before in zip(cache, case.cache, strict=True):
+    kernels.append(
+        case.keys, case.values, store, case.lengths, torch.zeros(len(ROWS), dtype=torch.bool), SINK
+    )
+    for tensor, before in zip(store, case.store, strict=True):
         assert torch.equal(tensor.nan_to_num(9e9), before.nan_to_num(9e9))
-    kernels.append(case.keys, case.values, *cache, *rest, None, SINK)
-    for tensor, expected in zip(cache, case.appended(), strict=True):
+    kernels.append(case.keys, case.values, store, case.lengths, None, SINK)
+    for tensor, expected in zip(store, case.appended(), strict=True):
         assert torch.equal(tensor.nan_to_num(9e9), expected.nan_to_num(9e9))
 
 
@@ -147,16 +145,14 @@ def test_a_huge_and_a_tiny_logit_do_not_overflow(compiled):
 def test_rows_that_keep_channels_of_their_own(compiled):
     case = case_of((0, 16, 40), ROWS)
     orders = [order_channels(masks((0, 16, 40), seed)) for seed in range(len(ROWS))]
-    index = case.layout.chunk_index(torch.stack(orders)).to(torch.int32)
-    case = replace(case, chunk_index=index)
+    case = replace(case, store=case.store._replace(chunk_index=case.layout.chunk_index(torch.stack(orders))))
     rows = [
         replace(
             case,
             query=case.query[row : row + 1],
             keys=case.keys[row : row + 1],
             values=case.values[row : row + 1],
-            cache=tuple(tensor[row : row + 1] for tensor in case.cache),
-            chunk_index=index[row : row + 1],
+            store=StoreTensors(*(tensor[row : row + 1] for tensor in case.store[:5]), case.store.head_table),
             lengths=case.lengths[row : row + 1],
             pruned_lengths=case.pruned_lengths[row : row + 1],
         )
@@ -236,9 +232,7 @@ def test_what_decoding_launches_compiles_for_every_generation(generation, monkey
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
     name = "decode_kernels_leank"
     for copy in ("first_copy", "second_copy"):
-        (tmp_path / copy).mkdir()
-        (tmp_path / copy / "__init__.py").touch()
-        shutil.copy(Path(decode_kernels_leank.__file__).with_name(f"{name}.py"), tmp_path / copy)
+        shutil.copytree(Path(decode_kernels_leank.__file__).parent, tmp_path / copy)
     monkeypatch.syspath_prepend(tmp_path)
     query = torch.ones(1, 2, 1, 64)
     rest = [torch.empty(0)] * 9
@@ -252,7 +246,7 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
 def test_the_operators_have_true_schemas_and_shapes_without_data():
     kernels = SimpleNamespace(
         _launch_attend=lambda query, *_: query * 2,
-        _launch_append=lambda keys, values, cache, *_: cache[0].add_(1),
+        _launch_append=lambda keys, values, store, *_: store.kept_keys.add_(1),
     )
     decode_kernels_leank._kernels.append(kernels)
     handle = len(decode_kernels_leank._kernels) - 1

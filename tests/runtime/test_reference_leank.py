@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime import reference_leank
-from runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from runtime.layout_leank import ChunkLayout, StoreTensors, choose_chunk_size, order_channels
 from runtime.reference_leank import decode_attention
 
 SINK, RECENT, FLUSH = 3, 7, 5
@@ -48,9 +48,9 @@ class Case:
         self.query = random(batch, heads * groups, num_queries, head_dim)
         self.keys, self.values = (random(batch, heads, self.capacity, head_dim) for _ in range(2))
         self.new_keys, self.new_values = (random(batch, heads, num_queries, head_dim) for _ in range(2))
-        self.chunk_index = self.layout.chunk_index(order_channels(self.masks if per_row else self.masks[:1]))
+        chunk_index = self.layout.chunk_index(order_channels(self.masks if per_row else self.masks[:1]))
         flat = self.keys.transpose(1, 2).flatten(2)  # [B, S, H_kv * D]
-        index = self.chunk_index.expand(batch, -1, -1)
+        index = chunk_index.expand(batch, -1, -1)
         size = self.layout.chunk_size
         chunks = torch.zeros(batch, index.shape[1], self.capacity, size, dtype=dtype)
         for row in range(batch):
@@ -60,24 +60,26 @@ class Case:
                     if channel >= 0:
                         chunks[row, chunk, :, lane] = flat[row, :, channel]
         num_kept = self.layout.num_kept_chunks
-        self.kept_keys = chunks[:, :num_kept].clone()
-        self.window_keys = torch.zeros(batch, self.layout.num_dropped_chunks, SLOTS, size, dtype=dtype)
-        self.window_values = torch.zeros(batch, len(self.layout.window_heads), SLOTS, head_dim, dtype=dtype)
+        window_keys = torch.zeros(batch, self.layout.num_dropped_chunks, SLOTS, size, dtype=dtype)
+        window_values = torch.zeros(batch, len(self.layout.window_heads), SLOTS, head_dim, dtype=dtype)
         for row, length in enumerate(lengths):
             for token in range(length):
                 slot = token if token < SINK else SINK + (token - SINK) % (RECENT + FLUSH)
-                self.window_keys[row, :, slot] = chunks[row, num_kept:, token]
-                self.window_values[row, :, slot] = self.values[row, list(self.layout.window_heads), token]
-        self.stored_values = self.values[:, list(self.layout.value_heads)].clone()
+                window_keys[row, :, slot] = chunks[row, num_kept:, token]
+                window_values[row, :, slot] = self.values[row, list(self.layout.window_heads), token]
+        self.store = StoreTensors(
+            chunks[:, :num_kept].clone(),
+            self.values[:, list(self.layout.value_heads)].clone(),
+            window_keys,
+            window_values,
+            chunk_index,
+            torch.tensor(self.layout.head_table),
+        )
 
     def ours(self, new=False, new_valid=None, max_length=None):
         return decode_attention(
             self.query,
-            self.kept_keys,
-            self.stored_values,
-            self.window_keys,
-            self.window_values,
-            self.chunk_index,
+            self.store,
             torch.tensor(self.lengths, dtype=torch.int32),
             torch.tensor(self.pruned, dtype=torch.int32),
             layout=self.layout,

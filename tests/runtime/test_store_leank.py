@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime import store_leank
-from runtime.attention_leank import AttentionHandle
+from runtime.layer_leank import AttentionHandle
 from runtime.store_leank import capacity_for
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]

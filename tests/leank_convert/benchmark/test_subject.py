@@ -102,7 +102,7 @@ def test_the_runtime_is_a_checkpoints_own_and_weights_are_shared(tmp_path):
 def test_kernels_are_found_once_for_layers_that_compile_alike(tmp_path, monkeypatch):
     subject = choose_subject(None, None, "tiny")
     runtime = load_runtime(subject, tmp_path, torch.float32)
-    layout, launch = runtime.module("layout_leank"), runtime.module("launch_leank")
+    layout, launch = runtime.module("layout_leank"), runtime.module("decode_kernels_leank")
     asked = []
 
     def find(device, dtype, **shape):

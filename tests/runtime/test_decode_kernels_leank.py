@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import launch_leank
-from runtime.launch_leank import find_kernels
+from runtime import decode_kernels_leank
+from runtime.decode_kernels_leank import find_kernels
 
 SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
 
@@ -28,13 +28,13 @@ def made(monkeypatch):
             raise made.ends.pop()
         return SimpleNamespace(key=key)
 
-    monkeypatch.setattr(launch_leank, "_found", {})
-    monkeypatch.setattr(launch_leank, "DecodeKernels", make)
-    monkeypatch.setattr(launch_leank, "disagreement", lambda kernels: 0.0)
-    monkeypatch.setattr(launch_leank.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(decode_kernels_leank, "_found", {})
+    monkeypatch.setattr(decode_kernels_leank, "DecodeKernels", make)
+    monkeypatch.setattr(decode_kernels_leank, "disagreement", lambda kernels: 0.0)
+    monkeypatch.setattr(decode_kernels_leank.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch_leank.logger, "propagate", True)
+    monkeypatch.setattr(decode_kernels_leank.logger, "propagate", True)
     return made
 
 
