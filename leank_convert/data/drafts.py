@@ -1,13 +1,12 @@
-"""What is asked of a context, as text: the tasks' drafts, each of which can be written out at any length."""
+"""Tasks as text: drafts, which can be written out at any length, and how much filler fills a length."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from leank_convert.data.fitting import strew
 from leank_convert.data.grammar import CODE_WORDS, FIRST_NAMES, LAST_NAMES
 from leank_convert.data.haystack import Haystack
 from leank_convert.errors import LeanKError
@@ -173,3 +172,48 @@ def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Hays
     if task == "multi_value":
         return MultiValueDraft(rng, num_questions, haystack)
     return PasskeyDraft(rng, num_questions, haystack)
+
+
+def strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str]:
+    """Put each fact at its place, given as a fraction of the way through the filler."""
+    lines = list(filler)
+    for offset, (place, fact) in enumerate(sorted(facts)):
+        lines.insert(int(place * (len(filler) + 1)) + offset, fact)
+    return lines
+
+
+def fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) -> tuple[int, list[int]]:
+    """Find the number of context lines whose prompt fills the budget to within about one line.
+
+    Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
+    need one per line.
+
+    Args:
+        render: The prompt with as many lines.
+        shortest: The prompt without lines, no longer than `budget`.
+        budget: Tokens of the longest prompt that fits.
+
+    Returns:
+        The number of lines and the prompt.
+    """
+    fits, best = 0, shortest
+    exceeds, exceeding = None, shortest
+    guess = 16
+    # Far more than it takes, and an end even for a tokenizer whose token count does not grow with the text.
+    for _ in range(32):
+        prompt = render(guess)
+        low, low_length = fits, len(best)
+        if len(prompt) <= budget:
+            fits, best = guess, prompt
+        else:
+            exceeds, exceeding = guess, prompt
+        if exceeds is None:
+            per_line = max(1.0, (len(best) - low_length) / (fits - low))
+        else:
+            per_line = (len(exceeding) - len(best)) / (exceeds - fits)
+        if budget - len(best) < per_line or exceeds == fits + 1:
+            break
+        guess = fits + max(1, int((budget - len(best)) / per_line))
+        if exceeds is not None:
+            guess = min(guess, exceeds - 1)
+    return fits, best

@@ -4,227 +4,71 @@ from __future__ import annotations
 
 import random
 
-FIRST_NAMES = [
-    "Ada",
-    "Bruno",
-    "Clara",
-    "Dario",
-    "Edith",
-    "Felix",
-    "Greta",
-    "Hugo",
-    "Irma",
-    "Jonas",
-    "Katja",
-    "Leon",
-    "Marta",
-    "Nils",
-    "Olga",
-    "Pavel",
-    "Rosa",
-    "Stefan",
-    "Tilda",
-    "Viktor",
-]
-LAST_NAMES = [
-    "Ahlgren",
-    "Bianchi",
-    "Castell",
-    "Dvorak",
-    "Eklund",
-    "Ferrand",
-    "Gruber",
-    "Halloran",
-    "Ibsen",
-    "Jansen",
-    "Kowal",
-    "Lindqvist",
-    "Moreau",
-    "Novak",
-    "Ostrow",
-    "Petrov",
-    "Quist",
-    "Rossi",
-    "Sandoval",
-    "Tanaka",
-]
-CODE_WORDS = (
-    "anchor",
-    "apple",
-    "arrow",
-    "autumn",
-    "bamboo",
-    "barrel",
-    "basin",
-    "bridge",
-    "butter",
-    "cabin",
-    "candle",
-    "canyon",
-    "carpet",
-    "castle",
-    "cedar",
-    "circle",
-    "cloud",
-    "copper",
-    "coral",
-    "cotton",
-    "crystal",
-    "desert",
-    "diamond",
-    "dragon",
-    "eagle",
-    "ember",
-    "falcon",
-    "feather",
-    "forest",
-    "fountain",
-    "garden",
-    "ginger",
-    "glacier",
-    "granite",
-    "hammer",
-    "harbor",
-    "hazel",
-    "honey",
-    "horizon",
-    "island",
-    "ivory",
-    "jacket",
-    "jungle",
-    "kettle",
-    "ladder",
-    "lantern",
-    "lemon",
-    "linen",
-    "lizard",
-    "magnet",
-    "maple",
-    "marble",
-    "meadow",
-    "mirror",
-    "monkey",
-    "mountain",
-    "needle",
-    "nickel",
-    "ocean",
-    "olive",
-    "orange",
-    "orchard",
-    "oyster",
-    "paper",
-    "pepper",
-    "pillow",
-    "planet",
-    "pocket",
-    "purple",
-    "quartz",
-    "rabbit",
-    "raven",
-    "ribbon",
-    "river",
-    "rocket",
-    "saddle",
-    "salmon",
-    "shadow",
-    "silver",
-    "spider",
-    "spring",
-    "stone",
-    "summer",
-    "temple",
-    "thunder",
-    "tiger",
-    "timber",
-    "tunnel",
-    "turtle",
-    "valley",
-    "velvet",
-    "violet",
-    "walnut",
-    "whisper",
-    "willow",
-    "winter",
-    "wolf",
-    "zebra",
+
+def _listed(text: str) -> tuple[str, ...]:
+    """What commas part, wherever lines end."""
+    return tuple(" ".join(entry.split()) for entry in text.split(","))
+
+
+# Samples are drawn by a word's place: one that is added, left out or moved changes the samples of every seed.
+FIRST_NAMES = _listed(
+    """
+    Ada, Bruno, Clara, Dario, Edith, Felix, Greta, Hugo, Irma, Jonas, Katja, Leon, Marta, Nils, Olga, Pavel,
+    Rosa, Stefan, Tilda, Viktor
+    """
 )
-_PEOPLE = (
-    "the baker",
-    "the night watchman",
-    "an old sailor",
-    "the schoolteacher",
-    "two gardeners",
-    "the miller's daughter",
-    "a travelling tailor",
-    "the mayor",
-    "the librarian",
-    "a clockmaker",
-    "the ferryman",
-    "somebody from the valley",
+LAST_NAMES = _listed(
+    """
+    Ahlgren, Bianchi, Castell, Dvorak, Eklund, Ferrand, Gruber, Halloran, Ibsen, Jansen, Kowal, Lindqvist,
+    Moreau, Novak, Ostrow, Petrov, Quist, Rossi, Sandoval, Tanaka
+    """
 )
-_VERBS = (
-    "repaired",
-    "painted",
-    "borrowed",
-    "carried home",
-    "sold",
-    "argued about",
-    "measured",
-    "praised",
-    "forgot",
-    "polished",
-    "sketched",
-    "hid",
+CODE_WORDS = _listed(
+    """
+    anchor, apple, arrow, autumn, bamboo, barrel, basin, bridge, butter, cabin, candle, canyon, carpet,
+    castle, cedar, circle, cloud, copper, coral, cotton, crystal, desert, diamond, dragon, eagle, ember,
+    falcon, feather, forest, fountain, garden, ginger, glacier, granite, hammer, harbor, hazel, honey,
+    horizon, island, ivory, jacket, jungle, kettle, ladder, lantern, lemon, linen, lizard, magnet, maple,
+    marble, meadow, mirror, monkey, mountain, needle, nickel, ocean, olive, orange, orchard, oyster, paper,
+    pepper, pillow, planet, pocket, purple, quartz, rabbit, raven, ribbon, river, rocket, saddle, salmon,
+    shadow, silver, spider, spring, stone, summer, temple, thunder, tiger, timber, tunnel, turtle, valley,
+    velvet, violet, walnut, whisper, willow, winter, wolf, zebra
+    """
 )
-_ADJECTIVES = (
-    "blue",
-    "crooked",
-    "heavy",
-    "narrow",
-    "patched",
-    "quiet",
-    "silver",
-    "dusty",
-    "famous",
-    "wooden",
-    "borrowed",
-    "unfinished",
+_PEOPLE = _listed(
+    """
+    the baker, the night watchman, an old sailor, the schoolteacher, two gardeners, the miller's daughter, a
+    travelling tailor, the mayor, the librarian, a clockmaker, the ferryman, somebody from the valley
+    """
 )
-_THINGS = (
-    "ladder",
-    "lantern",
-    "accordion",
-    "cupboard",
-    "bell",
-    "rowing boat",
-    "kite",
-    "map of the hills",
-    "barometer",
-    "weathercock",
-    "bench",
-    "basket of pears",
+_VERBS = _listed(
+    """
+    repaired, painted, borrowed, carried home, sold, argued about, measured, praised, forgot, polished,
+    sketched, hid
+    """
 )
-_PLACES = (
-    "behind the station",
-    "near the old bridge",
-    "at the market",
-    "on the church steps",
-    "by the canal",
-    "in the upper orchard",
-    "under the arcades",
-    "outside the post office",
-    "along the harbour wall",
-    "in the reading room",
+_ADJECTIVES = _listed(
+    """
+    blue, crooked, heavy, narrow, patched, quiet, silver, dusty, famous, wooden, borrowed, unfinished
+    """
 )
-_TIMES = (
-    "before breakfast",
-    "late in the evening",
-    "during the long rain",
-    "on the first warm day",
-    "after the fair",
-    "at noon",
-    "in the last week of autumn",
-    "while the band was playing",
+_THINGS = _listed(
+    """
+    ladder, lantern, accordion, cupboard, bell, rowing boat, kite, map of the hills, barometer, weathercock,
+    bench, basket of pears
+    """
+)
+_PLACES = _listed(
+    """
+    behind the station, near the old bridge, at the market, on the church steps, by the canal, in the upper
+    orchard, under the arcades, outside the post office, along the harbour wall, in the reading room
+    """
+)
+_TIMES = _listed(
+    """
+    before breakfast, late in the evening, during the long rain, on the first warm day, after the fair, at
+    noon, in the last week of autumn, while the band was playing
+    """
 )
 _PATTERNS = (
     "{when} {who} {verb} the {adjective} {thing} {place}.",

@@ -16,8 +16,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft
-from leank_convert.data.fitting import fit
+from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft, fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import TrainingSample, encode_answer, encode_prompts, join_questions
 from leank_convert.errors import LeanKError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from leank_convert.data.fitting import strew
+from leank_convert.data.drafts import strew
 from leank_convert.data.haystack import Haystack
 from leank_convert.evaluate.ruler.draft import NOISE, Draft, Filler, draw_distinct
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS

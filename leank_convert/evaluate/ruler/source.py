@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.fitting import fit
+from leank_convert.data.drafts import fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError

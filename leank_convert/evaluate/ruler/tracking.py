@@ -6,7 +6,7 @@ import random
 import string
 from dataclasses import dataclass
 
-from leank_convert.data.fitting import strew
+from leank_convert.data.drafts import strew
 from leank_convert.evaluate.ruler.draft import NOISE, Draft, draw_distinct
 
 _NUM_HOPS = 4

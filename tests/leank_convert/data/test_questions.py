@@ -8,7 +8,6 @@ from leank_convert.data import SampleSource, source
 from leank_convert.data.sample import encode_prompts, join_questions
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
-from leank_convert.testbed.tokenizer import build_tokenizer
 
 TASKS = ["retrieval", "multi_value", "passkey"]
 ASKED = {
@@ -43,7 +42,7 @@ def messages(monkeypatch):
 
 
 @every_task
-@pytest.mark.parametrize("num_questions", [1, 2, 5])
+@pytest.mark.parametrize("num_questions", [1, 5])
 def test_prefix_and_question_are_the_tokens_of_a_prompt_and_answer_of_their_own(
     tokenizer, section, messages, task, num_questions
 ):
@@ -100,15 +99,18 @@ def test_the_border_to_the_question_is_found_by_token(unsplit_tokenizer, section
 def test_the_longest_prompt_with_its_answer_fills_the_budget_to_within_a_line(tokenizer, section, task):
     line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
     longest_line = len(tokenizer(line)["input_ids"])
-    for length in (2500, 3001, 9999):
-        data = section(tasks=[task], min_length=length, max_length=length, questions_per_context=6)
+    for length, num_questions in [(2500, 6), (3001, 1), (9999, 2)]:
+        data = section(
+            tasks=[task], min_length=length, max_length=length, questions_per_context=num_questions
+        )
         sample = SampleSource(tokenizer, data, seed=3).draw(length)
-        lengths = [len(sample.prompt_ids(place)) + len(sample.answer_ids(place)) for place in range(6)]
+        places = range(num_questions)
+        lengths = [len(sample.prompt_ids(place)) + len(sample.answer_ids(place)) for place in places]
         assert length - longest_line < max(lengths) == sample.num_positions <= length
         assert sample.num_tokens == len(sample.prefix_ids) + sum(
             length - len(sample.prefix_ids) for length in lengths
         )
-        assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in range(6))
+        assert sample.num_answer_tokens == sum(len(sample.answer_ids(place)) for place in places)
 
 
 def test_a_question_that_takes_more_tokens_in_the_long_text_still_fits(plain_tokenizer, section, monkeypatch):
@@ -128,7 +130,7 @@ def test_a_question_that_takes_more_tokens_in_the_long_text_still_fits(plain_tok
 def test_passkeys_are_long_and_anywhere(plain_tokenizer, section):
     data = section(tasks=["passkey"], min_length=6000, max_length=6000)
     places, numbers = [], set()
-    for index in range(20):
+    for index in range(12):
         sample = SampleSource(plain_tokenizer, data, seed=0).draw(index)
         prompt = plain_tokenizer.decode(sample.prompt_ids())
         telegrams = re.findall(r"Telegram number (\d+) read: ([a-z ]+)\.", prompt)
@@ -152,7 +154,7 @@ def test_more_passkeys_are_hidden_where_more_are_asked(plain_tokenizer, section)
     assert asked == {str(number) for number in range(1, 15)}
 
 
-@every_task
+@pytest.mark.parametrize("task", ["retrieval", "passkey"])
 def test_a_length_without_room_for_all_questions_is_refused_with_one_that_has(plain_tokenizer, section, task):
     data = section(tasks=[task], min_length=300, max_length=300, questions_per_context=7)
     with pytest.raises(LeanKError, match=f"no room for `{task}`: .* with facts for 7 questions") as caught:
@@ -203,22 +205,21 @@ def test_a_model_that_thinks_first_is_told_not_to(plain_tokenizer, section):
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
-def test_testbed_asks_different_questions_of_one_document(task):
-    tokenizer = build_tokenizer()
+def test_testbed_asks_different_questions_of_one_document(task, testbed_tokenizer):
     data = DataSection(
         tasks=[task], wording="testbed", min_length=700, max_length=900, questions_per_context=6
     )
-    samples = SampleSource(tokenizer, data, seed=0)
+    samples = SampleSource(testbed_tokenizer, data, seed=0)
     samples.check()
-    for index in range(6):
+    for index in range(2):
         sample = samples.draw(index)
         assert sample.num_positions <= 900
-        prompts = [tokenizer.decode(sample.prompt_ids(place)) for place in range(6)]
+        prompts = [testbed_tokenizer.decode(sample.prompt_ids(place)) for place in range(6)]
         assert len({prompt.rpartition(" ; ")[0] for prompt in prompts}) == 1
         assert len({prompt.rpartition(" ; ")[2] for prompt in prompts}) == 6
 
 
-def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_check():
+def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_check(testbed_tokenizer):
     data = DataSection(
         tasks=["variable_tracking"],
         wording="testbed",
@@ -227,5 +228,5 @@ def test_testbed_documents_too_short_for_so_many_questions_are_refused_by_the_ch
         questions_per_context=8,
     )
     with pytest.raises(LeanKError, match="200 tokens can be asked 8 questions") as caught:
-        SampleSource(build_tokenizer(), data, seed=0).check()
+        SampleSource(testbed_tokenizer, data, seed=0).check()
     assert "`data.questions_per_context`" in caught.value.hint

@@ -1,3 +1,4 @@
+import contextlib
 import re
 
 import pytest
@@ -6,7 +7,6 @@ from tokenizers import Regex, normalizers
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
-from leank_convert.testbed.tokenizer import build_tokenizer
 
 
 def split_text(tokenizer, sample):
@@ -42,27 +42,15 @@ def test_prompt_is_the_templates_and_ends_where_the_model_begins_to_answer(token
         assert sample.prefix_ids[0] == bos
 
 
-@pytest.mark.parametrize("task", ["retrieval", "multi_value"])
-def test_length_is_the_drawn_one_to_within_a_line(tokenizer, task, section):
-    line = "Locker 0a1b-2c3d-4e5f opens with code 012345-6789ab-cdef01-234567. It was noon." * 2
-    longest_line = len(tokenizer(line)["input_ids"])
-    for length in (1500, 3001, 9999):
-        source = SampleSource(tokenizer, section(tasks=[task], min_length=length, max_length=length), seed=3)
-        for step in range(3):
-            sample = source.draw(step)
-            assert length - longest_line < sample.num_tokens <= length
-
-
 def test_lengths_spread_over_the_whole_range(plain_tokenizer, section):
-    source = SampleSource(plain_tokenizer, section(min_length=1000, max_length=3000), seed=0)
+    source = SampleSource(plain_tokenizer, section(min_length=700, max_length=2100), seed=0)
     lengths = [source.draw(step).num_tokens for step in range(40)]
-    assert min(lengths) < 1300
-    assert max(lengths) > 2700
+    assert min(lengths) < 900
+    assert max(lengths) > 1900
 
 
-@pytest.mark.parametrize(("num_questions", "most_times"), [(1, 4), (6, 4 + 5)])
 def test_a_context_is_tokenised_few_times_and_once_more_for_each_further_question(
-    num_questions, most_times, plain_tokenizer, section, monkeypatch
+    plain_tokenizer, section, monkeypatch
 ):
     """What finds the length runs on one question alone."""
     lengths = []
@@ -74,12 +62,12 @@ def test_a_context_is_tokenised_few_times_and_once_more_for_each_further_questio
         return encoded
 
     monkeypatch.setattr(plain_tokenizer, "apply_chat_template", counting)
-    data = section(min_length=20000, max_length=20000, questions_per_context=num_questions)
+    data = section(min_length=9000, max_length=9000, questions_per_context=4)
     source = SampleSource(plain_tokenizer, data, seed=0)
-    for step in range(6):
+    for step in range(4):
         lengths.clear()
         source.draw(step)
-        assert sum(length > 15000 for length in lengths) <= most_times
+        assert sum(length > 7000 for length in lengths) <= 4 + 3
 
 
 def test_sample_is_a_function_of_seed_and_step(plain_tokenizer, section):
@@ -137,26 +125,25 @@ def test_a_length_too_short_for_the_task_is_refused(plain_tokenizer, section):
 
 
 @pytest.mark.parametrize("wording", ["general", "testbed"])
-def test_what_passes_the_check_can_be_drawn_at_every_step(wording, section):
+def test_what_passes_the_check_can_be_drawn_at_every_step(wording, section, testbed_tokenizer):
     """The shortest form of a sample differs from draw to draw; a run must not meet one that does not fit."""
-    tokenizer = build_tokenizer()
     passing = []
-    for length in range(150, 212, 4):
+    for length in range(150, 212, 8):
         data = section(tasks=["multi_value"], wording=wording, min_length=length, max_length=length)
-        source = SampleSource(tokenizer, data, seed=0)
+        source = SampleSource(testbed_tokenizer, data, seed=0)
         try:
             source.check()
         except LeanKError:
             continue
         passing.append(length)
-        assert all(source.draw(step).num_tokens <= length for step in range(150))
-    assert 0 < len(passing) < 16
+        assert all(source.draw(step).num_tokens <= length for step in range(60))
+    assert 0 < len(passing) < 8
 
 
-def test_a_draw_that_does_not_fit_is_drawn_again(section):
+def test_a_draw_that_does_not_fit_is_drawn_again(section, testbed_tokenizer):
     """At a length that some drafts exceed, which `check` refuses, every step still has its sample."""
     data = section(tasks=["multi_value"], min_length=160, max_length=160)
-    source = SampleSource(build_tokenizer(), data, seed=0)
+    source = SampleSource(testbed_tokenizer, data, seed=0)
     with pytest.raises(LeanKError) as caught:
         source.check()
     samples = [source.draw(step) for step in range(40)]
@@ -176,17 +163,18 @@ def test_an_answer_without_tokens_is_refused(plain_tokenizer, section):
 
 
 def test_the_shortest_possible_sample_is_drawn(plain_tokenizer, section):
-    for length in range(100, 2000):
-        tight = SampleSource(
-            plain_tokenizer, section(min_length=length, max_length=length, tasks=["retrieval"]), seed=0
-        )
-        try:
-            sample = tight.draw(0)
-        except LeanKError:
-            continue
-        assert sample.num_tokens == length
-        return
-    pytest.fail("no length fits")
+    def tight(length):
+        data = section(min_length=length, max_length=length, tasks=["retrieval"])
+        return SampleSource(plain_tokenizer, data, seed=0)
+
+    with pytest.raises(LeanKError) as caught:
+        tight(50).check()
+    length = int(re.search(r"`data.min_length` to (\d+)", caught.value.hint).group(1))
+    with contextlib.suppress(LeanKError):
+        while True:
+            shortest = tight(length).draw(0)
+            length -= 1
+    assert shortest.num_tokens == length + 1
 
 
 def test_tokenizer_without_chat_template_is_refused(plain_tokenizer, section):
@@ -196,16 +184,15 @@ def test_tokenizer_without_chat_template_is_refused(plain_tokenizer, section):
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
-def test_testbed_wording_is_the_shipped_models_language(task):
-    tokenizer = build_tokenizer()
+def test_testbed_wording_is_the_shipped_models_language(task, testbed_tokenizer):
     data = DataSection(tasks=[task], wording="testbed", min_length=256, max_length=2048)
-    source = SampleSource(tokenizer, data, seed=0)
-    for step in range(10):
+    source = SampleSource(testbed_tokenizer, data, seed=0)
+    for step in range(5):
         sample = source.draw(step)
         assert sample.task == task
         assert 200 <= sample.num_tokens <= 2048
-        assert tokenizer.unk_token_id not in sample.prompt_ids().tolist()
-        prompt, answer = split_text(tokenizer, sample)
+        assert testbed_tokenizer.unk_token_id not in sample.prompt_ids().tolist()
+        prompt, answer = split_text(testbed_tokenizer, sample)
         assert prompt.endswith("<|assistant|>")
         assert len(answer.split()) == sample.num_answer_tokens >= 3
 
@@ -216,7 +203,7 @@ def test_testbed_wording_with_another_tokenizer_is_refused(plain_tokenizer):
         SampleSource(plain_tokenizer, data, seed=0).draw(0)
 
 
-def test_testbed_length_without_room_is_refused():
+def test_testbed_length_without_room_is_refused(testbed_tokenizer):
     data = DataSection(tasks=["retrieval"], wording="testbed", min_length=64, max_length=64)
     with pytest.raises(LeanKError, match="no sample of 64 tokens"):
-        SampleSource(build_tokenizer(), data, seed=0).draw(0)
+        SampleSource(testbed_tokenizer, data, seed=0).draw(0)
