@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -27,8 +28,8 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
+from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import VOCABULARY
-from leank_convert.testbed.tokenizer import save_tokenizer
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -241,7 +242,9 @@ def edit_json() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def retriever_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def retriever_folder(
+    tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: PreTrainedTokenizerFast
+) -> Path:
     """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
     folder = tmp_path_factory.mktemp("models") / "retriever"
     torch.manual_seed(0)
@@ -260,7 +263,7 @@ def retriever_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    testbed_tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -297,6 +300,13 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def unsplit_tokenizer() -> PreTrainedTokenizerFast:
     """The kind of tokenizer that knows no borders; not to be changed."""
     return unsplit()
+
+
+@pytest.fixture(scope="session")
+def testbed_tokenizer() -> PreTrainedTokenizerFast:
+    """The shipped model's, a token a word; not to be changed."""
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL_DIR)
+    return tokenizer
 
 
 @pytest.fixture

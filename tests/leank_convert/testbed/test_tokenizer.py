@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import ASSISTANT, BEGIN, END, TASKS, USER, VOCABULARY, build_sample
-from leank_convert.testbed.tokenizer import build_tokenizer, save_tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+@pytest.fixture
+def tokenizer(testbed_tokenizer):
+    return testbed_tokenizer
 
 
 def test_ids_are_places_in_the_vocabulary(tokenizer):
@@ -60,19 +55,3 @@ def test_batches_are_padded_on_the_left(tokenizer):
     batch = tokenizer(["goze", "goze 17 42"], padding=True, add_special_tokens=False)
     assert batch.attention_mask == [[0, 0, 1], [1, 1, 1]]
     assert batch.input_ids[0][:2] == [tokenizer.pad_token_id] * 2
-
-
-def test_shipped_tokenizer_is_a_fresh_build(tokenizer, tmp_path: Path):
-    shipped = AutoTokenizer.from_pretrained(MODEL_DIR)
-    assert shipped.get_vocab() == tokenizer.get_vocab()
-    assert shipped.chat_template == tokenizer.chat_template
-    assert shipped.special_tokens_map == tokenizer.special_tokens_map
-    assert shipped.padding_side == tokenizer.padding_side
-    assert shipped.model_max_length == tokenizer.model_max_length
-    save_tokenizer(tmp_path)
-    built, committed = (
-        json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path, MODEL_DIR)
-    )
-    for part in ("model", "pre_tokenizer", "added_tokens"):
-        assert committed[part] == built[part]
-    assert (MODEL_DIR / "chat_template.jinja").read_text() == (tmp_path / "chat_template.jinja").read_text()

@@ -9,7 +9,6 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
-from leank_convert.testbed.tokenizer import build_tokenizer
 from leank_convert.train import TrainingDirectory, run, step
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import load_state
@@ -50,7 +49,9 @@ def test_mask_is_the_selection_from_the_final_factors_with_provenance(
     assert (known.num_hidden_layers, known.num_attention_heads, known.num_key_value_heads) == (2, 4, 2)
 
 
-def test_log_has_a_row_per_step_of_both_stages(train_one, read_log, short_recipe, retriever_folder, tmp_path):
+def test_log_has_a_row_per_step_of_both_stages(
+    train_one, read_log, short_recipe, retriever_folder, tmp_path, testbed_tokenizer
+):
     recipe = short_recipe()
     train_one(recipe, tmp_path, model_override=str(retriever_folder))
     rows = read_log(tmp_path)
@@ -59,7 +60,7 @@ def test_log_has_a_row_per_step_of_both_stages(train_one, read_log, short_recipe
     assert [row["task"] for row in rows[:3]] == ["retrieval", "multi_value", "retrieval"]
     assert all(150 <= int(row["num_tokens"]) <= 280 for row in rows)
     # A fresh sample at every step, in stage 2 too.
-    samples = SampleSource(build_tokenizer(), recipe.data, recipe.seed)
+    samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)
     assert [int(row["num_tokens"]) for row in rows] == [samples.draw(step).num_tokens for step in range(13)]
     assert all(float(row["distillation"]) >= 0 for row in rows)
     assert {row["pruning_ratio"] for row in rows[:7]} == {""}

@@ -14,7 +14,6 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.recipe import Recipe
-from leank_convert.testbed.tokenizer import build_tokenizer
 from leank_convert.train import TrainingDirectory, loop, run, step, train_masks
 from leank_convert.train.state import load_state
 from leank_convert.train.subject import load_subject
@@ -166,11 +165,11 @@ def test_cap_on_widths_reaches_the_mask(train_one, short_recipe, retriever_folde
 
 
 def test_questions_per_context_are_counted_in_the_log(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path
+    train_one, read_log, short_recipe, retriever_folder, tmp_path, testbed_tokenizer
 ):
     recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 3}, batch_size=2)
     train_one(recipe, tmp_path, model_override=str(retriever_folder))
-    samples = SampleSource(build_tokenizer(), recipe.data, recipe.seed)
+    samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)
     for number, row in enumerate(read_log(tmp_path)):
         drawn = [samples.draw(2 * number + place) for place in range(2)]
         assert row["task"] == "retrieval+multi_value"

@@ -6,7 +6,6 @@ import pytest
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
 from leank_convert.recipe import HaystackSection
-from leank_convert.testbed.tokenizer import build_tokenizer
 
 SHORT = HaystackSection()
 
@@ -93,9 +92,9 @@ def test_without_a_chat_template_a_prompt_is_plain_text_with_the_tokenizers_own_
     assert re.match(r"\s*(The secret|Answer:)", begin)
 
 
-def test_a_tokenizer_that_cannot_write_the_answer_is_refused():
+def test_a_tokenizer_that_cannot_write_the_answer_is_refused(testbed_tokenizer):
     with pytest.raises(LeanKError, match=r"cannot write an answer of `niah_single_1`: `\d{7}` becomes"):
-        draw_prompts(build_tokenizer(), ["niah_single_1"], [2000], 1, 0, SHORT)
+        draw_prompts(testbed_tokenizer, ["niah_single_1"], [2000], 1, 0, SHORT)
 
 
 def test_an_unknown_task_is_refused_with_those_there_are(plain_tokenizer):

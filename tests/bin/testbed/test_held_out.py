@@ -8,8 +8,8 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bin.testbed.held_out import HELD_OUT_LENGTHS, exact_match, render_table
 from leank_convert.testbed import MODEL_DIR
-from leank_convert.testbed.held_out import HELD_OUT_LENGTHS, exact_match, render_table
 from leank_convert.testbed.tasks import TASKS, build_sample
 
 
@@ -23,7 +23,7 @@ def test_exact_match_is_what_generate_gets_right():
     right = dict.fromkeys(TASKS, 0)
     for task in TASKS:
         rng = random.Random(f"held-out/5/{task}/200/True")
-        for _ in range(10):
+        for _ in range(5):
             sample = build_sample(task, rng, 200, two_word_names=True)
             ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": sample.prompt}],
@@ -35,9 +35,9 @@ def test_exact_match_is_what_generate_gets_right():
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
             )
             right[task] += tokenizer.decode(output[0, ids.shape[1] :]) == f"{sample.answer} <|end|>"
-        measured = exact_match(model, task, 200, two_word_names=True, count=10, seed=5)
-        assert measured == right[task] / 10
-    assert 3 < sum(right.values()) < 27
+        measured = exact_match(model, task, 200, two_word_names=True, count=5, seed=5)
+        assert measured == right[task] / 5
+    assert 1 < sum(right.values()) < 14
 
 
 def test_table_has_a_row_a_task_and_kind_of_name():

@@ -1,4 +1,4 @@
-"""Measures the shipped model's answers to held-out prompts: `python -m leank_convert.testbed.held_out`."""
+"""Measures the shipped model's answers to held-out prompts: `python -m bin.testbed.held_out`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device)
-    print(render_table(measure_all(model, count=arguments.count, seed=arguments.seed)))  # noqa: T201
+    print(render_table(measure_all(model, count=arguments.count, seed=arguments.seed)))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ import transformers
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bin.testbed.held_out import exact_match, measure_all, render_table
+from bin.testbed.tokenizer import save_tokenizer
 from leank_convert.testbed import MODEL_DIR
-from leank_convert.testbed.held_out import exact_match, measure_all, render_table
 from leank_convert.testbed.tasks import (
     ASSISTANT,
     BEGIN,
@@ -42,7 +43,6 @@ from leank_convert.testbed.tasks import (
     Words,
     build_document,
 )
-from leank_convert.testbed.tokenizer import save_tokenizer
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, MAX_TOKENS)
 _READ_LOSSES_EVERY, _POINT_EVERY, _MEASURE_EVERY = 20, 200, 2000  # steps; reading a loss waits for the device

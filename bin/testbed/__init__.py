@@ -1,0 +1,1 @@
+"""How the shipped model is made and measured: training, tokenizer, held-out figures."""
