@@ -1,4 +1,4 @@
-"""The cache of a LeanK model, in the shape that transformers' models and `generate` expect."""
+"""`LeanKCache`: the pruned KV cache as transformers' models, `generate` and tools see it."""
 
 from __future__ import annotations
 
@@ -218,10 +218,20 @@ class LeanKCache(Cache):
             ValueError: If the layer holds tokens, or keys and values do not fit it.
         """
         layer = self.layers[layer_idx]
+        batch_size, _, num_columns, _ = keys.shape
+        if layer.num_columns:
+            raise ValueError(
+                f"layer {layer_idx} holds {layer.num_columns} columns, only an empty one is filled"
+            )
         layer.lazy_initialization(keys, values)
-        step = self.rows.fill(layer.num_columns, keys.shape[0], keys.shape[2], keys.device)
+        step = self.rows.step(0, batch_size, num_columns, None, keys.device, split_now=True)
+        if step.split is None or step.num_columns != num_columns or self.rows.batch_size != batch_size:
+            raise ValueError(
+                f"layer {layer_idx} is given {batch_size} rows of {num_columns} columns, another layer holds "
+                f"{self.rows.batch_size} of {step.num_columns}; reset the cache to fill it with other prompts"
+            )
         layer.extend_pending(keys, values)
-        layer.num_columns = keys.shape[2]
+        layer.num_columns = num_columns
         layer.split(step)
 
     def decode_layer(

@@ -1,4 +1,4 @@
-"""What the decode kernels share, in TileLang: how work is cut into tiles, softmax, merge and append.
+"""Building blocks of the decode kernels, in TileLang: tiles and who takes them, softmax, merge, append.
 
 **Tiles.** The work of an attention launch is one line: row after row, in a row head after head, in a head
 tile after tile of 64 tokens, first those of pruned tokens, then those of whole ones. A tile is as long as the

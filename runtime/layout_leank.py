@@ -1,4 +1,4 @@
-"""Where a layer's channels lie: kept channels first, cut into chunks, so that one kernel serves every mask.
+"""Channel layout of a layer: kept channels first, cut into chunks, so that one kernel serves every mask.
 
 q·k does not change when q and k of a head share one channel order, so every head puts its kept channels
 first. A head's kept channels fill whole chunks of `chunk_size` lanes (the last one padded with zeros),

@@ -1,9 +1,13 @@
-"""Where every row of the cache stands, and what one forward pass changes: the append rule in closed form.
+"""Row lengths of the cache and the append rule: how many tokens a row holds, and how many are pruned.
 
 A row's tokens are numbered without padding: token 0 is the row's first real token. Two counters describe
 a row, its length n and its number of pruned tokens p:
 
     tokens 0 … n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
+
+Splitting a prompt sets p so that recent holds recent_size tokens. Every token after it is appended by one
+rule: while the sink is not full it goes there; else, if recent holds recent_size + flush_size tokens, p grows
+by flush_size first. Nothing is moved, so the rule is arithmetic on n and p, for any number of tokens at once.
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
 the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
@@ -45,7 +49,8 @@ def pruned_after_append(
     """Return how many tokens are pruned once a row has grown to `new_lengths`, one token at a time.
 
     A token that finds recent holding recent_size + flush_size tokens first moves the oldest flush_size
-    of them to pruned; so as few flushes happen as leave at most that many.
+    of them to pruned; so as few flushes happen as leave at most that many. A sink that is not full makes
+    `overflow` negative, so p stays 0.
     """
     overflow = (new_lengths - sink_size - pruned - recent_size - flush_size).clamp(min=0)
     return pruned + (overflow + flush_size - 1) // flush_size * flush_size
@@ -108,6 +113,11 @@ class RowState:
         """Whether the prompt has been split into sink, pruned and recent."""
         return self.lengths is not None
 
+    @property
+    def batch_size(self) -> int | None:
+        """Rows, None until the prompt is split."""
+        return None if self.lengths is None else self.lengths.shape[0]
+
     def num_prefill_columns(self, num_columns: int) -> int:
         """Return how many of the next `num_columns` columns belong to the prompt."""
         if self.is_split:
@@ -123,6 +133,8 @@ class RowState:
         num_columns: int,
         attention_mask: torch.Tensor | None,
         device: torch.device,
+        *,
+        split_now: bool = False,
     ) -> Step:
         """Return what a forward pass changes; the first layer's call works it out and advances the rows.
 
@@ -133,6 +145,7 @@ class RowState:
             attention_mask: Real columns `[B, start + num_columns]`, or the causal mask made of them
                 `[B, 1, num_columns, start + num_columns]`; None without padding.
             device: The calling layer's device.
+            split_now: Whether a prompt is split in this pass, whatever `prune` says.
 
         Raises:
             ValueError: If the mask covers fewer columns than the cache holds, or the cache has fewer or more
@@ -157,7 +170,7 @@ class RowState:
             append = self._append_one(self.next_valid, start + 1)
         else:
             padding = self._extended_padding(attention_mask, start + num_columns)
-            if not self.is_split and (num_decode or self.prune == "eager"):
+            if not self.is_split and (num_decode or split_now or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
             if num_decode == 1:
@@ -168,37 +181,6 @@ class RowState:
         self.is_pending = not self.is_split
         step = Step(start, num_prefill, num_decode, split, append)
         self._remember(step)
-        return step.to(device)
-
-    def fill(self, start: int, batch_size: int, num_columns: int, device: torch.device) -> Step:
-        """Return the step of a whole prompt without padding that is split at once, whatever `prune` says.
-
-        The first layer's call advances the rows, as in `step`.
-
-        Args:
-            start: Columns that the calling layer holds.
-            batch_size: Rows.
-            num_columns: Columns of the prompt.
-            device: The calling layer's device.
-
-        Raises:
-            ValueError: If the layer or the cache holds something else already.
-        """
-        if start == 0 == self.num_columns:
-            split = self._split(batch_size, num_columns, None, device)
-            self.num_columns = num_columns
-            self._remember(Step(0, num_columns, 0, split, None))
-        step = self._step
-        if start or step is None or step.start or step.split is None:
-            raise ValueError(
-                f"a prompt fills an empty layer: this one holds {start} columns, the cache {self.num_columns}"
-            )
-        filled = (step.split.window_source.shape[0], step.num_columns)
-        if step.num_decode or filled != (batch_size, num_columns):
-            raise ValueError(
-                f"a prompt of {batch_size} rows and {num_columns} columns for one layer, of {filled[0]} and "
-                f"{filled[1]} for another"
-            )
         return step.to(device)
 
     def reserved_tokens(self, num_columns: int) -> int:
@@ -288,6 +270,11 @@ class RowState:
         return self.lengths, self.pruned_lengths
 
     def _append_one(self, valid: torch.Tensor | None, num_columns: int) -> Append:
+        """Append one column, which then attends to the cache with itself in it: a decode step.
+
+        No host number but `max_length` and `num_columns` changes, and the counters are written in place: this
+        is what a captured step replays.
+        """
         lengths, pruned = self.counters()
         if valid is None:
             new = lengths + 1
@@ -308,6 +295,11 @@ class RowState:
         return self._make_append(valid, lengths, attended, self.max_length, num_columns)
 
     def _append(self, start: int, num_columns: int, padding: torch.Tensor | None) -> Append:
+        """Append several columns, which attend to the cache as it was, and causally to one another.
+
+        First where each column goes in the append-only store (`positions`: real tokens in order behind the
+        row's last one, padding behind those), then which of them every window slot takes, then the counters.
+        """
         lengths, pruned_lengths = self.counters()
         # What the columns attend to; the counters go on.
         old, pruned, device = lengths.clone(), pruned_lengths.clone(), lengths.device
@@ -330,10 +322,12 @@ class RowState:
                 pruned_after_prefill(new, self.sink_size, self.recent_size),
                 self._pruned_after_append(new, pruned),
             )
+        # A slot takes a new token where the one that it must hold in the end was not there before.
         tokens = window_tokens(new, self.sink_size, self.num_slots)
         source = (tokens - old[:, None]).clamp(min=0).long()
         attended = pruned
         if valid is not None:
+            # From a row's n-th new token to the column that it lies in.
             source = torch.argsort((~valid).to(torch.int8), dim=1, stable=True).gather(1, source)
             # A row that gets one token decodes it as it would alone: its flush comes first.
             attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)

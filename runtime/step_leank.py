@@ -1,4 +1,4 @@
-"""What one forward pass changes in the cache: which columns are prompt, where new tokens go, what they see.
+"""Plan of one forward pass: which columns are prompt, where new tokens go in the cache, what they see.
 
 Integers known to the host and index tensors, worked out once for all layers of a device.
 """

@@ -1,4 +1,4 @@
-"""The store of one layer: append-only memory for kept channels, a window for dropped ones, byte counts."""
+"""Memory of one layer: an append-only store for kept channels, a window for dropped ones, byte counts."""
 
 from __future__ import annotations
 

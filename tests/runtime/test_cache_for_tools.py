@@ -107,9 +107,9 @@ def test_layers_are_filled_only_where_they_are_empty(model):
     with pytest.raises(ValueError, match="holds no pruned prompt"):
         cache.decode_layer(0, states(1, 6, 0), keys[:, :, :1], keys[:, :, :1])
     cache.fill_layer(0, keys, keys)
-    with pytest.raises(ValueError, match="fills an empty layer: this one holds 30 columns"):
+    with pytest.raises(ValueError, match="layer 0 holds 30 columns, only an empty one is filled"):
         cache.fill_layer(0, keys, keys)
-    with pytest.raises(ValueError, match="2 rows and 29 columns for one layer, of 2 and 30 for another"):
+    with pytest.raises(ValueError, match="given 2 rows of 29 columns, another layer holds 2 of 30"):
         cache.fill_layer(1, keys[:, :, 1:], keys[:, :, 1:])
     with pytest.raises(ValueError, match="is given one token at a time, here 2"):
         cache.decode_layer(0, states(2, 6, 0), keys[:, :, :2], keys[:, :, :2])
