@@ -106,7 +106,7 @@ def test_unreached_memory_is_zero(model_pair, some_masks):
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_crop_takes_tokens_back(prune, model_pair, some_masks):
+def test_crop_takes_tokens_back(prune, model_pair, some_masks, assert_close):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8, prune=prune).leank
     cache = feed(model, ids(2, 20)).past_key_values
     expected = copy.deepcopy(cache)
@@ -116,7 +116,7 @@ def test_crop_takes_tokens_back(prune, model_pair, some_masks):
     assert cache.get_seq_length() == 20
     for count in (1, 3, 1):
         ours = feed(model, ids(2, count, 2), cache).logits
-        assert torch.allclose(ours, feed(model, ids(2, count, 2), expected).logits, atol=1e-5)
+        assert_close(model, ours, feed(model, ids(2, count, 2), expected).logits)
 
 
 def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
@@ -181,7 +181,7 @@ def test_crop_of_everything_leaves_an_empty_cache(model_pair, some_masks):
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
-def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks):
+def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks, assert_close):
     model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
     mask = torch.ones(3, 20, dtype=torch.long)
     mask[1, :6] = 0
@@ -197,7 +197,7 @@ def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks)
         change(cache)
         new, full = ids(3, 1, 1)[rows], torch.cat([mask[rows], torch.ones(len(rows), 1, dtype=torch.long)], 1)
         ours = feed(model, new, cache, attention_mask=full).logits
-        assert torch.allclose(ours, feed(model, new, expected, attention_mask=full).logits, atol=1e-5)
+        assert_close(model, ours, feed(model, new, expected, attention_mask=full).logits)
 
 
 def test_a_copied_cache_goes_its_own_way(model_pair, some_masks):
@@ -213,7 +213,9 @@ def test_a_copied_cache_goes_its_own_way(model_pair, some_masks):
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 @pytest.mark.parametrize("decoded", [0, 1], ids=["prompt", "prompt and a token"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, prune, model_pair, some_masks):
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
+    count, decoded, prune, model_pair, some_masks, assert_close
+):
     model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
     expected = feed(model, ids(1, 20)).past_key_values
     with torch.inference_mode():
@@ -225,19 +227,19 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(count, decoded, pru
     for _ in range(2):
         ours = model(ids(1, count, 1), past_key_values=cache).logits
         ours.sum().backward()
-        assert torch.allclose(ours, feed(model, ids(1, count, 1), expected).logits, atol=1e-5)
+        assert_close(model, ours, feed(model, ids(1, count, 1), expected).logits)
     with torch.inference_mode():
         model(ids(1, 1), past_key_values=cache)
 
 
-def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks):
+def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks, assert_close):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     expected = feed(model, ids(1, 20)).past_key_values
     with torch.inference_mode():
         cache = model(ids(1, 20)).past_key_values
     cache.reserve(200)
     ours, theirs = (feed(model, ids(1, 1), each).logits for each in (cache, expected))
-    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert_close(model, ours, theirs)
 
 
 def test_a_reset_cache_starts_again(model_pair, some_masks):
@@ -289,7 +291,7 @@ class TestOwnChannelMasks:
         ours = model.generate(ids(2, 30), past_key_values=cache, **GREEDY)
         assert torch.equal(ours, expected)
 
-    def test_every_row_may_have_its_own(self, model_pair, some_masks):
+    def test_every_row_may_have_its_own(self, model_pair, some_masks, assert_close):
         model = model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank
         own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
         together, alone = model.build_cache(), [model.build_cache(), model.build_cache()]
@@ -305,10 +307,10 @@ class TestOwnChannelMasks:
             both.append(
                 torch.cat([feed(model, tokens[rows, i : i + 1], cache).logits for i in range(30, 50)], 1)
             )
-        assert torch.allclose(both[0], torch.cat(both[1:]), atol=1e-4)
+        assert_close(model, both[0], torch.cat(both[1:]))
         together.reorder_cache(torch.tensor([1, 0]))
         swapped = feed(model, ids(2, 1), together).logits[0]
-        assert torch.allclose(swapped, feed(model, ids(2, 1)[:1], alone[1]).logits[0], atol=1e-4)
+        assert_close(model, swapped, feed(model, ids(2, 1)[:1], alone[1]).logits[0])
 
     def test_it_is_refused_once_the_prompt_is_split(self, model_pair, some_masks):
         masks = some_masks(MASK_WIDTHS)

@@ -36,7 +36,7 @@ def decode(model, cache, positions, steps=30, mask=None):
     return torch.cat(logits, 1)
 
 
-def test_rows_decode_together_as_they_do_alone(model_pair, some_masks):
+def test_rows_decode_together_as_they_do_alone(model_pair, some_masks, assert_close):
     model = model_pair(some_masks(WIDTHS)).leank
     caches = prefilled(model)
     alone = []
@@ -59,12 +59,12 @@ def test_rows_decode_together_as_they_do_alone(model_pair, some_masks):
     assert joined.rows.lengths.tolist() == LENGTHS and joined.get_seq_length() == 33
     assert all(layer.store.capacity == 64 for layer in joined.layers)
     positions = torch.tensor(LENGTHS)[:, None]
-    assert torch.allclose(decode(model, joined, positions), torch.cat(alone), atol=1e-4)
+    assert_close(model, decode(model, joined, positions), torch.cat(alone))
     assert all(cache.get_seq_length() == 0 and cache.memory().total.allocated == 0 for cache in caches)
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model_pair, some_masks):
+def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model_pair, some_masks, assert_close):
     model = model_pair(some_masks(WIDTHS)).leank
     mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
     batch = torch.zeros(3, 33, dtype=torch.long)
@@ -77,7 +77,7 @@ def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model_pair, some_ma
     next_position = torch.tensor(LENGTHS)[:, None]
     given = mask if with_mask else None
     ours = decode(model, joined, next_position, 10, given)
-    assert torch.allclose(ours, decode(model, padded, next_position, 10, given), atol=1e-4)
+    assert_close(model, ours, decode(model, padded, next_position, 10, given))
     padded.crop(-3)
     joined.crop(-3)
     assert joined.rows.lengths.tolist() == padded.rows.lengths.tolist()
@@ -102,7 +102,7 @@ def test_generate_goes_on_from_a_joined_cache(model_pair, some_masks):
         assert ours[row, 33:].tolist() == alone[0, prompt.shape[1] :].tolist()
 
 
-def test_rows_of_several_batches_and_own_masks(model_pair, some_masks):
+def test_rows_of_several_batches_and_own_masks(model_pair, some_masks, assert_close):
     model = model_pair(some_masks(WIDTHS), prune="deferred").leank
     own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
     caches, expected = [], model.build_cache()
@@ -120,9 +120,7 @@ def test_rows_of_several_batches_and_own_masks(model_pair, some_masks):
             model(next_tokens[rows], past_key_values=cache)
     joined = type(expected).concatenate(caches)
     positions = torch.full((3, 1), 31)
-    assert torch.allclose(
-        decode(model, joined, positions, 5), decode(model, expected, positions, 5), atol=1e-4
-    )
+    assert_close(model, decode(model, joined, positions, 5), decode(model, expected, positions, 5))
 
 
 def test_layers_are_joined_one_by_one(model_pair, some_masks, monkeypatch):
@@ -167,7 +165,7 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model_pair, some_ma
     assert join([first]).rows.lengths.tolist() == [20]
 
 
-def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks):
+def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, assert_close):
     """What is deferred stays so: the joined cache is that of a batch prefilled with padding on the left."""
     model = model_pair(some_masks(WIDTHS), prune="deferred").leank
     mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
@@ -187,8 +185,8 @@ def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks):
         for states, expected in zip(ours.pending, theirs.pending, strict=True):
             padding = mask[:, None, :, None] == 0
             assert not states.masked_select(padding).any()
-            assert torch.allclose(states, expected.masked_fill(padding, 0), atol=1e-4)
+            assert_close(model, states, expected.masked_fill(padding, 0))
     positions = torch.tensor(LENGTHS)[:, None]
     ours = decode(model, joined, positions, 10)
     assert joined.rows.lengths.tolist() == [length + 10 for length in LENGTHS]
-    assert torch.allclose(ours, decode(model, padded, positions, 10), atol=1e-4)
+    assert_close(model, ours, decode(model, padded, positions, 10))

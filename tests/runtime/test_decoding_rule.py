@@ -33,26 +33,26 @@ def row(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_token_by_token_decoding_follows_the_rule(
-    widths, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    widths, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(widths), sink=sink, recent=recent, flush=flush)
     ids = row(61)
     turns = [31] + [1] * 30
     (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close_logits(ours, slow_logits(pair, ids, turns))
+    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
     assert cache.get_seq_length() == 61
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 9, 10, 13, 14])
 def test_prompts_around_the_window_size_follow_the_rule(
-    prompt, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    prompt, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]))
     ids = row(prompt + 25)
     turns = [prompt] + [1] * 25
     (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close_logits(ours, slow_logits(pair, ids, turns))
+    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -62,19 +62,19 @@ def test_prompts_around_the_window_size_follow_the_rule(
     ids=str,
 )
 def test_several_tokens_at_once_follow_the_rule(
-    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
     ids = row(sum(turns))
     (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close_logits(ours, slow_logits(pair, ids, turns))
+    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_padded_rows_follow_the_rule_each_by_itself(
-    side, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    side, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
@@ -89,36 +89,36 @@ def test_padded_rows_follow_the_rule_each_by_itself(
     rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
     ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
     for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_row_that_is_padding_for_two_turns_starts_with_a_prefill(
-    side, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    side, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]))
     per_row = [[20, 5, 4, 1, 1], [0, 0, 22, 1, 1], [0, 18, 0, 1, 1]]
     rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
     ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
     for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
 
 
 def test_a_row_that_starts_with_one_token_sees_it_whole(
-    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=0, recent=0, flush=2)
     per_row = [[5, 1, 1, 1], [0, 1, 1, 1]]
     rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
     ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)))
     for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close_logits(logits, slow_logits(pair, ids, [n for n in turns if n]))
+        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
 
 
 @pytest.mark.parametrize("chunks", [[9, 9, 9], [26, 1], [1, 26], [13, 14]], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["one row", "padded rows"])
 def test_deferred_chunks_equal_one_prefill(
-    chunks, padded, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    chunks, padded, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune="deferred")
     cache = pair.leank.build_cache()
@@ -131,22 +131,22 @@ def test_deferred_chunks_equal_one_prefill(
     turns += [[1] * len(rows)] * 20
     ours, _ = fed_logits(pair.leank, rows, turns, cache=cache)
     for logits, ids, prompt in zip(ours, rows, [27, 10], strict=False):
-        assert_close_logits(logits, slow_logits(pair, ids, [prompt] + [1] * 20))
+        assert_close(pair.leank, logits, slow_logits(pair, ids, [prompt] + [1] * 20))
 
 
 def test_deferred_input_after_decoding_is_appended_token_by_token(
-    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune="deferred")
     turns = [12, 15, 1, 1, 9, 1]
     ids = row(sum(turns))
     (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close_logits(ours, slow_logits(pair, ids, [27, 1, 1, 9, 1]))
+    assert_close(pair.leank, ours, slow_logits(pair, ids, [27, 1, 1, 9, 1]))
     assert not cache.rows.is_pending
 
 
 def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(
-    model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     for prune in ("eager", "deferred"):
         pair = model_pair(some_masks(WIDTHS["mixed widths"]), prune=prune)
@@ -154,26 +154,26 @@ def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(
         cache.prefill_length = 21
         ids = row(40)
         (ours,), _ = fed_logits(pair.leank, [ids], [[26], [1], [1], [12]], cache=cache)
-        assert_close_logits(ours, slow_logits(pair, ids, [21, 5, 1, 1, 12]))
+        assert_close(pair.leank, ours, slow_logits(pair, ids, [21, 5, 1, 1, 12]))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_every_family_follows_the_rule(
-    family, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    family, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]), family=family, groups=groups)
     ids = row(50)
     turns = [29, *[1] * 12, 9]
     (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close_logits(ours, slow_logits(pair, ids, turns))
+    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
 
 
-def test_the_restatement_notices_pruned_channels(model_pair, some_masks, slow_logits):
+def test_the_restatement_notices_pruned_channels(model_pair, some_masks, slow_logits, assert_close):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]))
     ids = row(61)
     turns = [31] + [1] * 30
     pruned = slow_logits(pair, ids, turns)
     dense = slow_logits(pair, ids, turns, masks=torch.ones_like(pair.masks))
-    assert torch.allclose(pruned[:31], dense[:31], atol=1e-4)
+    assert_close(pair.leank, pruned[:31], dense[:31])
     assert (pruned[31:] - dense[31:]).abs().max() > 0.1 * dense.abs().max()

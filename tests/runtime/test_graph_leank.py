@@ -53,25 +53,34 @@ def step(model, cache, seed=0) -> torch.Tensor:
         return model(token, position_ids=position, past_key_values=cache).logits
 
 
-def assert_same(model, turns, expect_replays, mask=None, **kwargs) -> Any:
-    """Run with graphs and without; return the cache that had them."""
-    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = run(model, cache, turns, mask, **kwargs), run(model, plain, turns, mask, **kwargs)
-    real = slice(None) if mask is None else mask.bool()
-    assert torch.allclose(ours[real], eager[real], atol=1e-4)
-    assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
-    assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
-    assert cache.rows.max_length == plain.rows.max_length
-    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
-    assert (cache.graph.num_replays, plain.graph.num_replays) == (expect_replays, 0)
-    return cache
+@pytest.fixture
+def model(model_pair, some_masks):
+    return model_pair(some_masks(WIDTHS)).leank
+
+
+@pytest.fixture
+def assert_same(assert_close):
+    """Run turns with graphs and without; return the cache that had them."""
+
+    def check(model, turns, expect_replays, mask=None, **kwargs) -> Any:
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        ours, eager = run(model, cache, turns, mask, **kwargs), run(model, plain, turns, mask, **kwargs)
+        real = slice(None) if mask is None else mask.bool()
+        assert_close(model, ours[real], eager[real])
+        assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
+        assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
+        assert cache.rows.max_length == plain.rows.max_length
+        assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+        assert (cache.graph.num_replays, plain.graph.num_replays) == (expect_replays, 0)
+        return cache
+
+    return check
 
 
 @pytest.mark.parametrize(
     "kwargs", [{}, {"embeds": True}, {"positions": False}, {"mask": padded(45)}], ids=str
 )
-def test_replayed_steps_give_what_steps_give(kwargs, graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_replayed_steps_give_what_steps_give(kwargs, graphs, model, assert_same):
     kwargs = dict(kwargs)
     cache = assert_same(model, [15] + [1] * 30, 29, **kwargs)
     assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
@@ -79,7 +88,7 @@ def test_replayed_steps_give_what_steps_give(kwargs, graphs, model_pair, some_ma
 
 @pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (0, 6, 4), (2, 3, 9)], ids=str)
 def test_a_captured_step_follows_the_rule(
-    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close_logits
+    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
@@ -90,28 +99,25 @@ def test_a_captured_step_follows_the_rule(
     ours, cache = fed_logits(pair.leank, rows, counts)
     assert cache.graph.num_replays > 20
     for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
-        assert_close_logits(logits, slow_logits(pair, row, [turn for turn in turns if turn]))
+        assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
 
 
-def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model, assert_same):
     cache = assert_same(model, [15, 1, 1, 1, 9, 1, 1, 4, 1, 1], 6)
     assert cache.graph.num_captures == 1
 
 
-def test_growth_in_the_middle_is_captured_anew(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close, assert_same):
     cache = assert_same(model, [60] + [1] * 20, 19)
     assert cache.graph.num_captures == 2
     cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
     cache.reserve(80)
-    assert torch.allclose(run(model, cache, [60] + [1] * 20), run(model, plain, [60] + [1] * 20), atol=1e-4)
+    assert_close(model, run(model, cache, [60] + [1] * 20), run(model, plain, [60] + [1] * 20))
     # Its kind of step was captured before, for the other cache: no warm-up.
     assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 20)
 
 
-def test_returned_logits_are_the_callers(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_returned_logits_are_the_callers(graphs, model):
     with torch.no_grad():
         cache = model(ids(2, 15)).past_key_values
         outputs = [model(ids(2, 1, seed), past_key_values=cache).logits for seed in range(5)]
@@ -130,8 +136,7 @@ def test_returned_logits_are_the_callers(graphs, model_pair, some_masks):
     ],
     ids=str,
 )
-def test_generate_gives_the_same_tokens(options, graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_generate_gives_the_same_tokens(options, graphs, model):
     prompt = {"input_ids": ids(2, 21), "attention_mask": padded(21)}
     results, replays = [], []
     for use_graphs in (True, False):
@@ -145,13 +150,12 @@ def test_generate_gives_the_same_tokens(options, graphs, model_pair, some_masks)
     assert replays == [21 if "prune" in options else 22, 0]
 
 
-def test_generate_builds_a_cache_that_uses_graphs(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_generate_builds_a_cache_that_uses_graphs(graphs, model):
     result = model.generate(ids(2, 21), return_dict_in_generate=True, **GREEDY)
     assert result.past_key_values.graph.num_replays == 22
 
 
-def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, some_masks):
+def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, some_masks, assert_close):
     model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank
     prompt = ids(1, 6).repeat(1, 4)
     plain = model.generate(prompt, past_key_values=model.build_cache(use_graphs=False), **GREEDY)
@@ -163,58 +167,55 @@ def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, so
         each.crop(-2)
         each.reorder_cache(torch.tensor([1, 0]))
     for seed in range(4):
-        assert torch.allclose(step(model, cache, seed), step(model, expected, seed), atol=1e-4)
+        assert_close(model, step(model, cache, seed), step(model, expected, seed))
     assert cache.graph.num_replays == 6
 
 
 class TestInvalidation:
     """After each change the step is right, and captured anew; a new kind of step runs as it is once."""
 
-    def changed(self, model, change, replays_after) -> Any:
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        for each in (cache, plain):
-            run(model, each, [15, 1, 1, 1])
-        assert cache.graph.num_replays == 2
-        for each in (cache, plain):
-            change(each)
-        for seed in range(3):
-            assert torch.allclose(step(model, cache, seed), step(model, plain, seed), atol=1e-4)
-        assert cache.graph.num_replays == 2 + replays_after
-        return cache
+    @pytest.fixture
+    def changed(self, model, assert_close):
+        def check(change, replays_after) -> Any:
+            cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+            assert_close(model, *(run(model, each, [15, 1, 1, 1]) for each in (cache, plain)))
+            assert cache.graph.num_replays == 2
+            for each in (cache, plain):
+                change(each)
+            for seed in range(3):
+                assert_close(model, step(model, cache, seed), step(model, plain, seed))
+            assert cache.graph.num_replays == 2 + replays_after
+            return cache
 
-    def test_more_rows(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
-        self.changed(model, lambda cache: cache.batch_repeat_interleave(2), 2)
+        return check
 
-    def test_reordered_rows_stay_where_they_are(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
-        cache = self.changed(model, lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 3)
+    def test_more_rows(self, graphs, model, changed):
+        changed(lambda cache: cache.batch_repeat_interleave(2), 2)
+
+    def test_reordered_rows_stay_where_they_are(self, graphs, model, changed):
+        cache = changed(lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 3)
         assert cache.graph.num_captures == 1
 
-    def test_copied_memory(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
-        self.changed(model, lambda cache: cache.layers[1].store.copy_memory(), 3)
+    def test_copied_memory(self, graphs, model, changed):
+        changed(lambda cache: cache.layers[1].store.copy_memory(), 3)
 
-    def test_other_weights(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_other_weights(self, graphs, model, changed):
         weights = [copy.deepcopy(model.model.layers[1].mlp.up_proj), torch.nn.Linear(48, 40, bias=False)]
 
         def replace(cache):
             model.model.layers[1].mlp.up_proj = weights[1]
 
-        self.changed(model, replace, 3)
+        changed(replace, 3)
 
-    def test_weights_that_moved(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_weights_that_moved(self, graphs, model, changed):
         weight = model.model.layers[0].self_attn.q_proj.weight
 
         def move(cache):
             weight.data = weight.data * 2 if cache.use_graphs else weight.data
 
-        self.changed(model, move, 3)
+        changed(move, 3)
 
-    def test_a_hook(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_hook(self, graphs, model, changed):
         calls: list[int] = []
         norm = model.model.norm
 
@@ -222,11 +223,10 @@ class TestInvalidation:
             if cache.use_graphs:
                 norm.register_forward_hook(lambda *_: calls.append(1))
 
-        cache = self.changed(model, hook, 0)
+        cache = changed(hook, 0)
         assert cache.graph.why_eager == "a module has forward hooks" and len(calls) == 6
 
-    def test_a_forward_of_its_own(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_forward_of_its_own(self, graphs, model, changed):
         norm = model.model.norm
         forward = norm.forward
 
@@ -234,37 +234,33 @@ class TestInvalidation:
             if cache.use_graphs:
                 norm.forward = lambda states: forward(states) * 2
 
-        cache = self.changed(model, replace, 0)
+        cache = changed(replace, 0)
         assert "has a forward of its own" in cache.graph.why_eager
 
-    def test_another_model_of_the_same_masks(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_another_model_of_the_same_masks(self, graphs, model, model_pair, some_masks, assert_close):
         other = model_pair(some_masks(WIDTHS), seed=5).leank
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             run(model, each, [15, 1, 1, 1])
-        assert torch.allclose(step(other, cache), step(other, plain), atol=1e-4)
+        assert_close(model, step(other, cache), step(other, plain))
 
-    def test_inference_mode(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_inference_mode(self, graphs, model, assert_close):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             with torch.inference_mode():
                 run(model, each, [15, 1, 1, 1])
         for seed in range(3):
-            assert torch.allclose(step(model, cache, seed), step(model, plain, seed), atol=1e-4)
+            assert_close(model, step(model, cache, seed), step(model, plain, seed))
         assert cache.graph.num_replays == 4
 
-    def test_a_reset_cache_begins_again(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_reset_cache_begins_again(self, graphs, model, assert_close):
         cache, turns = model.build_cache(), [15, 1, 1, 1]
         first = run(model, cache, turns)
         cache.reset()
-        assert torch.allclose(run(model, cache, turns), first, atol=1e-4)
+        assert_close(model, run(model, cache, turns), first)
         assert cache.graph.num_captures == 2
 
-    def test_a_copied_cache_has_captured_nothing(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_copied_cache_has_captured_nothing(self, graphs, model):
         cache = model.build_cache()
         run(model, cache, [15, 1, 1, 1])
         other = copy.deepcopy(cache)
@@ -274,15 +270,13 @@ class TestInvalidation:
 
 
 class TestFailure:
-    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model_pair, some_masks, caplog):
+    def test_a_failed_capture_leaves_everything_as_it_was(self, graphs, model, caplog, assert_same):
         graphs.append(RuntimeError("operation not permitted"))
-        model = model_pair(some_masks(WIDTHS)).leank
         cache = assert_same(model, [15] + [1] * 20, 0, mask=padded(35))
         assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
         assert not graphs
 
-    def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model_pair, some_masks, monkeypatch):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model, monkeypatch, assert_same):
         norm = type(model.model.norm).forward
         monkeypatch.setattr(
             type(model.model.norm), "forward", lambda self, x: norm(self, x) if x.sum().item() else x
@@ -290,20 +284,18 @@ class TestFailure:
         cache = assert_same(model, [15] + [1] * 5, 0)
         assert "the host asked for a value" in cache.graph.why_eager
 
-    def test_a_capture_without_memory_is_tried_again(self, graphs, model_pair, some_masks):
+    def test_a_capture_without_memory_is_tried_again(self, graphs, model_pair, some_masks, assert_same):
         graphs.append(torch.OutOfMemoryError("no memory"))
         assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 4)
 
-    def test_a_capture_without_a_warm_up_that_fails_gets_one(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_a_capture_without_a_warm_up_that_fails_gets_one(self, graphs, model, assert_same):
         assert_same(model, [15] + [1] * 5, 4)
         graphs.append(RuntimeError("not initialised"))
         # The first step fails to be captured, the second is.
         cache = assert_same(model, [15] + [1] * 5, 4)
         assert cache.graph.why_eager is None and not graphs
 
-    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_an_interrupted_capture_leaves_the_cache_as_it_was(self, graphs, model, assert_close):
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
         for each in (cache, plain):
             run(model, each, [15, 1])
@@ -311,17 +303,16 @@ class TestFailure:
         with pytest.raises(KeyboardInterrupt):
             step(model, cache)
         assert cache.get_seq_length() == 16
-        assert torch.allclose(step(model, cache), step(model, plain), atol=1e-4)
+        assert_close(model, step(model, cache), step(model, plain))
 
-    def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model_pair, some_masks):
-        model = model_pair(some_masks(WIDTHS)).leank
+    def test_an_error_in_the_step_itself_is_the_callers(self, graphs, model):
         cache = model.build_cache()
         run(model, cache, [15, 1])
         with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
             model(torch.full((2, 1), 999), past_key_values=cache)
 
 
-def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks):
+def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks, assert_close):
     pair = model_pair(some_masks(WIDTHS))
     model = LeanKLlamaModel(pair.leank.config).eval()
     model.load_state_dict(pair.leank.model.state_dict())
@@ -329,12 +320,11 @@ def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks):
     with torch.no_grad():
         for count in (15, 1, 1, 1):
             ours, eager = (model(ids(2, count), past_key_values=cache).last_hidden_state for cache in caches)
-            assert torch.allclose(ours, eager, atol=1e-4)
+            assert_close(model, ours, eager)
     assert caches[0].graph.num_replays == 2
 
 
-def test_graphs_can_be_switched_off_and_on(graphs, model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_graphs_can_be_switched_off_and_on(graphs, model):
     cache = model.build_cache()
     run(model, cache, [15, 1, 1, 1])
     cache.use_graphs = False
@@ -345,15 +335,14 @@ def test_graphs_can_be_switched_off_and_on(graphs, model_pair, some_masks):
     assert cache.graph.num_replays == 3
 
 
-def test_plain_torch_is_not_captured(graphs, model_pair, some_masks, monkeypatch):
+def test_plain_torch_is_not_captured(graphs, model_pair, some_masks, monkeypatch, assert_same):
     monkeypatch.setattr(layer_leank, "find_kernels", lambda device, dtype, **shape: None)
     cache = assert_same(model_pair(some_masks(WIDTHS)).leank, [15] + [1] * 5, 0)
     assert cache.graph.why_eager == "plain torch serves a layer"
 
 
-def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model_pair, some_masks):
+def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model):
     """Not when the garbage collector comes: it holds gigabytes."""
-    model = model_pair(some_masks(WIDTHS)).leank
     cache = model.build_cache()
     run(model, cache, [15, 1, 1, 1])
     assert cache.graph.num_replays == 2
@@ -366,8 +355,7 @@ def test_a_cache_with_a_graph_is_freed_with_its_last_name(graphs, model_pair, so
         gc.enable()
 
 
-def test_a_model_and_a_graph_can_be_copied(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
+def test_a_model_and_a_graph_can_be_copied(model):
     model.graph_memory.keep((0, 0), "pool", lambda: None)
     assert copy.deepcopy(model).graph_memory.pool is not model.graph_memory.pool
     assert copy.deepcopy(DecodeGraph(False)).enabled is False

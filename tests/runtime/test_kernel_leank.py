@@ -1,5 +1,6 @@
 """The kernels on TileLang's CPU target, against the reference, and that the bodies for GPUs compile."""
 
+import functools
 import importlib
 import shutil
 from dataclasses import replace
@@ -13,12 +14,12 @@ tilelang = pytest.importorskip("tilelang")
 
 from runtime import decode_kernels_leank  # noqa: E402
 from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
-from runtime.kernel_attention_leank import generic_attention, hopper_attention  # noqa: E402
+from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 from runtime.selfcheck_leank import disagreement, make_case, run_case  # noqa: E402
 
-D, E, GROUPS, SINK, SLOTS = 64, 16, 2, 8, 88
+D, E, GROUPS, SINK, SLOTS = 64, 32, 2, 8, 88
 SHAPE = KernelShape(D, GROUPS, E, D // E + 1, "float32", num_stages=1)
 SCALE = 0.2
 # One token, a full sink, tile borders, a ring that is full, that has gone round, that wraps inside a tile.
@@ -99,19 +100,39 @@ def case_of(widths, rows, seed=0):
     )
 
 
+@functools.cache
+def torchs_error(scale):
+    """The error of dense SDPA in float32, over a row as long as the longest here."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 8, n, D, generator=generator) for n in (1, 500, 500))
+    ours, exact = (
+        torch.nn.functional.scaled_dot_product_attention(
+            *(tensor.to(dtype) for tensor in (query, key, value)), scale=scale
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
+    return float((ours - exact).abs().max())
+
+
+def check(actual, case, scale=SCALE, rows=slice(None)):
+    """Hold a kernel to the reference in float64: at most twice the error that torch makes in float32."""
+    error = float((actual - case.expected(scale, torch.float64))[rows].abs().max())
+    assert error <= 2 * torchs_error(scale), f"{error:.2e}, twice torch's is {2 * torchs_error(scale):.2e}"
+
+
 @pytest.mark.parametrize("num_programs", [1, 3, 64])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_append_and_attention_equal_the_reference(widths, num_programs, compiled):
     case = case_of(widths, ROWS)
     actual = run_case(CpuKernels(*compiled, num_programs), case, SCALE)
-    torch.testing.assert_close(actual, case.expected(SCALE), atol=2e-6, rtol=2e-5)
+    check(actual, case)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_row_alone_gives_what_it_gives_in_a_batch(row, compiled):
     case = case_of((0, 16, 40), [row])
     actual = run_case(CpuKernels(*compiled, 16), case, SCALE)
-    torch.testing.assert_close(actual, case.expected(SCALE), atol=2e-6, rtol=2e-5)
+    check(actual, case)
 
 
 def test_the_append_writes_the_new_token_and_nothing_else(compiled):
@@ -131,15 +152,14 @@ def test_the_append_writes_the_new_token_and_nothing_else(compiled):
 def test_a_row_without_tokens_gets_zeros_and_disturbs_no_other(compiled):
     case = case_of((0, 16, 40), [(70, 0), (0, 0), (500, 413), (0, 0)])
     actual = run_case(CpuKernels(*compiled, 5), case, SCALE)
-    expected = case.expected(SCALE)
     assert (actual[[1, 3]] == 0).all()
-    torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]], atol=2e-6, rtol=2e-5)
+    check(actual, case, rows=[0, 2])
 
 
 def test_a_huge_and_a_tiny_logit_do_not_overflow(compiled):
     case = case_of((0, 16, 40), [(300, 213)])
     actual = run_case(CpuKernels(*compiled, 7), case, 300.0)
-    torch.testing.assert_close(actual, case.expected(300.0), atol=1e-4, rtol=1e-3)
+    check(actual, case, 300.0)
 
 
 def test_rows_that_keep_channels_of_their_own(compiled):
@@ -159,8 +179,8 @@ def test_rows_that_keep_channels_of_their_own(compiled):
         for row in range(len(ROWS))
     ]
     actual = run_case(CpuKernels(*compiled, 16), case, SCALE)
-    expected = torch.cat([row.expected(SCALE) for row in rows])
-    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-5)
+    for row, alone in enumerate(rows):
+        check(actual[row : row + 1], alone)
 
 
 def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(compiled):
@@ -188,24 +208,13 @@ def test_the_plan_counts_every_row_by_itself():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
-    ("body", "arch", "instructions"),
-    [
-        (hopper_attention, "sm_90a", ("wgmma_ss", "tma_load")),
-        (generic_attention, "sm_80", ("mma", "cp_async")),
-    ],
+    ("generation", "instructions", "num_overlapping"),
+    [((9, 0), ("wgmma_ss", "tma_load"), 2), ((8, 0), ("mma", "cp_async"), 0)],
     ids=["Hopper", "Ampere"],
 )
-def test_the_gpu_bodies_compile_without_a_gpu(body, arch, instructions):
-    shape = KernelShape(128, 4, 32, 4, "bfloat16", num_stages=2)
-    options = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
-    kernel = tilelang.compile(body(shape), target={"kind": "cuda", "arch": arch}, pass_configs=options)
-    source = kernel.adapter.get_device_source()
-    assert all(instruction in source for instruction in instructions)
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
-@pytest.mark.parametrize("generation", [(9, 0), (8, 0)], ids=["Hopper", "Ampere"])
-def test_what_decoding_launches_compiles_for_every_generation(generation, monkeypatch):
+def test_what_decoding_launches_compiles_without_a_gpu(
+    generation, instructions, num_overlapping, monkeypatch
+):
     properties = SimpleNamespace(
         major=generation[0],
         minor=generation[1],
@@ -224,9 +233,12 @@ def test_what_decoding_launches_compiles_for_every_generation(generation, monkey
 
     monkeypatch.setattr(tilelang, "compile", compiled)
     DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4))
+    assert len(sources) == 3
+    (attention,) = (source for source in sources if "leank_attention" in source)
+    assert all(instruction in attention for instruction in instructions)
     # Launches overlap where the GPU has that.
     overlapping = [source for source in sources if "cudaGridDependencySynchronize" in source]
-    assert (len(sources), len(overlapping)) == (3, 2 if generation == (9, 0) else 0)
+    assert len(overlapping) == num_overlapping
 
 
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
