@@ -18,7 +18,7 @@ RANKS = [
     {"train", "methods", "export"},
     {"onnx"},
     {"verify", "inspection", "evaluate", "benchmark", "analyze", "warmup"},
-    {"cli", "reproduce"},
+    {"cli"},
     {"__main__"},
 ]
 NEVER_EACH_OTHER = [

@@ -16,9 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -28,8 +25,6 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
-from leank_convert.testbed import MODEL_DIR
-from leank_convert.testbed.tasks import VOCABULARY
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -241,32 +236,6 @@ def edit_json() -> Callable[..., None]:
     return edit
 
 
-@pytest.fixture(scope="session")
-def retriever_folder(
-    tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: PreTrainedTokenizerFast
-) -> Path:
-    """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
-    folder = tmp_path_factory.mktemp("models") / "retriever"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(VOCABULARY),
-        max_position_embeddings=512,
-    )
-    model = LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    testbed_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def short_recipe() -> Callable[..., Recipe]:
     """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
@@ -300,13 +269,6 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def unsplit_tokenizer() -> PreTrainedTokenizerFast:
     """The kind of tokenizer that knows no borders; not to be changed."""
     return unsplit()
-
-
-@pytest.fixture(scope="session")
-def testbed_tokenizer() -> PreTrainedTokenizerFast:
-    """The shipped model's, a token a word; not to be changed."""
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(MODEL_DIR)
-    return tokenizer
 
 
 @pytest.fixture

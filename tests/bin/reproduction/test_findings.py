@@ -7,17 +7,12 @@ from collections import defaultdict
 import pytest
 import torch
 
+from bin.reproduction.answers import Scores
+from bin.reproduction.findings import choose_entries, collect_findings, describe_difference, describe_seeds
+from bin.reproduction.plan import QUICK, Entry, Plan, Table, make_plan
 from leank_convert.evaluate.comparison import compare
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe_file import load_recipe
-from leank_convert.reproduce.findings import (
-    choose_entries,
-    collect_findings,
-    describe_difference,
-    describe_seeds,
-)
-from leank_convert.reproduce.measure import Scores
-from leank_convert.reproduce.plan import QUICK, Entry, Row, make_plan
 
 NUM_PROMPTS = 200
 CELLS = list(itertools.product(["retrieval", "multi_value", "variable_tracking"], QUICK.lengths))
@@ -55,12 +50,12 @@ _HALF[0] = True
 
 
 def _masks(plan):
-    return {run.name: dict.fromkeys(run.ratios, ChannelMask(_HALF)) for run in plan.runs}
+    return {name: dict.fromkeys(run.ratios, ChannelMask(_HALF)) for name, run in plan.runs.items()}
 
 
 def _collect(plan=PLAN, **shares):
     bench = _Bench({name.replace("_", "-"): share for name, share in shares.items()})
-    return collect_findings(plan, choose_entries(plan.rows(), bench), bench, _masks(plan), {})
+    return collect_findings(plan, choose_entries(plan, bench), bench, _masks(plan), {})
 
 
 def _answer(findings, claim):
@@ -108,24 +103,25 @@ def test_a_single_lambda_of_the_papers_range_proves_nothing_of_the_range():
 
 
 def test_shares_of_k_and_v_are_those_of_the_pruned_region():
-    point = _collect().curves["leank"][0.7]
+    point = _collect().tables["comparison"]["leank", 0.7]
     assert (point.removed, point.value_removed) == (0.5, 0.5)
-    think = _collect().curves["think"][0.7]
+    think = _collect().tables["comparison"]["think", 0.7]
     assert (think.removed, think.value_removed) == (0.625, 0.0)  # 5 of 8 channels: it rounds down
 
 
 def test_the_setting_that_is_best_on_validation_prompts_is_shown():
     first, second = Entry("a", 0.7, "one"), Entry("b", 0.7, "two")
-    row = Row("either", (first, second))
-    assert choose_entries([row], _Bench({"b": 0.9, "a": 0.8}))[row] == (second, {"one": 0.8, "two": 0.9})
-    assert choose_entries([row], _Bench({}))[row][0] == first
+    row = (first, second)
+    plan = Plan(QUICK, {}, {"either": Table("Either", {("either", 0.7): row})})
+    assert choose_entries(plan, _Bench({"b": 0.9, "a": 0.8}))[row] == (second, {"one": 0.8, "two": 0.9})
+    assert choose_entries(plan, _Bench({}))[row][0] == first
 
 
 def test_what_was_never_trained_on_is_judged_by_its_prompts_alone():
     both = "training on retrieval and multi_value suffices at 70%"
     unseen = f"{both} for variable_tracking, never trained on"
     bench = _ByTask({"tasks-retrieval-multi_value": ["variable_tracking"]})
-    findings = collect_findings(PLAN, choose_entries(PLAN.rows(), bench), bench, _masks(PLAN), {})
+    findings = collect_findings(PLAN, choose_entries(PLAN, bench), bench, _masks(PLAN), {})
     details = {verdict.claim: verdict for verdict in findings.verdicts}
     assert details[unseen].answer == details[both].answer == "no"
     assert "retrieval and multi_value: 0.0%" in details[unseen].detail

@@ -1,14 +1,19 @@
-"""The whole of it: masks, validation, test, report. Killed at any time, it goes on where it was."""
+"""The experiments: masks, validation, test, report. Killed at any time, they go on where they were."""
 
 from __future__ import annotations
 
 import platform
+import shutil
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from bin.reproduction.answers import Answers
+from bin.reproduction.findings import choose_entries, collect_findings
+from bin.reproduction.plan import Run, Sizes, make_plan
+from bin.reproduction.report import write_report
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.device import choose_device
@@ -16,13 +21,11 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import model_name, resolve_model
-from leank_convert.mask import all_channels_mask, package_versions
+from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, package_versions
+from leank_convert.methods import make_masks
 from leank_convert.recipe import Recipe
-from leank_convert.reproduce.findings import choose_entries, collect_findings
-from leank_convert.reproduce.masks import load_main_recipe, make_run
-from leank_convert.reproduce.measure import Bench
-from leank_convert.reproduce.plan import Sizes, make_plan
-from leank_convert.reproduce.report import write_report
+from leank_convert.recipe_file import load_recipe
+from leank_convert.train import TrainingDirectory
 
 # Apart from each other and from the seeds of training, which are small.
 VALIDATION_SEED, TEST_SEED = 2_000_000, 3_000_000
@@ -46,37 +49,63 @@ def reproduce(out: Path, sizes: Sizes, *, device: str | torch.device | None = No
     """
     chosen_device = choose_device(device)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    recipe = load_main_recipe(sizes)
+    recipe = load_recipe(sizes.recipe, sizes.overrides)
     plan = make_plan(sizes, recipe)
     console = Console(stderr=True)
     masks = {}
-    for place, run in enumerate(plan.runs, start=1):
-        console.print(f"mask {place} of {len(plan.runs)}: {run.name}", highlight=False)
-        masks[run.name] = make_run(run, sizes, out / "masks" / run.name, chosen_device)
+    for place, (name, run) in enumerate(plan.runs.items(), start=1):
+        console.print(f"mask {place} of {len(plan.runs)}: {name}", highlight=False)
+        masks[name] = _make_run(run, sizes, out / "masks" / name, chosen_device)
 
     evaluated = _load_dense(recipe, out / "checkpoint", chosen_device)
 
-    def bench(name: str, num_prompts: int, seed: int) -> Bench:
-        return Bench(
-            evaluated,
-            masks,
-            recipe.data,
-            lengths=sizes.lengths,
-            num_prompts=num_prompts,
-            seed=seed,
-            folder=out / name,
-            batch_size=sizes.batch_size,
+    def part(name: str, num_prompts: int, seed: int) -> Answers:
+        return Answers(
+            evaluated, masks, recipe.data, sizes, num_prompts=num_prompts, seed=seed, folder=out / name
         )
 
-    rows = plan.rows()
-    validation = bench("validation", sizes.num_validation, VALIDATION_SEED)
-    competing = [entry for row in rows if len(row.candidates) > 1 for entry in row.candidates]
-    validation.measure(competing, "choosing settings")
-    chosen = choose_entries(rows, validation)
-    test = bench("test", sizes.num_prompts, TEST_SEED)
-    test.measure([entry for entry, _ in chosen.values()], "testing")
+    validation = part("validation", sizes.num_validation, VALIDATION_SEED)
+    rows = [row for table in plan.tables.values() for row in table.rows.values()]
+    validation.ask([entry for row in rows if len(row) > 1 for entry in row], "choosing settings")
+    chosen = choose_entries(plan, validation)
+    test = part("test", sizes.num_prompts, TEST_SEED)
+    test.ask([entry for entry, _ in chosen.values()], "testing")
     findings = collect_findings(plan, chosen, test, masks, _describe_environment(recipe, chosen_device))
     return write_report(findings, out)
+
+
+def _make_run(run: Run, sizes: Sizes, folder: Path, device: torch.device) -> dict[float, ChannelMask]:
+    """Make a run's masks by pruning ratio, go on with making them, or read them.
+
+    Raises:
+        LeanKError: As `make_masks`; also if the folder holds masks of another recipe.
+    """
+    ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
+    # No trackers: a run's log says enough of it.
+    recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios, "trackers=[]"])
+    directory = TrainingDirectory(folder)
+    results = directory.results(recipe)
+    # Where a kill came between the two, nothing says what the mask was made by.
+    if all(result.mask.exists() and result.recipe.exists() for result in results.values()):
+        for result in results.values():
+            _check_recipe(result.recipe, recipe, folder)
+        return {ratio: load_mask(result.mask) for ratio, result in results.items()}
+    if not recipe.is_trained:
+        # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
+        shutil.rmtree(folder, ignore_errors=True)
+    resume = directory.folder.exists()
+    if resume:
+        _check_recipe(directory.recipe, recipe, folder)
+    made = make_masks(recipe, folder, resume=resume, device=device)
+    return {ratio: made[result.out] for ratio, result in results.items()}
+
+
+def _check_recipe(kept: Path, recipe: Recipe, folder: Path) -> None:
+    if kept.exists() and kept.read_text() != recipe.to_yaml():
+        raise LeanKError(
+            f"`{folder}` was made by another recipe (`{kept}`)",
+            hint="remove this folder, or name another output folder",
+        )
 
 
 def _load_dense(recipe: Recipe, folder: Path, device: torch.device) -> EvaluatedModel:
@@ -84,12 +113,12 @@ def _load_dense(recipe: Recipe, folder: Path, device: torch.device) -> Evaluated
     model = recipe.model.id
     if model is None:
         raise LeanKError("the recipe names no model", hint="add `model.id` to it")
+    windows = recipe.windows.model_dump()
     if not folder.exists():
         config = read_config(resolve_model(model))
-        windows = recipe.windows.model_dump()
         export_checkpoint(model, all_channels_mask(read_model_facts(config, origin=model)), folder, **windows)
     evaluated = load_evaluated(folder, device)
-    if recipe.windows.model_dump() != {key: evaluated.leank[key] for key in recipe.windows.model_dump()}:
+    if windows != {key: evaluated.leank[key] for key in windows}:
         raise LeanKError(f"`{folder}` has other window sizes than the recipe", hint="remove this folder")
     return evaluated
 

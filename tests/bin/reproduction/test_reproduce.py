@@ -1,6 +1,5 @@
 """The whole of it on a tiny model: every section is there, nothing is done twice, a kill costs little."""
 
-import csv
 import dataclasses
 import html
 import json
@@ -9,11 +8,12 @@ import shutil
 
 import pytest
 
+from bin.reproduction import answers as answers_module
+from bin.reproduction import experiment
+from bin.reproduction.experiment import reproduce
+from bin.reproduction.plan import Sizes, make_plan
 from leank_convert.errors import LeanKError
-from leank_convert.reproduce import masks as masks_module
-from leank_convert.reproduce.masks import load_main_recipe
-from leank_convert.reproduce.plan import Sizes, make_plan
-from leank_convert.reproduce.session import reproduce
+from leank_convert.recipe_file import load_recipe
 from leank_convert.train import results as results_module
 
 
@@ -66,36 +66,39 @@ def copied(done, tmp_path):
 
 
 def test_the_report_has_every_section_and_needs_nothing_beside_it(done, sizes):
-    plan = make_plan(sizes, load_main_recipe(sizes))
+    plan = make_plan(sizes, load_recipe(sizes.recipe, sizes.overrides))
     page, markdown = (done / "report.html").read_text(), (done / "report.md").read_text()
-    for table in plan.tables:
+    for table in plan.tables.values():
         assert html.escape(table.title) in page
         assert f"## {table.title}\n" in markdown
-        assert (done / f"{table.name}.png").stat().st_size > 1000
-    for curve in plan.curves:
-        assert f"<td>{curve.method}</td>" in page
+    for label, _ in plan.tables["comparison"].rows:
+        assert f"<td>{label}</td>" in page
+        assert f"\n| {label} | " in markdown
+    assert page.count("<svg ") == 2
     assert not re.search(r'(src|href)="(?!#)', page)
     assert "The paper&#x27;s (8B and 7B models on RULER" in page
 
 
-def test_the_numbers_hold_every_prompt_of_every_entry(done, sizes):
+def test_the_numbers_hold_every_entry_on_every_task_and_length(done, sizes):
     numbers = json.loads((done / "results.json").read_text())
+    plan = make_plan(sizes, load_recipe(sizes.recipe, sizes.overrides))
+    assert {name: len(rows) for name, rows in numbers["tables"].items()} == {
+        name: len(table.rows) for name, table in plan.tables.items()
+    }
     assert numbers["verdicts"]
-    assert {cell["task"] for cell in numbers["dense"]["cells"]} == {
-        "retrieval", "multi_value", "variable_tracking",
-    }  # fmt: skip
-    with (done / "results.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert all(float(line["n"]) == sizes.num_prompts for line in lines)
-    assert {line["length"] for line in lines} == {"200", "240"}
+    tasks = ("retrieval", "multi_value", "variable_tracking")
+    cells = [(task, length) for length in sizes.lengths for task in tasks]
+    for row in (numbers["dense"], *numbers["tables"]["comparison"]):
+        assert [(cell["task"], cell["length"]) for cell in row["cells"]] == cells
+        assert row["n"] == sizes.num_prompts * len(cells)
 
 
 def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, sizes, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("made again")
 
-    monkeypatch.setattr(masks_module, "make_masks", refuse)
-    monkeypatch.setattr("leank_convert.reproduce.measure.answer_prompts", refuse)
+    monkeypatch.setattr(experiment, "make_masks", refuse)
+    monkeypatch.setattr(answers_module, "answer_prompts", refuse)
     before = (copied / "results.json").read_text()
     (copied / "report.html").unlink()
     assert reproduce(copied, sizes, device="cpu") == copied / "report.html"
@@ -119,13 +122,13 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, mo
     (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
-    original = masks_module.make_masks
+    original = experiment.make_masks
 
     def note(recipe, folder, **options):
         made.append(folder.name)
         return original(recipe, folder, **options)
 
-    monkeypatch.setattr(masks_module, "make_masks", note)
+    monkeypatch.setattr(experiment, "make_masks", note)
     monkeypatch.setattr(results_module, "write_report", lambda *_: None)
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")

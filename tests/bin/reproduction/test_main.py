@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from bin.reproduction import experiment
+from bin.reproduction.__main__ import main
+from bin.reproduction.plan import ON_CPU, QUICK
 from leank_convert.errors import LeanKError
-from leank_convert.reproduce import session
-from leank_convert.reproduce.__main__ import main
-from leank_convert.reproduce.plan import ON_CPU, QUICK
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(monkeypatch):
                 raise failure
             return out / "report.html"
 
-        monkeypatch.setattr(session, "reproduce", note)
+        monkeypatch.setattr(experiment, "reproduce", note)
         return CliRunner().invoke(main, arguments), asked
 
     return call

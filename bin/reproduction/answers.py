@@ -1,4 +1,4 @@
-"""Scores of a plan's entries: all of them answer the same prompts, from one prefill a batch.
+"""Answers of a plan's entries: all of them answer the same prompts, from one prefill a batch.
 
 Every answer is written down when its batch is done, and asked for once. An entry's answers go by the digest
 of its mask: where a mask was made anew, it is measured anew.
@@ -7,51 +7,42 @@ of its mask: where a mask was made anew, it is measured anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from bin.reproduction.plan import Entry, Sizes
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.dynamic import THINK_WINDOWS, PerHeadBudget, ThinK
 from leank_convert.evaluate.held_out import held_out_prompts
-from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.subject import EvaluatedModel
 from leank_convert.evaluate.variants import Dense, Masked, Variant, in_checkpoint_order
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import DataSection
-from leank_convert.reproduce.plan import Entry
 
-DENSE = "dense"
+_DENSE = "dense"
 Masks = Mapping[str, Mapping[float, ChannelMask]]
+"""By run and pruning ratio."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """One entry's scores on the prompts of one part, in an order that all entries share.
+class Scores(NamedTuple):
+    """One entry's scores on the prompts of one part, in an order that all entries share."""
 
-    Attributes:
-        cells: Task and length of each prompt.
-        values: From 0 to 1, of each prompt.
-    """
-
-    cells: tuple[tuple[str, int], ...]
-    values: tuple[float, ...]
+    cells: tuple[tuple[str, int], ...]  # task and length of each prompt
+    values: tuple[float, ...]  # from 0 to 1, of each prompt
 
     @property
     def mean(self) -> float:
         """Over all prompts; every task and length has as many."""
         return sum(self.values) / len(self.values)
 
-    def where(
-        self, *, tasks: Collection[str] | None = None, lengths: Collection[int] | None = None
-    ) -> Scores:
+    def where(self, tasks: Collection[str] | None = None, lengths: Collection[int] | None = None) -> Scores:
         """The prompts of some tasks and lengths alone; None is all."""
         chosen = [
             (cell, value)
@@ -61,18 +52,17 @@ class Scores:
         return Scores(tuple(cell for cell, _ in chosen), tuple(value for _, value in chosen))
 
 
-class Bench:
+class Answers:
     """Prompts of one part, and who has answered them.
 
     Args:
         evaluated: The model, all of whose channels its own mask keeps.
-        masks: By run and ratio.
-        data: Tasks; lengths are the cells'.
-        lengths: Of the prompts, in tokens.
+        masks: Of all entries.
+        data: The tasks; lengths are `sizes.lengths`.
+        sizes: Names lengths and batch size.
         num_prompts: Of each task and length.
         seed: Of the prompts.
         folder: Where answers are kept.
-        batch_size: Prompts answered together.
     """
 
     def __init__(
@@ -80,22 +70,23 @@ class Bench:
         evaluated: EvaluatedModel,
         masks: Masks,
         data: DataSection,
+        sizes: Sizes,
         *,
-        lengths: Sequence[int],
         num_prompts: int,
         seed: int,
         folder: Path,
-        batch_size: int,
     ) -> None:
         self._evaluated = evaluated
         self._masks = masks
-        self._batch_size = batch_size
-        self._prompts = [
-            prompt
-            for length in lengths
-            for task in data.tasks
-            for prompt in _draw(evaluated.tokenizer, data, task, length, num_prompts, seed)
-        ]
+        self._batch_size = sizes.batch_size
+        self._prompts = []
+        for length in sizes.lengths:
+            for task in data.tasks:
+                # Independent of the other tasks and lengths, so that more of them change nothing.
+                cell = data.model_copy(update={"tasks": (task,), "min_length": length, "max_length": length})
+                self._prompts += held_out_prompts(
+                    evaluated.tokenizer, cell, num_samples=num_prompts, seed=seed + length
+                )
         self._log = AnswerLog(
             folder,
             {
@@ -106,14 +97,9 @@ class Bench:
             },
         )
 
-    def measure(self, entries: Iterable[Entry], label: str) -> None:
-        """Let the dense model and all entries answer what they have not answered yet.
-
-        Args:
-            entries: Who answers.
-            label: What the progress bar says.
-        """
-        variants = [Dense(self._evaluated.dense, DENSE), *map(self._variant, dict.fromkeys(entries))]
+    def ask(self, entries: Iterable[Entry], label: str) -> None:
+        """Let the dense model and all entries answer what they have not answered yet."""
+        variants = [Dense(self._evaluated.dense, _DENSE), *map(self._variant, dict.fromkeys(entries))]
         size = self._batch_size
         prompts = self._log.missing(self._prompts, [variant.name for variant in variants])
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
@@ -126,12 +112,15 @@ class Bench:
 
     def scores(self, entry: Entry | None) -> Scores:
         """What an entry was found to score; None is the dense model."""
-        name = DENSE if entry is None else self._label(entry)
+        name = _DENSE if entry is None else self._label(entry)
         cells = tuple((prompt.task, prompt.length) for prompt in self._prompts)
         return Scores(cells, tuple(self._log.outcome(p, [name]).scores[name] for p in self._prompts))
 
     def _label(self, entry: Entry) -> str:
-        return entry.name if entry.run is None else f"{entry.name} @ {digest(self._mask(entry))}"
+        if entry.run is None:
+            return entry.name
+        content = self._mask(entry).to(torch.uint8).cpu().numpy().tobytes()
+        return f"{entry.name} @ {hashlib.sha256(content).hexdigest()[:8]}"
 
     def _mask(self, entry: Entry) -> Tensor:
         assert entry.run is not None
@@ -145,16 +134,3 @@ class Bench:
         if entry.dynamic:
             return PerHeadBudget(mask.sum(-1), windows, name=self._label(entry))
         return Masked(self._label(entry), mask)
-
-
-def digest(channel_mask: Tensor) -> str:
-    """A short name of a mask's content."""
-    return hashlib.sha256(channel_mask.to(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:8]
-
-
-def _draw(
-    tokenizer: Any, data: DataSection, task: str, length: int, num_prompts: int, seed: int
-) -> list[Prompt]:
-    """Prompts of one cell, each as long as it may be; independent of the other cells."""
-    cell = data.model_copy(update={"tasks": (task,), "min_length": length, "max_length": length})
-    return held_out_prompts(tokenizer, cell, num_samples=num_prompts, seed=seed + length)

@@ -6,24 +6,17 @@ order, not in their size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SOURCE = "8B and 7B models on RULER"
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """A table of the paper.
+class PaperTable(NamedTuple):
+    """A table of the paper."""
 
-    Attributes:
-        origin: Where it stands, on which model and prompts.
-        claim: What it is taken to show.
-        rows: Labels, the removed share of K, and accuracy in percent.
-    """
-
-    origin: str
-    claim: str
-    rows: tuple[tuple[str, str, float], ...]
+    origin: str  # where it stands, on which model and prompts
+    claim: str  # what it is taken to show
+    rows: tuple[tuple[str, str, float], ...]  # labels, the removed share of K, and accuracy in percent
 
 
 _LLAMA_64K = "Llama-3.1-8B-Instruct, RULER at 64K"

@@ -1,4 +1,4 @@
-"""`python -m leank_convert.reproduce`: the paper's experiments on the shipped model, in one command."""
+"""`python -m bin.reproduction`: the paper's experiments on the shipped model, in one command."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def main(out: Path, device: str | None, quick: bool) -> None:
     OUT (default: out/reproduce) keeps masks and answers: run the same command again, and it goes on where it
     was.
     """
+    from bin.reproduction.experiment import reproduce
+    from bin.reproduction.plan import ON_CPU, ON_GPU, QUICK
     from leank_convert.device import choose_device
-    from leank_convert.reproduce.plan import ON_CPU, ON_GPU, QUICK
-    from leank_convert.reproduce.session import reproduce
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:

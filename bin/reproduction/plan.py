@@ -1,0 +1,247 @@
+"""Plan of the experiments: masks to make, ways to prune, tables to fill. Data alone; nothing runs here.
+
+A way to prune that has several settings (budget, windows) enters a table as the one of them that did best on
+validation prompts: no baseline is shown below its best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from leank_convert.recipe import Recipe
+
+MAIN = "leank"
+UNALIGNED = "leank (any width)"
+"""The curve that meets the baselines on their terms: few channels in whole multiples are few heads."""
+TASK_CHOICES: dict[str, tuple[str, ...]] = {
+    "retrieval alone": ("retrieval",),
+    "multi_value alone": ("multi_value",),
+    "retrieval and multi_value": ("retrieval", "multi_value"),
+}
+"""By label, the tasks of runs that train on fewer than the main setting does."""
+
+# Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
+# 30% would be cut from 19 to 16.
+_ANY_WIDTH = "width_multiple=1"
+_STAGE1_ALONE = "magnitude-alpha"
+_COMBINED = "duo-attention+leank"
+_HEAD_METHODS = ("high-frequency-ratio", "duo-attention", _COMBINED)
+_STATIC_METHODS = ("static-norm", "double-sparsity", "random")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done."""
+
+    recipe: str = "quickstart"  # name or file of the recipe that every run changes
+    overrides: tuple[str, ...] = ()  # changes to it that all runs share
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # pruning ratios of the comparison, ascending
+    main_ratio: float = 0.7  # the one that all tables show
+    hard_ratio: float = 0.9  # another, where differences are large
+    head_ratio: float = 0.5  # where methods that prune whole heads are compared with one another
+    combined_ratio: float = 0.8  # of LeanK on top of DuoAttention, compared with DuoAttention at `head_ratio`
+    num_seeds: int = 5  # runs of the main setting
+    l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
+    width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
+    short_length: int = 1024  # the longest context of the run that is then asked longer ones
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
+    num_prompts: int = 200  # test prompts of each task and length
+    num_validation: int = 48  # prompts of each task and length that settings are chosen on
+    batch_size: int = 300  # prompts answered together
+
+
+ON_GPU = Sizes()
+ON_CPU = Sizes(
+    num_seeds=2,
+    l1_weights=(0.0, 0.06, 1.0),
+    num_prompts=24,
+    num_validation=8,
+    batch_size=12,
+)
+QUICK = Sizes(
+    overrides=(
+        "stage1.steps=4", "stage2.steps=2", "heads.steps=4", "data.max_length=384", "calibration_prompts=2",
+    ),
+    ratios=(0.7, 0.9),
+    head_ratio=0.7,
+    combined_ratio=0.9,
+    num_seeds=2,
+    l1_weights=(0.06,),
+    width_multiples=(32,),
+    short_length=300,
+    lengths=(256, 384),
+    num_prompts=2,
+    num_validation=1,
+    batch_size=2,
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """One training, or one run of a method that trains nothing."""
+
+    overrides: tuple[str, ...]  # changes to the recipe, as `--set` takes them
+    ratios: tuple[float, ...]  # the pruning ratios whose masks it leaves
+
+
+class Entry(NamedTuple):
+    """One way to prune at one ratio."""
+
+    method: str  # its name in the comparison; of an ablation, its run's
+    ratio: float  # the pruning ratio that was asked for
+    setting: str = ""  # which of the method's settings; "" where there is one
+    run: str | None = None  # whose mask is taken, or whose widths; None: every head keeps as many channels
+    dynamic: bool = False  # whether ThinK's rule chooses channels for every prompt, in place of the mask
+    own_windows: bool = False  # whether ThinK's own window sizes replace the recipe's
+
+    @property
+    def name(self) -> str:
+        """The entry in one word, unlike all others'."""
+        return ", ".join(filter(None, (self.method, self.setting, f"{self.ratio:g}")))
+
+
+Rows = dict[tuple[str, float], tuple[Entry, ...]]
+"""By label and asked ratio; of several entries, the one that is best on validation prompts is shown."""
+
+
+class Table(NamedTuple):
+    """Rows that are compared with one another."""
+
+    title: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is made and measured.
+
+    Attributes:
+        sizes: How much of it.
+        runs: Masks, by the name of their folder, in the order they are made.
+        tables: By a name of one word; the first, `comparison`, has all methods at all ratios.
+    """
+
+    sizes: Sizes
+    runs: dict[str, Run]
+    tables: dict[str, Table]
+
+    def add_run(
+        self, name: str, *overrides: str, method: str = MAIN, ratios: Sequence[float] | None = None
+    ) -> str:
+        """Note masks that are needed, at the two shown ratios if no other are given; returns `name`."""
+        assert name not in self.runs, name
+        sizes = self.sizes
+        asked = (sizes.main_ratio, sizes.hard_ratio) if ratios is None else tuple(ratios)
+        self.runs[name] = Run((f"method={method}", *overrides), asked)
+        return name
+
+    def add_ablation(self, name: str, title: str, runs: Mapping[str, str]) -> None:
+        """Compare runs, given by their labels, at the two shown ratios."""
+        ratios = (self.sizes.main_ratio, self.sizes.hard_ratio)
+        rows: Rows = {}
+        for ratio in ratios:
+            rows |= {(label, ratio): (Entry(run, ratio, run=run),) for label, run in runs.items()}
+        self.tables[name] = Table(title, rows)
+
+
+def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
+    """Lay out all experiments.
+
+    Args:
+        sizes: How much is done.
+        recipe: The main setting.
+    """
+    plan = Plan(sizes, {MAIN: Run((), sizes.ratios)}, {})
+    plan.tables["comparison"] = Table("Pruning ratio against accuracy", _compare_methods(plan, recipe))
+    _add_ablations(plan, recipe)
+    return plan
+
+
+def _compare_methods(plan: Plan, recipe: Recipe) -> Rows:
+    """Every method at every ratio."""
+    rows: Rows = {}
+    ratios = plan.sizes.ratios
+    num_steps = recipe.stage1.steps + recipe.stage2.steps
+    plan.add_run(_STAGE1_ALONE, f"stage1.steps={num_steps}", method=_STAGE1_ALONE, ratios=ratios)
+    plan.add_run("multiple-1", _ANY_WIDTH, ratios=ratios)
+    for label, run in ((MAIN, MAIN), (UNALIGNED, "multiple-1"), (_STAGE1_ALONE, _STAGE1_ALONE)):
+        rows |= {(label, ratio): (Entry(run, ratio, run=run),) for ratio in ratios}
+    for method in _STATIC_METHODS:
+        for budget in ("uniform", "global"):
+            run, overrides = f"{method}-{budget}", (f"budget={budget}", _ANY_WIDTH)
+            plan.add_run(run, *overrides, method=method, ratios=ratios)
+            for ratio in ratios:
+                entry = Entry(method, ratio, f"{budget} budget", run)
+                rows[method, ratio] = (*rows.get((method, ratio), ()), entry)
+    for method in _HEAD_METHODS:
+        # The combined method removes this share of heads before it looks at channels.
+        above = [ratio for ratio in ratios if method != _COMBINED or ratio >= recipe.heads.pruning_ratio]
+        plan.add_run(method, method=method, ratios=above)
+        rows |= {(method, ratio): (Entry(method, ratio, run=method),) for ratio in above}
+    for method, widths in (("think", None), ("per-head-budget-dynamic", MAIN)):
+        for ratio in ratios:
+            settings = (("the recipe's windows", False), ("ThinK's windows", True))
+            rows[method, ratio] = tuple(
+                Entry(method, ratio, setting, widths, dynamic=True, own_windows=own)
+                for setting, own in settings
+            )
+    return rows
+
+
+def _add_ablations(plan: Plan, recipe: Recipe) -> None:
+    """LeanK's parts and settings, one changed at a time."""
+    sizes, compared = plan.sizes, plan.tables["comparison"].rows
+    uniform = plan.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH)
+    weights = {w: plan.add_run(f"lambda-{w:g}", f"stage1.l1_weight={w}") for w in sizes.l1_weights}
+    weights[recipe.stage1.l1_weight] = MAIN
+    multiples = {r: plan.add_run(f"multiple-{r}", f"width_multiple={r}") for r in sizes.width_multiples}
+    multiples |= {1: "multiple-1", recipe.width_multiple: MAIN}
+    tasks = {
+        label: plan.add_run(f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]")
+        for label, trained in TASK_CHOICES.items()
+    }
+    lengths = {sizes.short_length: plan.add_run("short", f"data.max_length={sizes.short_length}")}
+    lengths[recipe.data.max_length] = MAIN
+    others = range(recipe.seed + 1, recipe.seed + sizes.num_seeds)
+    seeds = {recipe.seed: MAIN} | {seed: plan.add_run(f"seed-{seed}", f"seed={seed}") for seed in others}
+
+    plan.add_ablation(
+        "stage2",
+        "With and without stage 2, at equal steps",
+        {"both stages": MAIN, "stage 1 alone": _STAGE1_ALONE},
+    )
+    budgets: Rows = {}
+    for ratio in (sizes.main_ratio, sizes.hard_ratio):
+        budgets["uniform budget, dynamic channels (ThinK)", ratio] = compared["think", ratio]
+        budgets["uniform budget, learned channels", ratio] = (Entry(uniform, ratio, run=uniform),)
+        budgets["learned budget, dynamic channels", ratio] = compared["per-head-budget-dynamic", ratio]
+        budgets["learned budget, learned channels (LeanK)", ratio] = compared[MAIN, ratio]
+    plan.tables["budget"] = Table("Budgets per head, and learned against dynamic channels", budgets)
+    plan.add_ablation(
+        "lambda",
+        "Lambda, the weight of the L1 penalty in stage 1",
+        {f"{weight:g}": run for weight, run in sorted(weights.items())},
+    )
+    plan.add_ablation(
+        "multiple",
+        "Width multiple, which a head's kept channels are a multiple of",
+        {f"{multiple}": run for multiple, run in sorted(multiples.items())},
+    )
+    plan.add_ablation("tasks", "Training tasks", tasks | {"all three": MAIN})
+    plan.add_ablation(
+        "length",
+        "Training lengths",
+        {f"contexts up to {length} tokens": run for length, run in lengths.items()},
+    )
+    plan.add_ablation("seeds", "Training seeds", {f"seed {seed}": run for seed, run in seeds.items()})
+    heads, both = sizes.head_ratio, sizes.combined_ratio
+    plan.tables["heads"] = Table(
+        "Whole heads, and channels of the rest",
+        {
+            ("high-frequency ratio", heads): compared["high-frequency-ratio", heads],
+            ("DuoAttention", heads): compared["duo-attention", heads],
+            ("DuoAttention + LeanK", both): compared[_COMBINED, both],
+            ("LeanK", both): compared[MAIN, both],
+        },
+    )

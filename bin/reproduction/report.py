@@ -1,0 +1,279 @@
+"""Report of the experiments: a page that opens offline, the same in Markdown, and all numbers as JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bin.reproduction.findings import Finding, Findings, Found, describe_difference, describe_seeds
+from bin.reproduction.paper import PAPER, SOURCE
+from bin.reproduction.plan import MAIN, UNALIGNED
+from leank_convert.files import write_atomically
+from leank_convert.report.figures import BLUE, GREEN, INK, ORANGE
+from leank_convert.report.page import Section, new_figure, render_page, render_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAGE_NAME, MARKDOWN_NAME, JSON_NAME = "report.html", "report.md", "results.json"
+_TITLE = "The LeanK paper's experiments on the shipped model"
+_STYLE = "<style>td { white-space: nowrap; } #verdicts td { white-space: normal; }</style>"
+# Readable on light and on dark ground; LeanK's own is the strongest.
+_LOOKS = {
+    "dense": (INK, "", "-"),
+    MAIN: (BLUE, "o", "-"),
+    UNALIGNED: (BLUE, "^", ":"),
+    "magnitude-alpha": (BLUE, "s", "--"),
+    "static-norm": (GREEN, "o", "-"),
+    "double-sparsity": (GREEN, "s", "--"),
+    "random": ("#9a9a9c", "x", ":"),
+    "think": (ORANGE, "o", "-"),
+    "per-head-budget-dynamic": (ORANGE, "s", "--"),
+    "high-frequency-ratio": ("#9b6bc4", "o", "-"),
+    "duo-attention": ("#9b6bc4", "s", "--"),
+    "duo-attention+leank": ("#c45b8a", "D", "-."),
+}
+
+
+class _Grid(NamedTuple):
+    """A table: what it is, the names of its columns, its cells as text."""
+
+    caption: str
+    header: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+
+class _Chapter(NamedTuple):
+    """A heading, text and tables below it, and perhaps a figure, which is on the page alone."""
+
+    name: str
+    heading: str
+    text: str
+    grids: Sequence[_Grid]
+    draw: Callable[[], Figure] | None = None
+    caption: str = ""
+
+
+def write_report(findings: Findings, out: Path) -> Path:
+    """Write all files of the report, each whole or not at all; returns the page."""
+    chapters, facts = _list_chapters(findings), _list_facts(findings)
+    page = render_page(_TITLE, facts, [_STYLE, *map(_to_html, chapters)])
+    write_atomically(out / PAGE_NAME, page.encode())
+    write_atomically(out / MARKDOWN_NAME, _to_markdown(facts, chapters).encode())
+    write_atomically(out / JSON_NAME, (json.dumps(findings.to_dict(), indent=1) + "\n").encode())
+    return out / PAGE_NAME
+
+
+def _list_facts(findings: Findings) -> list[tuple[str, str]]:
+    sizes = findings.plan.sizes
+    tasks = ", ".join(dict.fromkeys(task for task, _ in findings.dense.scores.cells))
+    lengths = ", ".join(f"{length:,}" for length in sizes.lengths)
+    return [
+        *findings.environment.items(),
+        ("prompts", f"{sizes.num_prompts} of each of {tasks} at {lengths} tokens"),
+        ("dense", f"{findings.dense.scores.mean:.2%} exact match"),
+        ("figures in brackets", "95% intervals of paired differences over the same prompts, in points"),
+    ]
+
+
+def _list_chapters(findings: Findings) -> list[_Chapter]:
+    compared = findings.tables["comparison"]
+    first = [
+        _Chapter(
+            "verdicts",
+            "What the figures say",
+            "Each answer is computed from paired differences. `not told apart`: the interval holds 0. Claims "
+            "that something is close, suffices, matters little or does are judged by the mean and a margin "
+            "of one point. Intervals are over prompts, not over the seed of training, which may matter more: "
+            f"{describe_seeds(findings)}.",
+            _verdict_grids(findings),
+        ),
+        _Chapter(
+            "comparison",
+            findings.plan.tables["comparison"].title,
+            "The share is K's alone: methods that drop whole heads drop as much of V, which the last table "
+            "adds up. Baselines are not held to a width multiple; LeanK is, and without it is a line of its "
+            "own. Of methods with several settings (budgets per head, window sizes) the one that is best on "
+            "prompts of a seed of their own is shown, chosen for each ratio. Where more factors end at 1 "
+            "than channels are kept, which of them are kept is left to their order.",
+            [
+                *_paper_grids("comparison"),
+                _score_grid(findings.dense, compared.values()),
+                _choice_grid(findings),
+            ],
+            lambda: _draw_curves(findings),
+            "Ours. At 0% stands the dense model. The share that is removed is the reached one.",
+        ),
+        _Chapter("by-length", "Accuracy by length", "", [], lambda: _draw_lengths(findings), "Ours."),
+    ]
+    ablations = [
+        _Chapter(
+            name,
+            findings.plan.tables[name].title,
+            "",
+            [*_paper_grids(name), _score_grid(findings.dense, found.values())],
+        )
+        for name, found in findings.tables.items()
+        if name != "comparison"
+    ]
+    saved = _Chapter(
+        "saved",
+        "What is saved of K and V",
+        "Shares of the pruned region, of which a long context is nearly all. A head that keeps no channel of "
+        "K keeps no V.",
+        [*_paper_grids("saved"), _saved_grid(findings)],
+    )
+    return [*first, *ablations, saved]
+
+
+def _paper_grids(name: str) -> list[_Grid]:
+    if name not in PAPER:
+        return []
+    table = PAPER[name]
+    caption = f"The paper's ({SOURCE}; {table.origin}): {table.claim}"
+    rows = [(label, ratio, f"{accuracy:g}") for label, ratio, accuracy in table.rows]
+    return [_Grid(caption, ("the paper's", "K removed", "accuracy (%)"), rows)]
+
+
+def _verdict_grids(findings: Findings) -> list[_Grid]:
+    by_topic: dict[str, list[tuple[str, str, str]]] = {}
+    for claim, answer, detail, topic in findings.verdicts:
+        by_topic.setdefault(topic, []).append((claim, answer, detail))
+    return [_Grid(topic, ("claim", "ours", "figures"), rows) for topic, rows in by_topic.items()]
+
+
+def _score_grid(dense: Finding, found: Iterable[Finding]) -> _Grid:
+    tasks = list(dict.fromkeys(task for task, _ in dense.scores.cells))
+    lengths = list(dict.fromkeys(length for _, length in dense.scores.cells))
+    shares = ("asked", "K removed", "V removed", "exact match (%)", "against dense", "factors at 1, of kept")
+    lines = []
+    for finding in (dense, *found):
+        scores = [finding.scores.where(tasks=[task]).mean for task in tasks]
+        scores += [finding.scores.where(lengths=[length]).mean for length in lengths]
+        lines.append(
+            (
+                finding.label,
+                "" if finding.entry is None else f"{finding.entry.ratio:.0%}",
+                f"{finding.removed:.1%}",
+                f"{finding.value_removed:.1%}",
+                f"{100 * finding.scores.mean:.2f}",
+                "" if finding.entry is None else describe_difference(finding.against_dense),
+                "" if finding.tied is None else "{} of {}".format(*finding.tied),
+                *(f"{100 * score:.1f}" for score in scores),
+            )
+        )
+    return _Grid("Ours", ("", *shares, *tasks, *map(str, lengths)), lines)
+
+
+def _choice_grid(findings: Findings) -> _Grid:
+    cells = [
+        (
+            finding.label,
+            f"{finding.entry.ratio:.0%}",
+            finding.entry.setting,
+            ", ".join(f"{setting}: {100 * mean:.1f}" for setting, mean in finding.validation.items()),
+        )
+        for finding in findings.tables["comparison"].values()
+        if finding.validation and finding.entry is not None
+    ]
+    num_prompts = findings.plan.sizes.num_validation
+    caption = f"Settings, chosen on {num_prompts} other prompts of each task and length"
+    return _Grid(caption, ("", "asked", "best", "exact match (%)"), cells)
+
+
+def _saved_grid(findings: Findings) -> _Grid:
+    rows = [
+        (
+            finding.entry.name,
+            f"{finding.removed:.1%}",
+            f"{finding.value_removed:.1%}",
+            f"{(finding.removed + finding.value_removed) / 2:.1%}",
+            describe_difference(finding.against_dense),
+        )
+        for finding in findings.all_findings()
+        if finding.entry is not None and not finding.entry.dynamic
+    ]
+    return _Grid("Ours", ("mask", "K", "V", "K and V", "against dense"), rows)
+
+
+def _draw_curves(findings: Findings) -> Figure:
+    """Score over the removed share of K, a line a method; at the right, its upper end."""
+    figure = new_figure(4.6)
+    whole, top = figure.subplots(1, 2, width_ratios=[1.15, 1])
+    dense = 100 * findings.dense.scores.mean
+    for axes in (whole, top):
+        axes.axhline(dense, color=INK, linewidth=1, linestyle=":", label="dense")
+        for method, curve in _by_label(findings.tables["comparison"]).items():
+            points = sorted((100 * finding.removed, 100 * finding.scores.mean) for finding in curve.values())
+            shares, scores = zip((0, dense), *points, strict=True)
+            _draw_line(axes, method, shares, scores)
+        axes.set(xlabel="K channels removed (%)", xlim=(-2, 101))
+    whole.set(ylabel="exact match (%)", ylim=(-2, 102), title="All methods")
+    least = 100 * min(findings.plan.sizes.ratios)
+    top.set(xlim=(least - 3, 101), ylim=(dense - 25.5, dense + 0.75), title="The same, near the dense model")
+    top.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    return figure
+
+
+def _draw_lengths(findings: Findings) -> Figure:
+    """Score over the prompts' length, a line a method, a panel for each of the two shown ratios."""
+    figure = new_figure(3.6)
+    sizes = findings.plan.sizes
+    panels = figure.subplots(1, 2)
+    for axes, ratio in zip(panels, (sizes.main_ratio, sizes.hard_ratio), strict=True):
+        shown = {"dense": findings.dense}
+        for name, curve in _by_label(findings.tables["comparison"]).items():
+            shown |= {name: curve[ratio]} if ratio in curve else {}
+        for name, finding in shown.items():
+            scores = [100 * finding.scores.where(lengths=[length]).mean for length in sizes.lengths]
+            _draw_line(axes, name, sizes.lengths, scores)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes.lengths, [str(length) for length in sizes.lengths])
+        axes.set_xticks([], minor=True)
+        axes.set(xlabel="tokens of the prompt", ylabel="exact match (%)", ylim=(-2, 102))
+        axes.set_title(f"{ratio:.0%} of K asked for")
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    return figure
+
+
+def _draw_line(axes: Axes, name: str, places: Sequence[float], scores: Sequence[float]) -> None:
+    colour, marker, line = _LOOKS[name]
+    width = 2 if name == MAIN else 1.2
+    axes.plot(
+        places, scores, color=colour, marker=marker, linestyle=line, label=name, markersize=4, linewidth=width
+    )
+    axes.grid(axis="y")
+
+
+def _by_label(found: Found) -> dict[str, dict[float, Finding]]:
+    curves: dict[str, dict[float, Finding]] = {}
+    for (label, ratio), finding in found.items():
+        curves.setdefault(label, {})[ratio] = finding
+    return curves
+
+
+def _to_html(chapter: _Chapter) -> str:
+    body = f"<p>{html.escape(chapter.text)}</p>\n" if chapter.text else ""
+    for grid in chapter.grids:
+        body += render_table(*grid) if grid.cells else f"<p><b>{html.escape(grid.caption)}</b></p>\n"
+    if chapter.draw is None:
+        heading = html.escape(chapter.heading)
+        return f'<h2>{heading}</h2>\n<div id="{chapter.name}">\n{body}</div>'
+    return Section(chapter.heading, chapter.name, chapter.draw, chapter.caption).to_html() + body
+
+
+def _to_markdown(facts: Sequence[tuple[str, str]], chapters: Sequence[_Chapter]) -> str:
+    parts = [f"# {_TITLE}", "\n".join(f"- {name}: {text}" for name, text in facts)]
+    for chapter in chapters:
+        if not chapter.grids:
+            continue
+        parts += [f"## {chapter.heading}", *filter(None, [chapter.text])]
+        for grid in chapter.grids:
+            lines = [grid.header, ["---"] * len(grid.header), *grid.cells] if grid.cells else []
+            parts += [f"**{grid.caption}**"]
+            parts += ["\n".join(f"| {' | '.join(cells)} |" for cells in lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
