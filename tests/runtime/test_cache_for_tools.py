@@ -1,11 +1,15 @@
-"""What tools do with a cache: fork a prefill, fill and decode one layer without a model."""
+"""What tools do with caches: join prompts that ran one at a time, fork a prefill, drive one layer alone."""
 
 from __future__ import annotations
+
+import copy
+import weakref
 
 import pytest
 import torch
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
+LENGTHS = [20, 33, 5]
 
 
 @pytest.fixture
@@ -13,13 +17,184 @@ def model(model_pair, some_masks):
     return model_pair(some_masks(WIDTHS)).leank
 
 
-def ids(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(seed))
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def prefilled(model, lengths=LENGTHS, **kwargs):
+    with torch.no_grad():
+        return [
+            model(ids(1, length, seed), past_key_values=model.build_cache(**kwargs)).past_key_values
+            for seed, length in enumerate(lengths)
+        ]
+
+
+def decode(model, cache, positions, steps=30, mask=None):
+    logits = []
+    with torch.no_grad():
+        for step in range(steps):
+            tokens = ids(positions.shape[0], 1, 100 + step)
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            output = model(tokens, attention_mask=mask, position_ids=positions + step, past_key_values=cache)
+            logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def test_rows_decode_together_as_they_do_alone(model, assert_close):
+    caches = prefilled(model)
+    alone = []
+    for row, cache in enumerate(copy.deepcopy(caches)):
+        with torch.no_grad():
+            alone.append(
+                torch.cat(
+                    [
+                        model(
+                            ids(3, 1, 100 + step)[row : row + 1],
+                            position_ids=torch.tensor([[LENGTHS[row] + step]]),
+                            past_key_values=cache,
+                        ).logits
+                        for step in range(30)
+                    ],
+                    1,
+                )
+            )
+    joined = type(caches[0]).concatenate(caches, num_reserved=63)
+    assert joined.rows.lengths.tolist() == LENGTHS and joined.get_seq_length() == 33
+    assert all(layer.store.capacity == 64 for layer in joined.layers)
+    positions = torch.tensor(LENGTHS)[:, None]
+    assert_close(model, decode(model, joined, positions), torch.cat(alone))
+    assert all(cache.get_seq_length() == 0 and cache.memory().total.allocated == 0 for cache in caches)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model, assert_close):
+    mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
+    batch = torch.zeros(3, 33, dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        batch[row, -length:] = ids(1, length, row)[0]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(batch, attention_mask=mask, position_ids=positions).past_key_values
+    joined = type(padded).concatenate(prefilled(model))
+    next_position = torch.tensor(LENGTHS)[:, None]
+    given = mask if with_mask else None
+    ours = decode(model, joined, next_position, 10, given)
+    assert_close(model, ours, decode(model, padded, next_position, 10, given))
+    padded.crop(-3)
+    joined.crop(-3)
+    assert joined.rows.lengths.tolist() == padded.rows.lengths.tolist()
+
+
+def test_generate_goes_on_from_a_joined_cache(model):
+    settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    prompts = [ids(1, length, seed) for seed, length in enumerate(LENGTHS)]
+    with torch.no_grad():
+        caches = [model(prompt[:, :-1]).past_key_values for prompt in prompts]
+    batch = torch.zeros(3, 33, dtype=torch.long)
+    mask = torch.zeros_like(batch)
+    for row, prompt in enumerate(prompts):
+        batch[row, -prompt.shape[1] :], mask[row, -prompt.shape[1] :] = prompt[0], 1
+    joined = type(caches[0]).concatenate(caches)
+    ours = model.generate(batch, attention_mask=mask, past_key_values=joined, **settings)
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
+            cache = model(prompt[:, :-1]).past_key_values
+        alone = model.generate(prompt, past_key_values=cache, **settings)
+        assert ours[row, 33:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+def test_rows_of_several_batches_and_own_masks(model_pair, some_masks, assert_close):
+    model = model_pair(some_masks(WIDTHS), prune="deferred").leank
+    own = [some_masks([[3, 16, 0], [8, 0, 8]], seed=seed) for seed in (3, 4)]
+    caches, expected = [], model.build_cache()
+    for mask in own:
+        cache = model.build_cache()
+        for index, layer in enumerate(cache.layers):
+            layer.set_channel_mask(mask[index])
+        caches.append(cache)
+    for index, layer in enumerate(expected.layers):
+        layer.set_channel_mask(torch.stack([own[0][index], own[1][index], own[1][index]]))
+    tokens, next_tokens = ids(3, 30), ids(3, 1, 9)
+    with torch.no_grad():
+        for cache, rows in ((caches[0], [0]), (caches[1], [1, 2]), (expected, [0, 1, 2])):
+            model(tokens[rows], past_key_values=cache)
+            model(next_tokens[rows], past_key_values=cache)
+    joined = type(expected).concatenate(caches)
+    positions = torch.full((3, 1), 31)
+    assert_close(model, decode(model, joined, positions, 5), decode(model, expected, positions, 5))
+
+
+def test_layers_are_joined_one_by_one(model, monkeypatch):
+    """When a layer is joined, the inputs' earlier layers are gone."""
+    caches = prefilled(model)
+    stores = [[weakref.ref(layer.store) for layer in cache.layers] for cache in caches]
+    layer_type = type(caches[0].layers[0])
+    join = layer_type.concatenate.__func__
+    seen = []
+
+    def watched(cls, layers, rows):
+        seen.append([store[0]() is None for store in stores])
+        return join(cls, layers, rows)
+
+    monkeypatch.setattr(layer_type, "concatenate", classmethod(watched))
+    type(caches[0]).concatenate(caches)
+    assert seen == [[False] * 3, [True] * 3]
+
+
+def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, some_masks):
+    first, second, _ = prefilled(model)
+    join = type(first).concatenate
+    other = prefilled(model_pair(some_masks(WIDTHS, seed=1)).leank)[0]
+    wider = prefilled(model_pair(some_masks(WIDTHS), recent=9).leank)[0]
+    double = prefilled(copy.deepcopy(model).double())[0]
+    (pending,) = prefilled(model, [20], prune="deferred")
+    for caches, message in (
+        ([], "there is no cache"),
+        ([first, second, first], "given twice"),
+        ([first, model.build_cache()], "cache 1 is empty"),
+        ([first, second, pending], "cache 2 holds input that is not pruned yet, cache 0 is"),
+        ([pending, first], "cache 1 is pruned, cache 0 is not"),
+        ([first, other], "cache 1 is of a model that keeps other channels"),
+        ([first, wider], r"cache 1 has window sizes \(3, 9, 4\), cache 0 has \(3, 6, 4\)"),
+        ([first, double], r"cache 1 has dtypes .*float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            join(caches)
+    assert (first.get_seq_length(), second.get_seq_length(), pending.get_seq_length()) == (20, 33, 20)
+    assert join([first]).rows.lengths.tolist() == [20]
+
+
+def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, assert_close):
+    """What is deferred stays so: the joined cache is that of a batch prefilled with padding on the left."""
+    model = model_pair(some_masks(WIDTHS), prune="deferred").leank
+    mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
+    batch = torch.zeros(3, 33, dtype=torch.long)
+    for row, length in enumerate(LENGTHS):
+        batch[row, -length:] = ids(1, length, row)[0]
+    with torch.no_grad():
+        padded = model(
+            batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).past_key_values
+    caches = prefilled(model)
+    joined = type(padded).concatenate(caches)
+    assert all(cache.get_seq_length() == 0 and cache.layers[0].pending is None for cache in caches)
+    assert joined.rows.is_pending and joined.get_seq_length() == 33
+    assert joined.rows.padding.tolist() == mask.bool().tolist()
+    for ours, theirs in zip(joined.layers, padded.layers, strict=True):
+        for states, expected in zip(ours.pending, theirs.pending, strict=True):
+            padding = mask[:, None, :, None] == 0
+            assert not states.masked_select(padding).any()
+            assert_close(model, states, expected.masked_fill(padding, 0))
+    positions = torch.tensor(LENGTHS)[:, None]
+    ours = decode(model, joined, positions, 10)
+    assert joined.rows.lengths.tolist() == [length + 10 for length in LENGTHS]
+    assert_close(model, ours, decode(model, padded, positions, 10))
 
 
 def decoded(model, cache, steps=12):
     with torch.no_grad():
-        return torch.cat([model(ids(1, step), past_key_values=cache).logits for step in range(steps)])
+        return torch.cat([model(ids(1, 1, step), past_key_values=cache).logits for step in range(steps)])
 
 
 def states(tokens: int, heads: int, seed: int) -> torch.Tensor:
@@ -30,14 +205,14 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
     cache = model.build_cache("deferred")
     other = model_pair(some_masks(WIDTHS), sink=1, recent=4, flush=2).leank
     with torch.no_grad():
-        model(ids(30), past_key_values=cache)
+        model(ids(1, 30), past_key_values=cache)
     forks = [cache.fork(), cache.fork(sink_size=1, recent_size=4, flush_size=2)]
     for fork in forks:
         for ours, theirs in zip(fork.layers, cache.layers, strict=True):
             assert all(a is b for a, b in zip(ours.pending, theirs.pending, strict=True))
     for fork, alone in zip(forks, (model, other), strict=True):
         with torch.no_grad():
-            expected = alone(ids(30)).past_key_values
+            expected = alone(ids(1, 30)).past_key_values
         assert torch.equal(decoded(model, fork), decoded(alone, expected))
     assert cache.rows.is_pending and (cache.rows.sink_size, cache.get_seq_length()) == (3, 30)
 
@@ -45,7 +220,7 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
 def test_a_fork_has_masks_of_its_own(model, some_masks):
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(30), past_key_values=cache)
+        model(ids(1, 30), past_key_values=cache)
     fork = cache.fork()
     for layer, mask in zip(fork.layers, some_masks([[16, 16, 16]] * 2), strict=True):
         layer.set_channel_mask(mask)
@@ -55,7 +230,7 @@ def test_a_fork_has_masks_of_its_own(model, some_masks):
 def test_forks_are_refused_where_they_make_no_sense(model):
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(30), past_key_values=cache)
+        model(ids(1, 30), past_key_values=cache)
     for sizes, message in (
         ({"flush_size": 0}, "`flush_size` is 0, not an integer of at least 1"),
         ({"recent_size": -1}, "`recent_size` is -1"),

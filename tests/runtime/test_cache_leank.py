@@ -86,11 +86,11 @@ def test_beyond_4096_tokens_allocated_bytes_are_within_an_eighth_of_used(model_p
 
 
 def test_short_rows_take_the_room_of_the_longest(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4, 8]]), sink=128, recent=1024, flush=32, max_position_embeddings=8192)
-    mask = torch.ones(4, 4200, dtype=torch.long)
-    equal = feed(pair.leank, ids(4, 4200)).past_key_values.memory().total
-    mask[1:, :-64] = 0
-    ragged = feed(pair.leank, ids(4, 4200), attention_mask=mask).past_key_values.memory().total
+    pair = model_pair(some_masks([[0, 4, 8]]), sink=32, recent=256, flush=8)
+    mask = torch.ones(4, 1050, dtype=torch.long)
+    equal = feed(pair.leank, ids(4, 1050)).past_key_values.memory().total
+    mask[1:, :-16] = 0
+    ragged = feed(pair.leank, ids(4, 1050), attention_mask=mask).past_key_values.memory().total
     assert equal.allocated <= equal.used * 9 / 8
     assert ragged.allocated == equal.allocated
     assert 3.5 < ragged.allocated / ragged.used < 4.5

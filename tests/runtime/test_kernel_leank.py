@@ -1,19 +1,14 @@
-"""The kernels on TileLang's CPU target, against the reference, and that the bodies for GPUs compile."""
+"""The kernels on TileLang's CPU target, against the reference."""
 
 import functools
-import importlib
-import shutil
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 tilelang = pytest.importorskip("tilelang")
 
-from runtime import decode_kernels_leank  # noqa: E402
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
+from runtime.decode_kernels_leank import KernelKey, plan_tiles  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
@@ -190,95 +185,3 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(com
         assert disagreement(kernels) < 1e-5
     kernels.compiled = (*compiled[:1], lambda *args: None, compiled[2])
     assert not disagreement(kernels) < 1e-2
-
-
-def test_the_plan_counts_every_row_by_itself():
-    lengths, pruned = (torch.tensor(column, dtype=torch.int32) for column in zip(*ROWS, strict=True))
-    plan = plan_tiles(lengths, pruned, SINK, SLOTS)
-    assert plan.dtype == torch.int32 and plan[0].tolist() == [0, 0]
-    for row, (length, pruned_length) in enumerate(ROWS):
-        recent = list(range(SINK + pruned_length, length))
-        slots = [(token - SINK) % (SLOTS - SINK) for token in recent]
-        runs = [min(length, SINK), len(recent), 0]
-        if slots and slots[-1] < slots[0]:
-            runs[1:] = [slots.index(0), len(slots) - slots.index(0)]
-        expected = [-(-pruned_length // 64), sum(-(-run // 64) for run in runs)]
-        assert (plan[row + 1] - plan[row]).tolist() == expected
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
-@pytest.mark.parametrize(
-    ("generation", "instructions", "num_overlapping"),
-    [((9, 0), ("wgmma_ss", "tma_load"), 2), ((8, 0), ("mma", "cp_async"), 0)],
-    ids=["Hopper", "Ampere"],
-)
-def test_what_decoding_launches_compiles_without_a_gpu(
-    generation, instructions, num_overlapping, monkeypatch
-):
-    properties = SimpleNamespace(
-        major=generation[0],
-        minor=generation[1],
-        multi_processor_count=4,
-        shared_memory_per_multiprocessor=167936,
-        shared_memory_per_block_optin=166912,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(decode_kernels_leank, "_kernels", [])
-    compile_, sources = tilelang.compile, []
-
-    def compiled(function, **options):
-        kernel = compile_(function, **options)
-        sources.append(kernel.adapter.get_device_source())
-        return kernel
-
-    monkeypatch.setattr(tilelang, "compile", compiled)
-    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4))
-    assert len(sources) == 3
-    (attention,) = (source for source in sources if "leank_attention" in source)
-    assert all(instruction in attention for instruction in instructions)
-    # Launches overlap where the GPU has that.
-    overlapping = [source for source in sources if "cudaGridDependencySynchronize" in source]
-    assert len(overlapping) == num_overlapping
-
-
-def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
-    name = "decode_kernels_leank"
-    for copy in ("first_copy", "second_copy"):
-        shutil.copytree(Path(decode_kernels_leank.__file__).parent, tmp_path / copy)
-    monkeypatch.syspath_prepend(tmp_path)
-    query = torch.ones(1, 2, 1, 64)
-    rest = [torch.empty(0)] * 9
-    modules = [importlib.import_module(f"{copy}.{name}") for copy in ("first_copy", "second_copy")]
-    for number, module in enumerate(modules):
-        kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
-        module._kernels.append(kernels)
-    assert [int(module._attend(0, query, *rest, 0, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
-
-
-def test_the_operators_have_true_schemas_and_shapes_without_data():
-    kernels = SimpleNamespace(
-        _launch_attend=lambda query, *_: query * 2,
-        _launch_append=lambda keys, values, store, *_: store.kept_keys.add_(1),
-    )
-    decode_kernels_leank._kernels.append(kernels)
-    handle = len(decode_kernels_leank._kernels) - 1
-    tensors = [torch.zeros(2, 3) for _ in range(9)]
-    checks = ("test_schema", "test_faketensor")
-    query = torch.zeros(2, 4, 1, 64)
-    torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 4, 0.1), test_utils=checks)
-    append = (handle, *tensors, None, 4)
-    torch.library.opcheck(decode_kernels_leank._append, append, test_utils=checks)
-
-
-@pytest.mark.parametrize(
-    ("device", "per_sm", "per_block"),
-    [("H200", 233472, 232448), ("A100", 167936, 166912), ("L40S", 102400, 101376)],
-)
-def test_buffers_fit_in_shared_memory(device, per_sm, per_block):
-    for head_dim, chunk_size, max_chunks in ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9)):
-        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks)
-        shape, instances = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
-        stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
-        assert shape.num_stages >= 2
-        assert shape.num_stages * stage <= per_block
-        assert instances * (shape.num_stages * stage + 1024) <= per_sm
