@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.errors import LeanKError, RecipeError
 from leank_convert.recipe import ONE, SEVERAL, Recipe
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
+
+RUN_RECIPE_NAME = "recipe.yaml"  # what a training run was made by, in its folder
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,31 @@ def find_recipe(model: str) -> str:
             hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
         )
     return min(names, key=len)
+
+
+def choose_recipe(
+    name: str | Path | None, run: Path, model: str | None, overrides: Sequence[str] = ()
+) -> Recipe:
+    """Load the recipe of a name, else that of the training run in a folder, else the packaged one of a model.
+
+    Args:
+        name: Packaged recipe or YAML file.
+        run: A folder that may hold a training run, such as a checkpoint that `train` left.
+        model: Hub id, or `testbed`; None if it is not known.
+        overrides: As `load_recipe` takes them.
+
+    Raises:
+        LeanKError: If there is none, or it cannot be read.
+    """
+    trained = run / TRAINING_FOLDER / RUN_RECIPE_NAME
+    if name is None and trained.exists():
+        name = trained
+    if name is None and model is None:
+        raise LeanKError(
+            f"`{run}` does not say what model it was made for, so it has no recipe",
+            hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
+        )
+    return load_recipe(name if name is not None else find_recipe(str(model)), overrides)
 
 
 def _packaged_files() -> Iterator[Traversable]:

@@ -19,10 +19,9 @@ from torch import Tensor
 from bin.reproduction.plan import Entry, Sizes
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
-from leank_convert.evaluate.dynamic import THINK_WINDOWS, PerHeadBudget, ThinK
-from leank_convert.evaluate.held_out import held_out_prompts
-from leank_convert.evaluate.subject import EvaluatedModel
-from leank_convert.evaluate.variants import Dense, Masked, Variant, in_checkpoint_order
+from leank_convert.evaluate.models import EvaluatedModel
+from leank_convert.evaluate.prompt import held_out_prompts
+from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant, in_checkpoint_order
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import DataSection
 
@@ -99,7 +98,10 @@ class Answers:
 
     def ask(self, entries: Iterable[Entry], label: str) -> None:
         """Let the dense model and all entries answer what they have not answered yet."""
-        variants = [Dense(self._evaluated.dense, _DENSE), *map(self._variant, dict.fromkeys(entries))]
+        variants: list[Variant] = [
+            Dense(self._evaluated.dense, _DENSE),
+            *map(self._variant, dict.fromkeys(entries)),
+        ]
         size = self._batch_size
         prompts = self._log.missing(self._prompts, [variant.name for variant in variants])
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
@@ -132,5 +134,5 @@ class Answers:
             return ThinK(entry.ratio, windows, name=self._label(entry))
         mask = in_checkpoint_order(self._mask(entry), self._evaluated.leank["head_permutation"])
         if entry.dynamic:
-            return PerHeadBudget(mask.sum(-1), windows, name=self._label(entry))
+            return ThinK(mask.sum(-1), windows, name=self._label(entry))
         return Masked(self._label(entry), mask)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from bin.reproduction.answers import Answers, Masks, Scores
 from bin.reproduction.plan import MAIN, TASK_CHOICES, UNALIGNED, Entry, Plan
 from leank_convert.evaluate.comparison import Difference, compare
-from leank_convert.evaluate.dynamic import kept_channels
+from leank_convert.evaluate.variants import kept_channels
 from leank_convert.train.results import count_tied
 
 _MARGIN = 0.01  # a point: what the paper calls near-lossless

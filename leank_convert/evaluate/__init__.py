@@ -1,4 +1,6 @@
-"""Evaluation: what a checkpoint loses against its own dense model, on one prefill.
+"""Evaluation: what a checkpoint loses against its own dense model, decoding from one prefill."""
 
-Nothing is imported here: the command line imports `commands`, and `--help` is not to wait for torch.
-"""
+from leank_convert.evaluate.session import evaluate_checkpoint
+from leank_convert.evaluate.text import evaluate_text
+
+__all__ = ["evaluate_checkpoint", "evaluate_text"]

@@ -1,4 +1,4 @@
-"""The answers of an evaluation as they come, so that a killed one goes on where it was."""
+"""Log of an evaluation's answers, one JSON line each, so that a killed evaluation goes on where it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from leank_convert.evaluate.comparison import Outcome
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.files import read_json, write_atomically
 
-_Key = tuple[str, str]  # digest of a prompt, variant
 SETTINGS_NAME = "settings.json"
 ANSWERS_NAME = "answers.jsonl"
 
@@ -27,14 +26,14 @@ class AnswerLog:
 
     Args:
         folder: Where they are kept; None for in memory alone.
-        settings: What the answers depend on beside the prompts, JSON-ready.
+        settings: What the answers depend on besides the prompts, JSON-ready.
 
     Raises:
         LeanKError: If the folder holds answers of other settings, or a file in it cannot be read.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
-        self._answers: dict[_Key, Answer] = {}
+        self._answers: dict[tuple[str, str], Answer] = {}  # by a prompt's digest and a variant's name
         self._path = None
         if folder is None:
             return
@@ -48,55 +47,40 @@ class AnswerLog:
         write_atomically(kept, json.dumps(settings, indent=2).encode())
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Keep a batch's answers, on the disk before this returns."""
+        """Keep a batch's answers, in the file before this returns."""
         answers = list(answers)
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
-        for answer in answers:
-            self._answers[answer.prompt, answer.variant] = answer
+        self._answers.update({(answer.prompt, answer.variant): answer for answer in answers})
 
     def missing(self, prompts: Sequence[Prompt], variants: Sequence[str]) -> list[Prompt]:
         """The prompts that not all of these variants have answered."""
-        return [
-            prompt for prompt in prompts if any(key not in self._answers for key in _keys(prompt, variants))
-        ]
+        return [p for p in prompts if any((p.digest, name) not in self._answers for name in variants)]
 
     def outcome(self, prompt: Prompt, variants: Sequence[str]) -> Outcome:
-        """What these variants, all of which have answered it, made of a prompt."""
-        found = [self._answers[key] for key in _keys(prompt, variants)]
-        scores = {answer.variant: answer.score for answer in found}
+        """The scores of these variants, all of which have answered the prompt."""
+        scores = {name: self._answers[prompt.digest, name].score for name in variants}
         return Outcome(prompt.task, prompt.length, len(prompt.input_ids), scores)
 
     def _read(self, path: Path) -> None:
-        lines = path.read_bytes().splitlines(keepends=True)
-        whole = []
+        *lines, rest = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
             try:
-                values = json.loads(line) if line.endswith(b"\n") else None
-                answer = Answer(**values) if isinstance(values, dict) else None
+                answer = Answer(**json.loads(line))
             except (ValueError, TypeError):
-                answer = None
-            if answer is not None:
-                self._answers[answer.prompt, answer.variant] = answer
-                whole.append(line)
-            elif number < len(lines):
                 names = ", ".join(field.name for field in fields(Answer))
                 raise LeanKError(
                     f"`{path}`, line {number}: not an answer with {names}",
                     hint="remove the line, and the prompt is asked again",
-                )
-        if len(whole) < len(lines):  # the run was killed while it wrote the last one
-            write_atomically(path, whole)
-
-
-def _keys(prompt: Prompt, variants: Sequence[str]) -> list[_Key]:
-    return [(prompt.digest, variant) for variant in variants]
+                ) from None
+            self._answers[answer.prompt, answer.variant] = answer
+        if rest:  # the run was killed while it wrote the last line
+            write_atomically(path, b"".join(line + b"\n" for line in lines))
 
 
 def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    # As JSON gives them back.
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings))  # as JSON gives them back
     for key in [*settings, *kept]:
         if kept.get(key) != settings.get(key):
             raise LeanKError(

@@ -1,24 +1,30 @@
-"""Greedy answers of several variants to the same prompts, all from one prefill a batch."""
+"""Greedy answers: of several variants from one prefill a batch, of another model, of an ONNX graph."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from leank_convert.errors import LeanKError, first_line
-from leank_convert.evaluate.prefill import pad_left, positions_of, prefill_stock, run_prefill
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, load_model, load_tokenizer
+from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
-from leank_convert.evaluate.subject import EvaluatedModel
-from leank_convert.evaluate.variants import Variant
+from leank_convert.evaluate.variants import Masked, Variant
+from leank_convert.hub import resolve_model
+from leank_convert.onnx.libraries import check_available
 
 if TYPE_CHECKING:
     from leank_convert.onnx.leank_onnx import LeanKOnnx
+
+AGAINST = "against"
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,9 @@ class Answer:
     """What one variant made of one prompt.
 
     Attributes:
-        task: The prompt's.
-        length: The prompt's.
-        index: The prompt's.
+        task: The prompt's, as are `length` and `index`.
+        length: Tokens that were asked for.
+        index: Its place among the prompts of one task and length.
         prompt: The prompt's digest.
         num_tokens: Tokens of the prompt.
         variant: Who answered.
@@ -52,7 +58,7 @@ def answer_prompts(
     """Answer prompts, prompts of similar length together, the shortest first.
 
     Args:
-        evaluated: Whose model runs the prefill.
+        evaluated: Its model runs the prefill.
         prompts: What is asked.
         variants: Who answers.
         batch_size: Prompts run together, padded on the left.
@@ -64,14 +70,64 @@ def answer_prompts(
         LeanKError: If memory does not suffice.
     """
     for batch in _batches(prompts, batch_size):
-        with memory_errors(batch):
+        with out_of_memory_for(batch):
             yield _answer(evaluated, batch, variants)
+
+
+def find_opponent(name: str, tokenizer: Any) -> Path:
+    """Find the folder of a model to compare with, and check that it takes the same prompts.
+
+    Args:
+        name: A model or a checkpoint, as a hub id or a folder, or an ONNX folder.
+        tokenizer: The checkpoint's.
+
+    Raises:
+        LeanKError: If there is no such model, it has another vocabulary, or it is a graph that cannot be run.
+    """
+    folder = resolve_model(name)
+    graph = _is_graph(folder)
+    if graph:
+        check_available()
+        from leank_convert.onnx.leank_onnx import Description
+
+        with _host_errors():
+            Description.read(folder)
+    is_checkpoint = not graph and "leank" in read_config(folder)
+    other = load_tokenizer(folder, trust_remote_code=is_checkpoint)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise LeanKError(
+            f"`{name}` has another vocabulary than the checkpoint: the same prompt would be other tokens",
+            hint="compare models of one tokenizer",
+        )
+    return folder
+
+
+def answer_against(
+    folder: Path, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device, batch_size: int
+) -> Iterator[list[Answer]]:
+    """Answer prompts by what `find_opponent` found; a graph runs on the CPU, whatever the device.
+
+    Raises:
+        LeanKError: If it cannot be loaded, or memory does not suffice.
+    """
+    if _is_graph(folder):
+        from leank_convert.onnx.leank_onnx import LeanKOnnx
+
+        with _host_errors():
+            graph = LeanKOnnx(folder, threads=torch.get_num_threads())
+            yield from answer_by_graph(graph, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
+    elif "leank" in read_config(folder):
+        other = load_evaluated(folder, device)
+        yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
+    else:
+        model = load_model(folder, device, trust_remote_code=False)
+        yield from answer_densely(model, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
 
 
 def answer_densely(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
 ) -> Iterator[list[Answer]]:
-    """Answer prompts by a stock model with its own dense cache, in the order of `answer_prompts`.
+    """Answer prompts by a stock model with its own dense cache, as `answer_prompts` does.
 
     Args:
         model: A causal language model of transformers.
@@ -79,15 +135,9 @@ def answer_densely(
         prompts: What is asked.
         name: What its column is called.
         batch_size: Prompts run together, padded on the left.
-
-    Yields:
-        The answers of a batch.
-
-    Raises:
-        LeanKError: If memory does not suffice.
     """
     for batch in _batches(prompts, batch_size):
-        with memory_errors(batch), torch.no_grad():
+        with out_of_memory_for(batch):
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
             token, cache = prefill_stock(model, input_ids, attention_mask)
             rows = _decode(model, cache, token, attention_mask, batch)
@@ -97,7 +147,7 @@ def answer_densely(
 def answer_by_graph(
     graph: LeanKOnnx, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
 ) -> Iterator[list[Answer]]:
-    """Answer prompts by an ONNX graph with its own pruned cache, in the order of `answer_prompts`.
+    """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does.
 
     Args:
         graph: The exported folder, loaded.
@@ -105,31 +155,32 @@ def answer_by_graph(
         prompts: What is asked.
         name: What its column is called.
         batch_size: Prompts run together.
-
-    Yields:
-        The answers of a batch.
-
-    Raises:
-        LeanKError: If memory does not suffice.
     """
     ends = graph.description.eos_token_ids
     for batch in _batches(prompts, batch_size):
         num_steps = max(prompt.max_new_tokens for prompt in batch)
-        with memory_errors(batch):
+        with out_of_memory_for(batch):
             rows = graph.generate([prompt.input_ids.tolist() for prompt in batch], max_new_tokens=num_steps)
         yield _score_rows(ends, tokenizer, batch, name, rows)
 
 
-@torch.no_grad()
+def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
+    """Say that memory does not suffice for these prompts, of which the last is the longest."""
+    return out_of_memory(
+        f"{len(batch)} prompts of up to {len(batch[-1].input_ids)} tokens",
+        hint="lower `--batch-size`" if len(batch) > 1 else "take shorter prompts",
+    )
+
+
 def _answer(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]) -> list[Answer]:
-    input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
+    ids = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
     window = max((variant.query_window for variant in variants), default=0)
-    prefill = run_prefill(evaluated.model, input_ids, attention_mask, query_window=window)
+    prefill = run_prefill(evaluated.model, *ids, query_window=window)
     answers = []
     # One after the other, so that no more than two whole caches exist at a time.
     for variant in variants:
         model, cache = variant.start(prefill)
-        rows = _decode(model, cache, prefill.next_token, attention_mask, batch)
+        rows = _decode(model, cache, prefill.next_token, prefill.attention_mask, batch)
         answers += _score_rows(_end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
     return answers
 
@@ -141,22 +192,19 @@ def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pr
         yield ordered[start : start + batch_size]
 
 
-@contextmanager
-def memory_errors(batch: Sequence[Prompt]) -> Iterator[None]:
-    """Tell of prompts, the longest last, that memory does not suffice for.
+def _is_graph(folder: Path) -> bool:
+    return (folder / ONNX_DESCRIPTION_NAME).is_file()
 
-    Raises:
-        LeanKError: In place of torch's error, or of a graph's host.
-    """
+
+@contextmanager
+def _host_errors() -> Iterator[None]:
+    """Turn the errors of the graph's own host into the command line's."""
+    from leank_convert.onnx.leank_onnx import LeanKOnnxError
+
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise LeanKError(
-            f"memory does not suffice for {len(batch)} prompts of up to {len(batch[-1].input_ids)} "
-            f"tokens: {first_line(error)}",
-            hint="lower `--batch-size`" if len(batch) > 1 else "take shorter prompts",
-            exit_code=1,
-        ) from error
+    except LeanKOnnxError as error:
+        raise LeanKError(str(error)) from error
 
 
 def _score_rows(
@@ -166,23 +214,22 @@ def _score_rows(
     variant: str,
     rows: Sequence[Sequence[int]],
 ) -> list[Answer]:
-    texts = [
-        tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
-        for prompt, row in zip(batch, rows, strict=True)
-    ]
-    return [
-        Answer(
-            task=prompt.task,
-            length=prompt.length,
-            index=prompt.index,
-            prompt=prompt.digest,
-            num_tokens=len(prompt.input_ids),
-            variant=variant,
-            text=text,
-            score=score(text, prompt),
+    answers = []
+    for prompt, row in zip(batch, rows, strict=True):
+        text = tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
+        answers.append(
+            Answer(
+                task=prompt.task,
+                length=prompt.length,
+                index=prompt.index,
+                prompt=prompt.digest,
+                num_tokens=len(prompt.input_ids),
+                variant=variant,
+                text=text,
+                score=score(text, prompt),
+            )
         )
-        for prompt, text in zip(batch, texts, strict=True)
-    ]
+    return answers
 
 
 def _decode(
@@ -194,16 +241,9 @@ def _decode(
     tokens = [token]
     ended = torch.isin(token, ends)
     while len(tokens) < num_steps and not bool(ended.all()):
-        attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
-        logits = model(
-            input_ids=token,
-            attention_mask=attention_mask,
-            position_ids=positions_of(attention_mask)[:, -1:],
-            past_key_values=past,
-        ).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        tokens.append(token)
-        ended = ended | torch.isin(token, ends)
+        logits, attention_mask = decode_token(model, past, tokens[-1], attention_mask)
+        tokens.append(logits.argmax(-1, keepdim=True))
+        ended = ended | torch.isin(tokens[-1], ends)
     rows: list[list[int]] = torch.cat(tokens, dim=1).tolist()
     return rows
 

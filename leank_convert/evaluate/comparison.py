@@ -1,12 +1,24 @@
-"""What an evaluation found: paired scores, their differences with an interval, cache bytes."""
+"""Results of an evaluation: paired scores, their differences with an interval, cache bytes; table, files."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from leank_convert.files import write_atomically
+from leank_convert.report.page import figure_png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
 _Z_95 = 1.959963984540054
 
 
@@ -29,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """A variant's scores beside the baseline's, over the same prompts.
+    """A variant's scores against the baseline's, over the same prompts.
 
     Attributes:
         lost: Prompts with a lower score than the baseline's.
@@ -76,7 +88,7 @@ class Comparison:
 
     Attributes:
         checkpoint: What was evaluated.
-        baseline: Whom the others are compared with: `dense`, or the model it was set against.
+        baseline: What the others are compared with: `dense`, or `against` for another model.
         variants: All that answered, the baseline first.
         measure: What a score is.
         seed: Of the prompts.
@@ -151,7 +163,7 @@ def score_pairs(outcomes: Sequence[Outcome], baseline: str) -> PairedScore:
 
     Args:
         outcomes: One per prompt, of the same variants.
-        baseline: Whom the others are compared with.
+        baseline: What the others are compared with.
 
     Raises:
         ValueError: If there are none.
@@ -237,3 +249,60 @@ def render_comparison(result: Comparison) -> str:
 
 def _title(variant: str) -> str:
     return "window alone" if variant == "window" else variant
+
+
+def write_results(result: Comparison, folder: Path) -> list[Path]:
+    """Write `results.json`, `results.csv` and `results.png`.
+
+    Returns:
+        What was written.
+    """
+    contents = {
+        JSON_NAME: (json.dumps(result.to_dict(), indent=2) + "\n").encode(),
+        CSV_NAME: _to_csv(result).encode(),
+        PLOT_NAME: figure_png(lambda: _draw(result)),
+    }
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in contents]
+
+
+def _to_csv(result: Comparison) -> str:
+    """One line for every length, task and variant."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ["length", "task", "n", "variant", "score", "difference", "interval_low", "interval_high"]
+    )
+    for length, task, score in result.rows():
+        for variant in result.variants:
+            difference = score.differences.get(variant)
+            cells = ("", "", "") if difference is None else (difference.mean, *difference.interval)
+            writer.writerow([length, task, score.n, variant, score.means[variant], *cells])
+    return text.getvalue()
+
+
+def _draw(result: Comparison) -> Figure:
+    """Scores by task, a panel a length, a bar a variant."""
+    from matplotlib.figure import Figure
+
+    lengths = result.lengths
+    num_bars = max(len(result.by_task(length)) for length in lengths) * len(result.variants)
+    size = (max(6.0, 0.28 * num_bars + 2), 2.8 * len(lengths) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(lengths), 1, squeeze=False)[:, 0]
+    for axes, length in zip(panels, lengths, strict=True):
+        _draw_length(axes, result, length)
+    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=len(result.variants))
+    return figure
+
+
+def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
+    scores = result.by_task(length)
+    width = 0.8 / len(result.variants)
+    for place, variant in enumerate(result.variants):
+        x = [task + (place - (len(result.variants) - 1) / 2) * width for task in range(len(scores))]
+        axes.bar(x, [score.means[variant] for score in scores.values()], width, label=variant)
+    axes.set_xticks(range(len(scores)), list(scores), rotation=20, ha="right")
+    axes.set(ylim=(0, 1), ylabel=result.measure)
+    axes.set_title(f"up to {length} tokens", loc="right")

@@ -1,4 +1,4 @@
-"""One dense pass over a batch of prompts, from which any number of caches can go on.
+"""One dense prefill of a batch of prompts, from which any number of caches can go on.
 
 Prefill is dense whatever is pruned, so one serves the dense model and every choice of channels: keys and
 values stay whole (`prune="deferred"`) in a LeanK cache, and each variant decodes from a fork of it that
@@ -7,7 +7,6 @@ shares them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.recipe import WindowsSection
+from leank_convert.evaluate.pending_caches import fork, join, stack_left_padded
+from leank_convert.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Prefill:
 
     Attributes:
         model: The LeanK model that ran it.
-        cache: Its cache, every layer's keys and values [B, H_kv, S, D] pending; to be forked, not decoded on.
+        cache: Its LeanK cache, every layer's keys and values [B, H_kv, S, D] pending; is never decoded on.
         attention_mask: 1 where a column is real [B, S]; padding is on the left.
         next_token: The greedy token after each prompt [B, 1].
         queries: Per layer the last queries after RoPE [B, H, W, D]; none if they were not asked for.
@@ -40,6 +39,15 @@ class Prefill:
     attention_mask: Tensor
     next_token: Tensor
     queries: tuple[Tensor, ...] = ()
+
+    def fork(self, windows: Windows | None = None) -> Any:
+        """A LeanK cache that goes on from the prompts, with the model's windows or others."""
+        return fork(self.cache, windows)
+
+    @property
+    def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer, of all columns, after RoPE; each [B, H_kv, S, D]."""
+        return [layer.pending for layer in self.cache.layers]
 
 
 @torch.no_grad()
@@ -60,11 +68,10 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
         _run(model, ids[real.bool()][None], query_window)
         for ids, real in zip(input_ids, attention_mask, strict=True)
     ]
+    cache = join([row.cache for row in rows], model, attention_mask)
     next_token = torch.cat([row.next_token for row in rows])
-    queries = tuple(_stack(layer) for layer in zip(*(row.queries for row in rows), strict=True))
-    return Prefill(
-        model, _join([row.cache for row in rows], model, attention_mask), attention_mask, next_token, queries
-    )
+    queries = tuple(stack_left_padded(layer) for layer in zip(*(row.queries for row in rows), strict=True))
+    return Prefill(model, cache, attention_mask, next_token, queries)
 
 
 @torch.no_grad()
@@ -103,32 +110,13 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
     joined = DynamicCache()
     for index in range(len(caches[0].layers)):
         layers: list[Any] = [cache.layers[index] for cache in caches]
-        keys, values = (_stack([getattr(layer, name) for layer in layers]) for name in ("keys", "values"))
+        keys, values = (
+            stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
+        )
         joined.update(keys, values, index)
-        for layer in layers:
+        for layer in layers:  # one layer is held twice, not all
             layer.keys = layer.values = None
     return torch.cat(tokens), joined
-
-
-def _is_plain(cache: Cache) -> bool:
-    """Whether every layer holds all columns; a sliding window's, for one, holds fewer."""
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
-
-
-def fork(cache: Any, windows: WindowsSection | None = None) -> Any:
-    """A cache that goes on from one whose input is pending, and leaves that one as it is.
-
-    Args:
-        cache: Keys and values are shared, not copied.
-        windows: Other window sizes than the model's.
-    """
-    pending = [tensor for layer in cache.layers for tensor in layer.pending]
-    forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in pending})
-    if windows is not None:
-        forked.rows.sink_size = windows.sink_size
-        forked.rows.recent_size = windows.recent_size
-        forked.rows.flush_size = windows.flush_size
-    return forked
 
 
 def pad_left(prompts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -147,6 +135,28 @@ def positions_of(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
+@torch.no_grad()
+def decode_token(model: Any, cache: Any, token: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Feed one token a row [B, 1] to a cache that holds all before it.
+
+    Returns:
+        The logits of the next token [B, vocabulary], and the padding mask with the fed column [B, S + 1].
+    """
+    attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
+    logits = model(
+        input_ids=token,
+        attention_mask=attention_mask,
+        position_ids=positions_of(attention_mask)[:, -1:],
+        past_key_values=cache,
+    ).logits
+    return logits[:, -1], attention_mask
+
+
+def _is_plain(cache: Cache) -> bool:
+    """Whether every layer holds all columns; a sliding window's, for one, holds fewer."""
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
 def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
     """Run prompts of one length [B, S]."""
     cache, attention_mask = model.build_cache("deferred"), torch.ones_like(input_ids)
@@ -159,28 +169,6 @@ def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
         )
     next_token = output.logits[:, -1].argmax(-1, keepdim=True)
     return Prefill(model, cache, attention_mask, next_token, tuple(queries))
-
-
-def _join(caches: Sequence[Any], model: Any, attention_mask: Tensor) -> Any:
-    """One cache of several, a row each, whose input is pending; they lose theirs, layer by layer."""
-    joined = model.build_cache("deferred")
-    batch_size, num_columns = attention_mask.shape
-    for index, layer in enumerate(joined.layers):
-        pending = [cache.layers[index].pending for cache in caches]
-        for cache in caches:
-            cache.layers[index].pending = None
-        keys, values = map(_stack, zip(*pending, strict=True))
-        layer.lazy_initialization(keys, values)
-        layer.rows.step(0, batch_size, num_columns, attention_mask.bool(), keys.device)
-        layer.extend_pending(keys, values)
-        layer.num_columns = num_columns
-    return joined
-
-
-def _stack(rows: Sequence[Tensor]) -> Tensor:
-    """Rows of [1, H, N, D], as many columns of zeros before each as make it as long as the longest."""
-    longest = max(row.shape[2] for row in rows)
-    return torch.cat([functional.pad(row, (0, 0, longest - row.shape[2], 0)) for row in rows])
 
 
 @contextmanager

@@ -1,15 +1,21 @@
-"""One prompt of an evaluation, and how an answer to it is scored."""
+"""Prompts of an evaluation: held-out samples of a recipe's data, and how an answer is scored."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from leank_convert.data import SampleSource
+from leank_convert.recipe import DataSection
+
 Scoring = Literal["exact", "all", "any"]
+HELD_OUT_MEASURE = "exact match"
+# Room to be wrong in: a right answer ends here at the latest.
+_EXTRA_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Prompt:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that an answer and its score depend on, beside the model."""
+        """A digest of everything but the model that an answer and its score depend on."""
         content = (self.input_ids.tolist(), self.references, self.scoring, self.max_new_tokens)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
@@ -50,3 +56,37 @@ def score(prediction: str, prompt: Prompt) -> float:
     text = prediction.lower()
     held = [reference.lower() in text for reference in prompt.references]
     return float(any(held)) if prompt.scoring == "any" else sum(held) / len(held)
+
+
+def held_out_prompts(tokenizer: Any, data: DataSection, *, num_samples: int, seed: int) -> list[Prompt]:
+    """Draw prompts as training draws them, one question on each context.
+
+    Args:
+        tokenizer: The model's own, with a chat template.
+        data: Tasks, in turn, and the range of lengths.
+        num_samples: How many.
+        seed: Take another than the training's.
+
+    Returns:
+        Prompts whose `length` is the range's upper end.
+
+    Raises:
+        LeanKError: If samples cannot be drawn for this tokenizer.
+    """
+    source = SampleSource(tokenizer, data.model_copy(update={"questions_per_context": 1}), seed)
+    source.check()
+    prompts = []
+    for index in range(num_samples):
+        sample = source.draw(index)
+        prompts.append(
+            Prompt(
+                task=sample.task,
+                length=data.max_length,
+                index=index,
+                input_ids=sample.prompt_ids(),
+                references=(tokenizer.decode(sample.answer_ids()).strip(),),
+                scoring="exact",
+                max_new_tokens=sample.num_answer_tokens + _EXTRA_TOKENS,
+            )
+        )
+    return prompts

@@ -1,36 +1,55 @@
-"""Evaluates a checkpoint: prompts, answers of every variant, what they amount to."""
+"""Evaluation of a checkpoint: prompts, answers of every variant, and what they amount to."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from leank_convert.checkpoint_io import read_leank_config
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import AnswerLog
-from leank_convert.evaluate.answering import Answer, answer_prompts, memory_errors
-from leank_convert.evaluate.comparison import CacheBytes, Comparison
-from leank_convert.evaluate.opponent import AGAINST, answer_against, find_opponent, identify
-from leank_convert.evaluate.prefill import fork, pad_left, positions_of, run_prefill
-from leank_convert.evaluate.prompt import Prompt
-from leank_convert.evaluate.subject import EvaluatedModel, load_evaluated, warn_of_positions
-from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant
+from leank_convert.evaluate.answering import (
+    AGAINST,
+    Answer,
+    answer_against,
+    answer_prompts,
+    find_opponent,
+    out_of_memory_for,
+)
+from leank_convert.evaluate.comparison import CacheBytes, Comparison, write_results
+from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_prompts
+from leank_convert.evaluate.ruler import RULER_MEASURE, draw_prompts
+from leank_convert.evaluate.variants import PRUNED, WINDOW, Dense, Masked, Variant, find_variants
+from leank_convert.files import digest_files
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.progress import progress_bar
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import choose_recipe
 
 _logger = logging.getLogger("leank_convert")
 
+# What a model answers with: its weights, its config, the tokens that end a turn; of an ONNX folder likewise.
+_DIGESTED = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "leank_onnx.json", "*.onnx*")
+
 
 def evaluate_checkpoint(
-    checkpoint: Path,
-    draw_prompts: Callable[[Any], Sequence[Prompt]],
+    checkpoint: str | Path,
     *,
-    measure: str,
-    seed: int,
-    others: Callable[[EvaluatedModel], Sequence[Variant]] | None = None,
+    recipe: Recipe | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    lengths: Sequence[int] = (),
+    haystack: str | None = None,
+    questions: Path | None = None,
+    num_samples: int = 200,
+    seed: int = 1_000_000,
+    also: Sequence[str] | None = None,
     against: str | None = None,
     out: Path | None = None,
     device: str | torch.device | None = None,
@@ -41,39 +60,48 @@ def evaluate_checkpoint(
 
     Args:
         checkpoint: A folder that `export` wrote.
-        draw_prompts: Draws the prompts for a tokenizer.
-        measure: What a score is.
-        seed: Of the prompts; told with the result.
-        others: More variants, which decode from the same prefill.
+        recipe: Held-out samples of its data are asked: a recipe, its name or file; None for that of the
+            training run beside the checkpoint, or else of its model.
+        overrides: Changes to that recipe, `key=value`.
+        tasks: RULER's tasks by name instead of a recipe's data; `ruler` is all of them.
+        lengths: With `tasks`: tokens of a prompt and its answer.
+        haystack: With `tasks`: running text, see `HaystackSection.source`; None for built-in sentences.
+        questions: With the task `qa`: a file of questions, see `ruler.questions`.
+        num_samples: Prompts; with `tasks`, of each task at each length.
+        seed: Of the prompts.
+        also: What else answers, see `find_variants`; None for `window`, and for nothing with `tasks`.
         against: What to compare with instead: a model, another checkpoint or an ONNX folder; hub id or path.
-        out: Where every answer is kept as it comes; an evaluation that finds some there asks only the rest.
+        out: Where every answer is kept as it comes, and the results; an evaluation that finds some answers
+            there asks only the rest.
         device: Default: CUDA if there is any, else the CPU.
         batch_size: Prompts decoded together, padded on the left.
         progress: Whether to draw a progress bar to stderr.
 
-    Returns:
-        The comparison.
-
     Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint, prompts cannot be drawn for its tokenizer, all of
-            them are too short for anything to be pruned, `against` has another tokenizer, `out` holds
-            answers of another evaluation, or memory does not suffice.
+        LeanKError: If `checkpoint` is no LeanK checkpoint, there is no such recipe or task, prompts cannot be
+            drawn for its tokenizer, all of them are too short for anything to be pruned, `against` has
+            another tokenizer, `out` holds answers of another evaluation, or memory does not suffice.
     """
-    chosen = choose_device(device)
-    evaluated = load_evaluated(checkpoint, chosen)
-    prompts = draw_prompts(evaluated.tokenizer)
+    checkpoint = Path(checkpoint)
+    chosen_device = choose_device(device)
+    data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
+    evaluated = load_evaluated(checkpoint, chosen_device)
+    leank, tokenizer = evaluated.leank, evaluated.tokenizer
+    if data is None:
+        prompts = draw_prompts(tokenizer, tasks, lengths, num_samples, seed, haystack, questions)
+    else:
+        prompts = held_out_prompts(tokenizer, data, num_samples=num_samples, seed=seed)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
     # Before hours of answers, not after.
-    opponent = None if against is None else find_opponent(against, evaluated.tokenizer)
-    variants: list[Variant] = [Masked(PRUNED), *(others(evaluated) if others else ())]
+    opponent = None if against is None else find_opponent(against, tokenizer)
+    if also is None:
+        also = () if tasks else (WINDOW,)
+    variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
     names = [variant.name for variant in variants]
-    # Reading all weights takes seconds for every 10 GB.
-    compared = {} if out is None else {"checkpoint": checkpoint, "against": opponent}
-    log = AnswerLog(out, {key: folder and identify(folder) for key, folder in compared.items()})
+    log = AnswerLog(out, {} if out is None else _identify(checkpoint, opponent))
     cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
-    leank, tokenizer = evaluated.leank, evaluated.tokenizer
     with progress_bar(progress, "answers", len(prompts) * (len(names) + (against is not None))) as advance:
 
         def keep(batches: Iterator[list[Answer]], num_found: int) -> None:
@@ -88,16 +116,14 @@ def evaluate_checkpoint(
         if opponent is not None:
             del evaluated, variants  # one model's weights at a time
             missing = log.missing(prompts, [AGAINST])
-            batches = (
-                answer_against(opponent, tokenizer, missing, chosen, batch_size) if missing else iter(())
-            )
-            keep(batches, len(prompts) - len(missing))
+            answers = answer_against(opponent, tokenizer, missing, chosen_device, batch_size)
+            keep(answers if missing else iter(()), len(prompts) - len(missing))
             names.insert(0, AGAINST)
-    return Comparison(
+    result = Comparison(
         checkpoint=str(checkpoint),
         baseline=names[0],
         variants=tuple(names),
-        measure=measure,
+        measure=RULER_MEASURE if tasks else HELD_OUT_MEASURE,
         seed=seed,
         pruning_ratio_asked=leank["pruning_ratio_asked"],
         pruning_ratio=leank["pruning_ratio"],
@@ -105,17 +131,38 @@ def evaluate_checkpoint(
         outcomes=tuple(log.outcome(prompt, names) for prompt in prompts),
         cache=cache,
     )
+    if out is not None:
+        write_results(result, out)
+    return result
+
+
+def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrides: Sequence[str]) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    read_leank_config(checkpoint)  # what is no checkpoint is refused as such
+    provenance = load_mask(checkpoint / MASK_FILE_NAME).provenance
+    return choose_recipe(recipe, checkpoint, provenance.model if provenance else None, overrides)
+
+
+def _identify(checkpoint: Path, opponent: Path | None) -> dict[str, str | None]:
+    """Digests of what an evaluation's answers are of."""
+
+    def digest(folder: Path) -> str:
+        return digest_files(path for pattern in _DIGESTED for path in sorted(folder.glob(pattern)))[:16]
+
+    return {"checkpoint": digest(checkpoint), "against": None if opponent is None else digest(opponent)}
 
 
 def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpoint: Path) -> int:
     """How many prompts are so short that nothing of them is pruned; refuses where all are."""
-    whole_size, leank = evaluated.whole_size, evaluated.leank
+    windows = evaluated.windows
+    whole_size = windows.sink_size + windows.recent_size
     lengths = [len(prompt.input_ids) for prompt in prompts]
     num_whole = sum(length <= whole_size for length in lengths)
     if num_whole == len(prompts):
         raise LeanKError(
-            f"nothing of any prompt would be pruned: the longest has {max(lengths)} tokens, "
-            f"`{checkpoint}` keeps the first {leank['sink_size']} and the last {leank['recent_size']} whole",
+            f"nothing of any prompt would be pruned: the longest has {max(lengths)} tokens, `{checkpoint}` "
+            f"keeps the first {windows.sink_size} and the last {windows.recent_size} whole",
             hint="take longer prompts, or export with a smaller `--recent-size`",
         )
     if num_whole:
@@ -129,19 +176,12 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
     return num_whole
 
 
-@torch.no_grad()
 def _measure_cache(evaluated: EvaluatedModel, prompt: Prompt) -> CacheBytes:
     """What the cache of one prompt holds when its first answer token has been fed."""
-    with memory_errors([prompt]):
+    with out_of_memory_for([prompt]):
         prefill = run_prefill(evaluated.model, *pad_left([prompt.input_ids], evaluated.model.device))
-        cache = fork(prefill.cache)
-        attention_mask = torch.cat([prefill.attention_mask, torch.ones_like(prefill.next_token)], dim=1)
-        evaluated.model(
-            input_ids=prefill.next_token,
-            attention_mask=attention_mask,
-            position_ids=positions_of(attention_mask)[:, -1:],
-            past_key_values=cache,
-        )
+        cache = prefill.fork()
+        _, attention_mask = decode_token(evaluated.model, cache, prefill.next_token, prefill.attention_mask)
         memory = cache.memory()
     return CacheBytes(
         num_tokens=attention_mask.shape[1],

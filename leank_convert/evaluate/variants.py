@@ -1,18 +1,34 @@
-"""What decodes from a prefill: the dense model, or a LeanK cache with some choice of channels."""
+"""Variants that decode from a prefill: the dense model, a LeanK cache, ThinK's choice of channels.
+
+ThinK (Xu et al., arXiv 2407.21018) keeps, of each head, the channels i of the largest ||Q_i K_i^T||_F, whose
+square is sum_w q_wi^2 · sum_s k_si^2: Q the prompt's last queries, K all its keys, both after RoPE. A KV
+head's channels serve its G query heads alike, so their sums are added. This is what kvpress's `ThinKPress`
+does; ThinK's own code repeats the keys for every query head and chooses for each. Columns of padding are no
+queries and no keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from leank_convert.evaluate.prefill import Prefill, fork
-from leank_convert.recipe import WindowsSection
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.models import EvaluatedModel
+from leank_convert.evaluate.prefill import Prefill
+from leank_convert.windows import Windows
 
-DENSE, PRUNED, WINDOW = "dense", "pruned", "window"
+DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
+    "dense", "pruned", "window", "think", "per-head-budget-dynamic"
+)  # fmt: skip
+QUERY_WINDOW = 32  # as many as ThinK's code takes
+# ThinK's own: no sink, the prompt's last 32 tokens, and what is decoded, here up to 128 tokens of it.
+THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
 
 
 class Variant(Protocol):
@@ -20,66 +36,143 @@ class Variant(Protocol):
 
     Attributes:
         name: What its column is called.
+        windows: Tokens that stay whole, None for the checkpoint's.
         query_window: How many of the prompt's last queries it looks at; 0 for none.
     """
 
     name: str
+    windows: Windows | None
     query_window: int
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The model and the cache to decode with; the prefill stays as it is."""
 
 
+@dataclass
 class Dense:
     """All keys and values, in the stock class.
 
-    Args:
+    Attributes:
         model: The stock model on the same weights.
         name: What its column is called.
     """
 
-    query_window = 0
-
-    def __init__(self, model: Any, name: str = DENSE) -> None:
-        self.name = name
-        self._model = model
+    model: Any
+    name: str = DENSE
+    windows: Windows | None = None
+    query_window: int = 0
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """A dense cache of the keys and values that wait in the prefill's."""
+        """A dense cache of the prompts' keys and values."""
         cache = DynamicCache()
-        for index, layer in enumerate(prefill.cache.layers):
-            cache.update(*layer.pending, index)
-        return self._model, cache
+        for index, (keys, values) in enumerate(prefill.keys_and_values):
+            cache.update(keys, values, index)
+        return self.model, cache
 
 
+@dataclass
 class Masked:
     """A LeanK cache that keeps the same channels for every prompt.
 
-    Args:
+    Attributes:
         name: What its column is called.
         channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
-        windows: Other window sizes than the model's.
+        windows: Tokens that stay whole, None for the checkpoint's.
     """
 
-    query_window = 0
-
-    def __init__(
-        self, name: str, channel_masks: Tensor | None = None, windows: WindowsSection | None = None
-    ) -> None:
-        self.name = name
-        self._channel_masks = channel_masks
-        self._windows = windows
+    name: str
+    channel_masks: Tensor | None = None
+    windows: Windows | None = None
+    query_window: int = 0
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with these channels."""
-        cache = fork(prefill.cache, self._windows)
-        if self._channel_masks is not None:
-            for layer, mask in zip(cache.layers, self._channel_masks, strict=True):
-                layer.set_channel_mask(mask.to(layer.channel_mask.device))
+        cache = prefill.fork(self.windows)
+        if self.channel_masks is not None:
+            for layer, mask in zip(cache.layers, self.channel_masks, strict=True):
+                layer.set_channel_mask(mask.to(prefill.model.device))
         return prefill.model, cache
 
 
-def window_alone(channel_masks_like: Sequence[Any]) -> Masked:
+@dataclass
+class ThinK:
+    """Channels that ThinK's rule chooses for each prompt.
+
+    Attributes:
+        budget: The share that every head drops, at least 0 and below 1, rounded down to channels; or how many
+            channels each head keeps, int64 [L, H_kv] in the CHECKPOINT's head order. With a mask's widths it
+            shows what the choice is worth apart from them.
+        windows: Tokens that stay whole, None for the checkpoint's; ThinK's own are `THINK_WINDOWS`.
+        query_window: The prompt's last queries that choose.
+        name: What its column is called.
+
+    Raises:
+        LeanKError: If the share leaves a head nothing, or no query may choose.
+    """
+
+    budget: float | Tensor
+    windows: Windows | None = None
+    query_window: int = QUERY_WINDOW
+    name: str = THINK
+
+    def __post_init__(self) -> None:
+        if self.query_window < 1:
+            raise LeanKError(f"`{self.name}`: a window of {self.query_window} queries can choose nothing")
+        if not isinstance(self.budget, Tensor) and not 0 <= self.budget < 1:
+            raise LeanKError(
+                f"`{self.name}`: pruning ratio {self.budget} is not at least 0 and below 1",
+                hint="ThinK keeps at least one channel of every head",
+            )
+
+    def start(self, prefill: Prefill) -> tuple[Any, Cache]:
+        """The model, and a cache that will keep what this prompt's queries choose.
+
+        Raises:
+            LeanKError: If the budget's widths are not the model's.
+        """
+        cache = prefill.fork(self.windows)
+        keys_of_layers = [keys for keys, _ in prefill.keys_and_values]
+        widths = self._widths(keys_of_layers)
+        for layer, queries, keys, kept in zip(
+            cache.layers, prefill.queries, keys_of_layers, widths, strict=True
+        ):
+            window = queries[:, :, -self.query_window :]
+            layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))
+        return prefill.model, cache
+
+    def _widths(self, keys: Sequence[Tensor]) -> Tensor:
+        """Channels that each head keeps [L, H_kv]."""
+        layers, heads, head_dim = len(keys), keys[0].shape[1], keys[0].shape[3]
+        if not isinstance(self.budget, Tensor):
+            return torch.full((layers, heads), kept_channels(head_dim, self.budget))
+        low, high = int(self.budget.min()), int(self.budget.max())
+        if self.budget.shape != (layers, heads) or not 0 <= low <= high <= head_dim:
+            raise LeanKError(
+                f"`{self.name}`: widths {list(self.budget.shape)} from {low} to {high}, the model has "
+                f"[{layers}, {heads}] heads of {head_dim} channels",
+                hint="take the widths of a mask of this model",
+            )
+        return self.budget
+
+
+def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Variant]:
+    """What answers besides the dense model and the pruned cache, by its name.
+
+    Raises:
+        LeanKError: If a name is not one of `window`, `think` and `per-head-budget-dynamic`.
+    """
+    known: dict[str, Callable[[], Variant]] = {
+        WINDOW: lambda: window_alone(evaluated.channel_masks),
+        THINK: lambda: ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS),
+        PER_HEAD_BUDGET: lambda: ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET),
+    }
+    for name in names:
+        if name not in known:
+            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(known)}")
+    return [known[name]() for name in dict.fromkeys(names)]
+
+
+def window_alone(channel_masks_like: Sequence[Tensor]) -> Masked:
     """Sink and recent tokens, and no pruned key at all.
 
     Args:
@@ -98,3 +191,34 @@ def in_checkpoint_order(channel_mask: Tensor, head_permutation: Sequence[Sequenc
     return torch.stack(
         [mask[list(order)] for mask, order in zip(channel_mask, head_permutation, strict=True)]
     )
+
+
+def kept_channels(head_dim: int, pruning_ratio: float) -> int:
+    """Channels of a head that ThinK keeps: it rounds down what it drops."""
+    # A ratio such as 0.29 is below itself in binary: 0.29 of 100 channels are 29.
+    return head_dim - math.floor(head_dim * pruning_ratio + 1e-9)
+
+
+def choose_channels(queries: Tensor, keys: Tensor, attention_mask: Tensor, widths: Tensor) -> Tensor:
+    """Choose each head's channels for each row by ThinK's rule; of equal ones the first.
+
+    Args:
+        queries: The prompt's last queries after RoPE [B, H, W, D].
+        keys: Its keys after RoPE [B, H_kv, S, D].
+        attention_mask: 1 where a column is real [B, S].
+        widths: Channels that each head keeps [H_kv].
+
+    Returns:
+        True where a channel is kept, bool [B, H_kv, D].
+    """
+    batch_size, num_heads, num_columns, head_dim = keys.shape
+    real = attention_mask.to(keys.device, torch.float32)
+    # By head: in float32, a long prompt's keys are the largest thing there is.
+    key_sums = torch.stack(
+        [torch.einsum("bs,bsd->bd", real, keys[:, head].float().square()) for head in range(num_heads)], dim=1
+    )
+    window = real[:, num_columns - queries.shape[2] :]
+    squares = torch.einsum("bw,bhwd->bhd", window, queries.float().square())
+    query_sums = squares.view(batch_size, num_heads, -1, head_dim).sum(2)
+    order = (query_sums * key_sums).argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1) < widths.to(keys.device)[:, None]

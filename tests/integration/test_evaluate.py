@@ -13,18 +13,19 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import ANSWERS_NAME
 from leank_convert.evaluate.answering import answer_prompts
-from leank_convert.evaluate.held_out import held_out_prompts
+from leank_convert.evaluate.models import load_evaluated
+from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.session import evaluate_checkpoint
-from leank_convert.evaluate.subject import load_evaluated
-from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order, window_alone
+from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
-from leank_convert.recipe import WindowsSection
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
+from leank_convert.windows import Windows
 
-DATA = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"]).data
+RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+DATA = RECIPE.data
 WINDOWS = {"sink_size": 16, "recent_size": 64, "flush_size": 16}
 ALL = torch.ones(4, 4, 64, dtype=torch.bool)
 
@@ -63,15 +64,9 @@ def graph(exact):
     return export_onnx(exact, None, exact.with_name("graph"))
 
 
-def compare(checkpoint, data=DATA, num_samples=6, **options):
-    def draw(tokenizer):
-        return held_out_prompts(tokenizer, data, num_samples=num_samples, seed=7)
-
-    def window(evaluated):
-        return [window_alone(evaluated.channel_masks)]
-
-    options = {"others": window, "device": "cpu", "batch_size": 4, "measure": "exact match", **options}
-    return evaluate_checkpoint(checkpoint, draw, seed=7, **options)
+def compare(checkpoint, num_samples=6, **options):
+    options = {"recipe": RECIPE, "device": "cpu", "batch_size": 4, **options}
+    return evaluate_checkpoint(checkpoint, num_samples=num_samples, seed=7, **options)
 
 
 def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(convert):
@@ -103,9 +98,8 @@ def test_some_prompts_within_the_window_are_counted(convert, caplog):
 
 
 def test_a_haystack_that_no_task_uses_is_refused_as_in_training(convert):
-    data = load_recipe("quickstart", ["data.haystack.source=story.txt"]).data
     with pytest.raises(LeanKError, match="none of the tasks"):
-        compare(convert("all"), data)
+        compare(convert("all"), recipe="quickstart", overrides=["data.haystack.source=story.txt"])
 
 
 def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
@@ -118,7 +112,7 @@ def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
         Dense(plain.dense),
         Masked("half", in_checkpoint_order(half_mask(), order)),
         Masked("all"),
-        Masked("small", in_checkpoint_order(half_mask(), order), WindowsSection(sink_size=0, recent_size=8)),
+        Masked("small", in_checkpoint_order(half_mask(), order), Windows(sink_size=0, recent_size=8)),
     ]
     together = texts(answer_prompts(plain, prompts, variants, batch_size=3))
     alone = texts(answer_prompts(converted, prompts, [Masked("half")], batch_size=1))

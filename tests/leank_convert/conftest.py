@@ -271,6 +271,12 @@ def unsplit_tokenizer() -> PreTrainedTokenizerFast:
     return unsplit()
 
 
+@pytest.fixture(scope="session")
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """GPT-2's kind of tokenizer; not to be changed."""
+    return byte_level()
+
+
 @pytest.fixture
 def plain_tokenizer() -> PreTrainedTokenizerFast:
     """GPT-2's kind of tokenizer, to change at will."""

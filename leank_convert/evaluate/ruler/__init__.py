@@ -12,14 +12,11 @@ What differs, so that figures are comparable between models here and not with RU
   40 in every haystack. `cwe` and `vt` examples share no word or number with the question and stand in the
   same user turn; beyond 400 words `cwe` goes on with pairs of words. `vt`'s example has 10 lines of noise.
 - Every prompt is filled for itself, by about a line; RULER finds the filler's size once per length.
-- `qa` (RULER's `qa_1` and `qa_2`) reads a file of the user's: SQuAD's .json, HotpotQA's .json, or .jsonl with
-  `question`, `answers` and `documents` in each line. Questions are drawn by the seed, the same at every
-  length. As in RULER, other documents fill the prompt, an article's own first, and may mention the answer;
-  where the file has too few they come again.
+- `qa` (RULER's `qa_1` and `qa_2`) reads a file of the user's. Questions are drawn by the seed, the same at
+  every length. As in RULER, documents of other questions fill the prompt, and may mention the answer; where
+  the file has too few they come again.
 """
 
-from leank_convert.evaluate.ruler.cache import cached_prompts, default_cache_folder
-from leank_convert.evaluate.ruler.source import draw_prompts
-from leank_convert.evaluate.ruler.tasks import RULER_TASKS
+from leank_convert.evaluate.ruler.prompts import RULER_MEASURE, RULER_TASKS, draw_prompts
 
-__all__ = ["RULER_TASKS", "cached_prompts", "default_cache_folder", "draw_prompts"]
+__all__ = ["RULER_MEASURE", "RULER_TASKS", "draw_prompts"]

@@ -1,63 +1,127 @@
-"""RULER's question answering: the documents that a question is on, among others of the user's file."""
+"""Questions on documents, read from the user's file, and RULER's prompts of them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from leank_convert.data.records import read_records
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.ruler.draft import Draft, Filler
-from leank_convert.evaluate.ruler.question_file import AskedQuestion, QuestionFile
+from leank_convert.evaluate.ruler.synthetic import Draft, first_pieces
 
-_MAX_NEW_TOKENS = 32
+_FORM = (
+    "a question file is .json or .jsonl: records with `question`, and `answers` and `documents`, which are "
+    "lists of text; or SQuAD's .json"
+)
 _INSTRUCTION = (
     "Read the documents and answer the question with the answer alone, in as few words as it takes."
 )
 
 
-def choose_question(file: QuestionFile, seed: int, index: int) -> AskedQuestion:
-    """The question of an index, the same at every length.
+@dataclass(frozen=True)
+class Question:
+    """A question, each of whose answers is right, and the documents that a prompt must hold."""
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+
+
+def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question]:
+    """Read questions in the order of the file.
+
+    Args:
+        path: A .json or .jsonl file of records with `question`, `answers` and `documents`, or SQuAD's .json.
+        control_tokens: What a tokenizer takes for control tokens wherever it stands: no question on documents
+            with one of them is used.
 
     Raises:
-        LeanKError: If the file has not as many.
+        LeanKError: If the file is missing, is of another form, or holds no question with an answer.
     """
-    if index >= len(file.questions):
+    if path.suffix not in (".json", ".jsonl"):
+        raise LeanKError(f"question file `{path}` has the suffix `{path.suffix}`", hint=_FORM)
+    control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
+    questions = []
+    for read in read_records(path, "question file"):
+        for plain in _plain_records(*read):
+            question = _read_record(*plain)
+            if not control.search("\n".join((question.text, *question.documents))):
+                questions.append(question)
+    if not questions:
+        raise LeanKError(f"question file `{path}` has no question with an answer", hint=_FORM)
+    return questions
+
+
+def draft_question(
+    questions: Sequence[Question], path: Path, seed: int, index: int, rng: random.Random
+) -> Draft:
+    """Draw the question of an index, the same at every length, and the documents around its own.
+
+    Raises:
+        LeanKError: If the file has fewer questions, or no document of another one.
+    """
+    if index >= len(questions):
         raise LeanKError(
-            f"question file `{file.path}` has {len(file.questions)} questions, fewer than the samples "
-            "of `qa` that were asked for",
-            hint=f"ask for {len(file.questions)} samples or fewer, or leave `qa` out",
+            f"question file `{path}` has {len(questions)} questions, fewer than the samples of `qa` that "
+            "were asked for",
+            hint=f"ask for {len(questions)} samples or fewer, or leave `qa` out",
         )
-    order = random.Random(f"{seed}/qa").sample(range(len(file.questions)), len(file.questions))
-    return file.questions[order[index]]
-
-
-def draft_question(asked: AskedQuestion, rng: random.Random, file: QuestionFile) -> Draft:
-    """Draw the documents that fill the prompt, and the order of all.
-
-    Raises:
-        LeanKError: If the file has no other document.
-    """
-    filler = Filler(_go_on(asked, random.Random(rng.getrandbits(64)), file))
+    asked = questions[random.Random(f"{seed}/qa").sample(range(len(questions)), len(questions))[index]]
+    documents = dict.fromkeys(text for question in questions for text in question.documents)
+    others = [text for text in documents if text not in asked.documents]
+    if not others:
+        raise LeanKError(
+            f"question file `{path}` has no document besides those of `{asked.text}`",
+            hint="add records on other documents: they fill the prompt",
+        )
+    filler = first_pieces(_repeat_shuffled(others, random.Random(rng.getrandbits(64))))
     order = rng.getrandbits(64)
 
     def render(num_documents: int) -> str:
-        documents = [*asked.documents, *filler.first(num_documents)]
-        random.Random(order).shuffle(documents)
-        listed = "\n\n".join(f"[Document {place}]\n{text}" for place, text in enumerate(documents, start=1))
-        return f"{_INSTRUCTION}\n\n{listed}\n\n{_INSTRUCTION}\n\nQuestion: {asked.question}"
+        shown = [*asked.documents, *filler(num_documents)]
+        random.Random(order).shuffle(shown)
+        listed = "\n\n".join(f"[Document {place}]\n{text}" for place, text in enumerate(shown, start=1))
+        return f"{_INSTRUCTION}\n\n{listed}\n\n{_INSTRUCTION}\n\nQuestion: {asked.text}"
 
-    return Draft(render, "Answer:", asked.answers, _MAX_NEW_TOKENS, "any")
+    return Draft(render, "Answer:", asked.answers, 32, "any")
 
 
-def _go_on(asked: AskedQuestion, rng: random.Random, file: QuestionFile) -> Iterator[str]:
-    """Related documents first, then the file's others, and all of them again where that is not enough."""
-    near = {*asked.documents, *asked.related}
-    far = [text for text in file.documents if text not in near]
-    others = [*rng.sample(asked.related, len(asked.related)), *rng.sample(far, len(far))]
-    if not others:
-        raise LeanKError(
-            f"question file `{file.path}` has no document beside those of `{asked.question}`",
-            hint="add records on other documents: they fill the prompt",
-        )
+def _plain_records(place: str, record: Any) -> Iterator[tuple[str, Any]]:
+    """The plain records of SQuAD's nested one, whose questions without an answer are left out."""
+    if not isinstance(record, dict) or "data" not in record:
+        yield place, record
+        return
+    try:
+        for paragraph in (paragraph for article in record["data"] for paragraph in article["paragraphs"]):
+            for asked in paragraph["qas"]:
+                if answers := list(dict.fromkeys(answer["text"] for answer in asked["answers"])):
+                    documents = [paragraph["context"]]
+                    yield place, {"question": asked["question"], "answers": answers, "documents": documents}
+    except (KeyError, TypeError) as error:
+        raise LeanKError(f"{place}: `data` is not in SQuAD's form: {error!r}", hint=_FORM) from None
+
+
+def _read_record(place: str, record: Any) -> Question:
+    found = []
+    for key in ("question", "answers", "documents"):
+        value = record.get(key) if isinstance(record, dict) else None
+        texts = [value] if key == "question" else value
+        if (
+            not isinstance(texts, list)
+            or not texts
+            or not all(isinstance(t, str) and t.strip() for t in texts)
+        ):
+            raise LeanKError(f"{place}: `{key}` is `{value!r}`", hint=_FORM)
+        found.append(tuple(text.strip() for text in texts))
+    (question,), answers, documents = found
+    return Question(question, answers, documents)
+
+
+def _repeat_shuffled(texts: Sequence[str], rng: random.Random) -> Iterator[str]:
+    shuffled = rng.sample(texts, len(texts))
     while True:
-        yield from others
+        yield from shuffled

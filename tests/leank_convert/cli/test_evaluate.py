@@ -1,7 +1,6 @@
-"""The `evaluate` command from end to end, on a tiny model that writes any text and on the shipped one."""
+"""The `evaluate` command from end to end, on a tiny model that writes any text."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from leank_convert.cli import main
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.testbed.tasks import build_sample
-
-SMALL = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
 
 
-@pytest.fixture
-def writer(tmp_path, plain_tokenizer):
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory, byte_level_tokenizer):
     """A checkpoint of random weights with GPT-2's kind of tokenizer, all channels of its first head kept."""
+    folder = tmp_path_factory.mktemp("writer")
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -27,25 +24,20 @@ def writer(tmp_path, plain_tokenizer):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=len(plain_tokenizer),
-        bos_token_id=plain_tokenizer.bos_token_id,
-        eos_token_id=plain_tokenizer.eos_token_id,
+        vocab_size=len(byte_level_tokenizer),
+        bos_token_id=byte_level_tokenizer.bos_token_id,
+        eos_token_id=byte_level_tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "source")
-    plain_tokenizer.save_pretrained(tmp_path / "source")
+    model.save_pretrained(folder / "source")
+    byte_level_tokenizer.save_pretrained(folder / "source")
     mask = torch.zeros(2, 2, 16, dtype=torch.bool)
     mask[:, 0] = True
-    export_checkpoint(tmp_path / "source", ChannelMask(mask), tmp_path / "out", **SMALL)
-    return tmp_path / "out"
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    windows = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
+    return export_checkpoint(folder / "source", ChannelMask(mask), folder / "out", **windows)
 
 
 def run(*arguments):
@@ -70,39 +62,24 @@ def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
     assert all(answer["num_tokens"] <= answer["length"] for answer in answers)
     texts = {name: [a["text"] for a in answers if a["variant"] == name] for name in ("dense", "pruned")}
     assert texts["dense"] != texts["pruned"]
-    assert list((tmp_path / "cache" / "leank-convert" / "ruler").iterdir())
+    assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
 
 
-def test_ruler_means_every_task_that_has_something_to_ask(writer, tmp_path):
-    printed = run(writer, "--task", "ruler", "--length", 5120, "-n", 1, "--json", "--batch-size", 4)
-    assert printed.exit_code == 0, printed.output
-    tasks = [row["task"] for row in json.loads(printed.stdout)["scores"]]
-    assert len(tasks) == 11
-    assert "qa" not in tasks
-
-
-def test_a_text_is_compared_token_by_token(writer, tmp_path):
+def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a progress bar, as on a terminal
     text = tmp_path / "text.txt"
-    text.write_text("The quick courier left parcel 77 in the hall. " * 20)
-    printed = run(
-        writer, "--text", text, "--prefix-tokens", 150, "--also", "window", "-o", tmp_path / "r", "--json"
-    )
+    text.write_text("The quick courier left parcel 77 in the hall. " * 10)
+    options = ["--text", text, "--prefix-tokens", 100, "--also", "window"]
+    printed = run(writer, *options, "-o", tmp_path / "r", "--json")
     assert printed.exit_code == 0, printed.output
     facts = json.loads(printed.stdout)
-    assert facts["prefix_tokens"] == 150
+    assert facts["prefix_tokens"] == 100
     assert set(facts["variants"]) == {"pruned", "window"}
     assert facts["variants"]["pruned"]["mean"]["kl"] > 0
     assert json.loads((tmp_path / "r" / "text.json").read_text()) == facts
-    assert (tmp_path / "r" / "text.png").stat().st_size > 1000
-
-
-def test_a_text_shows_how_far_it_is(writer, tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    text = tmp_path / "text.txt"
-    text.write_text("The quick courier left parcel 77 in the hall. " * 20)
-    printed = run(writer, "--text", text, "--prefix-tokens", 150, "--json")
-    num_tokens = json.loads(printed.stdout)["num_tokens"]
-    assert f"{num_tokens - 151}/{num_tokens - 151}" in printed.stderr
+    assert (tmp_path / "r" / "text.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{facts['num_tokens'] - 101}/{facts['num_tokens'] - 101}" in printed.stderr
+    assert "KL (nats)" in run(writer, *options).stdout
 
 
 def test_a_text_that_is_none_is_named(writer, tmp_path):
@@ -112,14 +89,6 @@ def test_a_text_that_is_none_is_named(writer, tmp_path):
     assert printed.exit_code == 2
     assert "image.png" in printed.stderr
     assert "UTF-8" in printed.stderr
-
-
-def test_the_shipped_model_has_no_words_for_rulers_tasks(tmp_path):
-    mask = ChannelMask(torch.ones(4, 4, 64, dtype=torch.bool))
-    export_checkpoint("testbed", mask, tmp_path / "testbed", **SMALL)
-    printed = run(tmp_path / "testbed", "--task", "niah_single_1", "--length", 1024, "-n", 1)
-    assert printed.exit_code == 2
-    assert "niah_single_1" in printed.stderr
 
 
 @pytest.mark.parametrize(
@@ -151,16 +120,3 @@ def test_an_unknown_task_is_refused_by_name(writer):
     printed = run(writer, "--task", "niah_sinlge_1", "--length", 512)
     assert printed.exit_code == 2
     assert "`niah_sinlge_1`" in printed.stderr
-
-
-def test_a_text_of_the_shipped_models_language_shows_what_a_mask_costs(tmp_path):
-
-    mask = torch.ones(4, 4, 64, dtype=torch.bool)
-    mask[:, :, 8:] = False
-    export_checkpoint("testbed", ChannelMask(mask), tmp_path / "testbed", **SMALL)
-    sample = build_sample("retrieval", random.Random(0), 256)
-    text = tmp_path / "text.txt"
-    text.write_text(f"<|begin|> <|user|> {sample.prompt} <|end|> <|assistant|> {sample.answer} <|end|>")
-    printed = run(tmp_path / "testbed", "--text", text, "--prefix-tokens", 240)
-    assert printed.exit_code == 0, printed.output
-    assert "KL (nats)" in printed.stdout

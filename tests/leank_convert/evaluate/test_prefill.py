@@ -2,24 +2,18 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate.prefill import fork, pad_left, positions_of, prefill_stock, run_prefill
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
+from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 
 CPU = torch.device("cpu")
 WINDOW = 8
 
 
-@pytest.fixture(scope="module")
-def model(retriever_folder, tmp_path_factory):
-    torch.manual_seed(3)
-    out = tmp_path_factory.mktemp("prefill") / "out"
-    mask = ChannelMask(torch.rand(2, 2, 16) < 0.5)
-    export_checkpoint(retriever_folder, mask, out, sink_size=2, recent_size=6, flush_size=2)
-    return AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+@pytest.fixture
+def model(evaluated):
+    return evaluated.model
 
 
 def prompts(*lengths):
@@ -42,7 +36,7 @@ def masks(model):
     AttentionInterface.register(name, attend)
 
 
-@pytest.mark.parametrize("lengths", [(30, 30), (30,), (30, 17, 1)])
+@pytest.mark.parametrize("lengths", [(30, 30), (30, 17, 1)])
 def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     run_prefill(model, *pad_left(prompts(*lengths), CPU))
     assert masks
@@ -56,8 +50,8 @@ def test_a_row_is_what_it_is_alone(model):
     for index, row in enumerate(rows):
         alone = run_prefill(model, *pad_left([row], CPU), query_window=WINDOW)
         assert together.next_token[index] == alone.next_token[0]
-        for layer, other in zip(together.cache.layers, alone.cache.layers, strict=True):
-            for states, expected in zip(layer.pending, other.pending, strict=True):
+        for layer, other in zip(together.keys_and_values, alone.keys_and_values, strict=True):
+            for states, expected in zip(layer, other, strict=True):
                 torch.testing.assert_close(states[index, :, 30 - len(row) :], expected[0])
         for states, expected in zip(together.queries, alone.queries, strict=True):
             torch.testing.assert_close(states[index, :, -min(len(row), WINDOW) :], expected[0])
@@ -112,30 +106,16 @@ def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(monkeypatc
     assert all(mask is None for mask in seen)
 
 
-@torch.no_grad()
 def stock_logits(model, input_ids, attention_mask):
     """The logits of the step after the prompts [B, vocabulary], the greedy tokens among them."""
     token, cache = prefill_stock(model, input_ids, attention_mask)
-    attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
-    return model(
-        input_ids=token,
-        attention_mask=attention_mask,
-        position_ids=positions_of(attention_mask)[:, -1:],
-        past_key_values=cache,
-    ).logits[:, -1]
+    return decode_token(model, cache, token, attention_mask)[0]
 
 
-@torch.no_grad()
 def decode(model, prefill):
     """The logits of three steps on a fork [B, 3, vocabulary]."""
-    cache, attention_mask, steps = fork(prefill.cache), prefill.attention_mask, []
+    cache, attention_mask, steps = prefill.fork(), prefill.attention_mask, []
     for token in (prefill.next_token, prefill.next_token + 1, prefill.next_token):
-        attention_mask = torch.cat([attention_mask, torch.ones_like(token)], dim=1)
-        output = model(
-            input_ids=token,
-            attention_mask=attention_mask,
-            position_ids=positions_of(attention_mask)[:, -1:],
-            past_key_values=cache,
-        )
-        steps.append(output.logits[:, -1])
+        logits, attention_mask = decode_token(model, cache, token, attention_mask)
+        steps.append(logits)
     return torch.stack(steps, dim=1)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from leank_convert.evaluate.ruler import draw_prompts
-from leank_convert.recipe import HaystackSection
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +34,8 @@ def question_file(tmp_path_factory, records):
 def draw(question_file):
     """Draws prompts of one task at one length."""
 
-    def draw_one(tokenizer, task, length=3000, num_samples=2, seed=0, **haystack):
+    def draw_one(tokenizer, task, length=3000, num_samples=2, seed=0, haystack=None):
         file = question_file if task == "qa" else None
-        return draw_prompts(tokenizer, [task], [length], num_samples, seed, HaystackSection(**haystack), file)
+        return draw_prompts(tokenizer, [task], [length], num_samples, seed, haystack, file)
 
     return draw_one

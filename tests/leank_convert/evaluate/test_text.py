@@ -9,28 +9,15 @@ import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.dynamic import ThinK
-from leank_convert.evaluate.logits import evaluate_text, render_text_comparison
-from leank_convert.evaluate.logits_figure import write_text_figure
-from leank_convert.evaluate.subject import load_evaluated
-from leank_convert.evaluate.variants import Masked
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
-from leank_convert.recipe import WindowsSection
+from leank_convert.evaluate.text import _draw, compare_text, render_text_comparison
+from leank_convert.evaluate.variants import Masked, ThinK
 from leank_convert.testbed.tasks import NUMBERS
+from leank_convert.windows import Windows
 
-SHAPE = LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+SHAPE = 2, 2, 16
 NUM_TOKENS, PREFIX = 60, 24
 TEXT = " ".join(random.Random(5).choices(NUMBERS, k=NUM_TOKENS))
 FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
-
-
-@pytest.fixture(scope="module")
-def evaluated(retriever_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("logits") / "out"
-    mask = torch.rand(SHAPE, generator=torch.Generator().manual_seed(2)) < 0.3
-    export_checkpoint(retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2)
-    return load_evaluated(out, torch.device("cpu"))
 
 
 def every_channel():
@@ -42,7 +29,7 @@ def no_channel():
 
 
 def compare(evaluated, *variants, **options):
-    return evaluate_text(evaluated, TEXT, variants, **{"prefix_tokens": PREFIX, **options})
+    return compare_text(evaluated, TEXT, variants, **{"prefix_tokens": PREFIX, **options})
 
 
 def dense_log_probs(evaluated, input_ids):
@@ -138,22 +125,19 @@ def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated
 def test_a_text_within_the_windows_proves_nothing_and_is_refused(evaluated):
     with pytest.raises(LeanKError, match="`pruned` would prune nothing of the text: it has 11 tokens"):
         compare(evaluated, Masked("pruned"), prefix_tokens=4, max_tokens=11)
-    wide = Masked("wide", windows=WindowsSection(sink_size=0, recent_size=100, flush_size=1))
+    wide = Masked("wide", windows=Windows(sink_size=0, recent_size=100, flush_size=1))
     with pytest.raises(LeanKError, match="`wide` would prune nothing"):
         compare(evaluated, Masked("pruned"), wide)
 
 
-@pytest.mark.parametrize("prefix_tokens", [0, NUM_TOKENS - 1, NUM_TOKENS])
+@pytest.mark.parametrize("prefix_tokens", [0, NUM_TOKENS - 1])
 def test_a_prefix_that_leaves_nothing_to_feed_is_refused(evaluated, prefix_tokens):
     with pytest.raises(
         LeanKError, match=f"has {NUM_TOKENS} tokens and `--prefix-tokens` is {prefix_tokens}:"
     ):
         compare(evaluated, Masked("pruned"), prefix_tokens=prefix_tokens)
-
-
-def test_an_empty_text_is_refused(evaluated):
     with pytest.raises(LeanKError, match="the text has 0 tokens") as caught:
-        evaluate_text(evaluated, "", [Masked("pruned")], prefix_tokens=1)
+        compare_text(evaluated, "", [Masked("pruned")], prefix_tokens=1)
     assert caught.value.hint == "give a longer text"
 
 
@@ -176,10 +160,8 @@ def test_the_table_says_what_means_are_over(evaluated):
     assert all(name in text for name in ("pruned", "no channels", "KL (nats)", "NLL"))
 
 
-def test_the_figure_has_room_for_a_divergence_of_zero(evaluated, tmp_path):
+def test_the_figure_has_room_for_a_divergence_of_zero(evaluated):
     result = compare(evaluated, no_channel(), prefix_tokens=5)
     same = dataclasses.replace(result.variants[0], name="same", divergence=(0.0,) * len(result.dense_nll))
-    path = write_text_figure(
-        dataclasses.replace(result, variants=(same, *result.variants)), tmp_path / "a.png"
-    )
-    assert path.read_bytes().startswith(b"\x89PNG")
+    divergence = _draw(dataclasses.replace(result, variants=(same, *result.variants))).axes[0]
+    assert min(divergence.lines[0].get_ydata()) > 0

@@ -1,4 +1,4 @@
-"""Next-token distributions on a text of the user's, dense beside pruned, token by token.
+"""Next-token distributions on a text of the user's: every variant against dense, token by token.
 
 A forward pass over a text is prefill, which is dense whatever is pruned: it would find no difference at all.
 So only the first tokens are prefilled; every later one, the text's own and not the model's, is fed by itself,
@@ -8,27 +8,40 @@ as a decode step on each cache.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import Cache
 
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.device import choose_device
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import run_prefill
-from leank_convert.evaluate.subject import EvaluatedModel, warn_of_positions
-from leank_convert.evaluate.variants import Dense, Variant
+from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant, find_variants
+from leank_convert.files import write_atomically
 from leank_convert.progress import progress_bar
+from leank_convert.report.figures import INK
+from leank_convert.report.page import figure_png
+from leank_convert.windows import Windows
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+JSON_NAME, FIGURE_NAME = "text.json", "text.png"
 NUM_BINS = 8
+_FLOOR = 1e-7  # of a divergence, in nats: below, float32 tells nothing
 
 
 @dataclass(frozen=True)
 class VariantLogits:
-    """What one variant predicts after every fed token, beside the dense model.
+    """What one variant predicts after every fed token, against the dense model.
 
     Attributes:
         name: The variant's.
@@ -134,6 +147,46 @@ class TextComparison:
 
 
 def evaluate_text(
+    checkpoint: str | Path,
+    text_file: Path,
+    *,
+    prefix_tokens: int,
+    also: Sequence[str] = (),
+    out: Path | None = None,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> TextComparison:
+    """Compare a checkpoint's predictions on a text with those of its own weights in the stock class.
+
+    Args:
+        checkpoint: A folder that `export` wrote.
+        text_file: Plain text in UTF-8.
+        prefix_tokens: The first tokens, which are prefilled.
+        also: What else is compared, see `find_variants`.
+        out: Where the numbers are left as JSON, and a figure.
+        device: Default: CUDA if there is any, else the CPU.
+        progress: Whether to draw a progress bar to stderr.
+
+    Raises:
+        LeanKError: If `checkpoint` is no LeanK checkpoint, or as `compare_text`.
+    """
+    try:
+        text = Path(text_file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise LeanKError(f"`{text_file}`: {error}", hint="--text takes plain text in UTF-8") from error
+    evaluated = load_evaluated(Path(checkpoint), choose_device(device))
+    variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
+    result = compare_text(
+        evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=progress
+    )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / JSON_NAME, json.dumps(result.to_dict()).encode())
+        write_atomically(out / FIGURE_NAME, figure_png(lambda: _draw(result)))
+    return result
+
+
+def compare_text(
     evaluated: EvaluatedModel,
     text: str,
     variants: Sequence[Variant],
@@ -148,14 +201,11 @@ def evaluate_text(
     Args:
         evaluated: Its model runs the prefix, its dense model is what variants are compared with.
         text: As the checkpoint's tokenizer takes it, with the special tokens it adds.
-        variants: What decodes beside the dense model.
+        variants: What decodes besides the dense model.
         prefix_tokens: The first tokens, which are prefilled.
         max_tokens: Where the text is cut; None for all of it.
         checkpoint: What results call it.
         progress: Whether to draw a progress bar to stderr.
-
-    Returns:
-        The comparison.
 
     Raises:
         LeanKError: If the text is so short that nothing is fed, or nothing would be pruned; if memory does
@@ -169,30 +219,26 @@ def evaluate_text(
             "prefilled, one fed and one predicted",
             hint="lower `--prefix-tokens`" if num_tokens > 2 else "give a longer text",
         )
+    whole = [_count_whole(variant, evaluated.windows, prefix_tokens, num_tokens) for variant in variants]
     warn_of_positions(evaluated, num_tokens)
     steps = []
-    try:
-        with torch.no_grad():
-            prefix = input_ids[None, :prefix_tokens].to(evaluated.model.device)
-            window = max((variant.query_window for variant in variants), default=0)
-            prefill = run_prefill(evaluated.model, prefix, torch.ones_like(prefix), query_window=window)
-            started = [variant.start(prefill) for variant in (Dense(evaluated.dense), *variants)]
-            del prefill
-            whole = [
-                _count_whole(cache, variant, prefix_tokens, num_tokens)
-                for (_, cache), variant in zip(started[1:], variants, strict=True)
-            ]
-            with progress_bar(progress, "tokens", num_tokens - 1 - prefix_tokens) as advance:
-                for step in _feed(started, input_ids.to(evaluated.model.device), prefix_tokens):
-                    steps.append(step)
-                    advance(1)
-    except torch.OutOfMemoryError as error:
-        raise LeanKError(
-            f"memory does not suffice for {num_tokens} tokens in {len(variants) + 1} caches: "
-            f"{first_line(error)}",
+    with (
+        torch.no_grad(),
+        out_of_memory(
+            f"{num_tokens} tokens in {len(variants) + 1} caches",
             hint="take a shorter text, or fewer variants at a time",
-            exit_code=1,
-        ) from error
+        ),
+        progress_bar(progress, "tokens", num_tokens - 1 - prefix_tokens) as advance,
+    ):
+        prefix = input_ids[None, :prefix_tokens].to(evaluated.model.device)
+        window = max((variant.query_window for variant in variants), default=0)
+        prefill = run_prefill(evaluated.model, prefix, torch.ones_like(prefix), query_window=window)
+        compared: list[Variant] = [Dense(evaluated.dense), *variants]
+        started = [variant.start(prefill) for variant in compared]
+        del prefill
+        for step in _feed(started, input_ids.to(evaluated.model.device), prefix_tokens):
+            steps.append(step)
+            advance(1)
     divergence, agrees, nll = (torch.stack(values, dim=1).tolist() for values in zip(*steps, strict=True))
     return TextComparison(
         checkpoint=checkpoint,
@@ -275,22 +321,59 @@ def _feed(
         yield divergence.clamp(min=0), best == best[0], -log_probs[:, input_ids[place + 1]]
 
 
-def _count_whole(cache: Any, variant: Variant, prefix_tokens: int, num_tokens: int) -> int:
+def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tokens: int) -> int:
     """How many of the fed tokens, the first ones, see a cache of which nothing is pruned.
 
     Raises:
         LeanKError: If all of them do.
     """
-    rows = cache.rows
-    kept = rows.sink_size + rows.recent_size
+    windows = variant.windows or windows
+    kept = windows.sink_size + windows.recent_size
     if prefix_tokens > kept:
         return 0
     num_fed = num_tokens - 1 - prefix_tokens
-    num_whole: int = min(kept + rows.flush_size - prefix_tokens, num_fed)
+    num_whole = min(kept + windows.flush_size - prefix_tokens, num_fed)
     if num_whole == num_fed:
         raise LeanKError(
             f"`{variant.name}` would prune nothing of the text: it has {num_tokens} tokens, of which "
-            f"{rows.sink_size} at the start and {rows.recent_size} at the end stay whole",
+            f"{windows.sink_size} at the start and {windows.recent_size} at the end stay whole",
             hint="give a longer text, or export with a smaller `--recent-size`",
         )
     return num_whole
+
+
+def _draw(result: TextComparison) -> Figure:
+    """Divergence, agreement and likelihood along the text."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 7.0), layout="constrained")
+    divergence, agreement, likelihood = figure.subplots(3, 1, sharex=True)
+    places = range(result.prefix_tokens, result.num_tokens - 1)
+    for place, variant in enumerate(result.variants):
+        values = [max(value, _FLOOR) for value in variant.divergence]
+        divergence.scatter(places, values, s=5, alpha=0.35, linewidths=0, color=f"C{place}")
+    _draw_means(divergence, result, lambda means: max(means.divergence, _FLOOR))
+    divergence.set(
+        title="KL(dense || variant) of the next token: each, and means", ylabel="nats", yscale="log"
+    )
+    _draw_means(agreement, result, lambda means: 100 * means.agreement)
+    agreement.set(title="Most likely next token is the dense model's", ylabel="fed tokens (%)")
+    agreement.set_ylim(top=101)
+    likelihood.axhline(0, color=INK, linewidth=0.8)
+    _draw_means(likelihood, result, lambda means: means.nll - means.dense_nll)
+    likelihood.set(
+        title="Negative log-likelihood of the text, less the dense model's",
+        ylabel="nats",
+        xlabel=f"token of the text (the first {result.prefix_tokens} are prefilled)",
+    )
+    names = [variant.name for variant in result.variants]
+    figure.legend(divergence.get_lines(), names, loc="outside upper right", ncols=4)
+    return figure
+
+
+def _draw_means(axes: Axes, result: TextComparison, value: Callable[[LogitMeans], float]) -> None:
+    for place, variant in enumerate(result.variants):
+        bins = result.by_position(variant)
+        middles = [(means.first + means.last) / 2 for means in bins]
+        axes.plot(middles, [value(m) for m in bins], marker="o", markersize=3.5, color=f"C{place}")
+    axes.grid(axis="y")

@@ -1,30 +1,17 @@
-"""Dynamic variants: each row's channels are those of ThinK's formula, restated token by token."""
+"""ThinK: each row's channels are those of its formula, restated token by token."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.dynamic import PerHeadBudget, ThinK, kept_channels
-from leank_convert.evaluate.prefill import pad_left, run_prefill
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
-from leank_convert.recipe import WindowsSection
+from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.variants import ThinK, find_variants, kept_channels
+from leank_convert.windows import Windows
 
-LAYERS, KV_HEADS, HEAD_DIM, GROUPS = 2, 2, 16, 2
+KV_HEADS, HEAD_DIM, GROUPS = 2, 16, 2
 # The shortest has fewer tokens than the queries that choose.
 LENGTHS = (40, 25, 5)
 QUERIES = 8
-WINDOWS = {"sink_size": 2, "recent_size": 6, "flush_size": 2}
-
-
-@pytest.fixture(scope="module")
-def model(retriever_folder, tmp_path_factory):
-    torch.manual_seed(3)
-    mask = torch.rand(LAYERS, KV_HEADS, HEAD_DIM) < 0.5
-    out = tmp_path_factory.mktemp("dynamic") / "out"
-    export_checkpoint(retriever_folder, ChannelMask(mask), out, **WINDOWS)
-    return AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +21,15 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def prefill(model, prompts):
+def prefill(evaluated, prompts):
     # More queries than these variants look at, as when another one in the same batch wants them.
-    return run_prefill(model, *pad_left(prompts, torch.device("cpu")), query_window=QUERIES + 3)
+    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")), query_window=QUERIES + 3)
 
 
 def think_scores(prefill, layer, row, head):
     """||Q_i K_i^T||_F^2 of every channel i, over the row's own tokens, summed over the G query heads."""
     num_tokens = int(prefill.attention_mask[row].sum())
-    keys = prefill.cache.layers[layer].pending[0][row, head].double()[-num_tokens:]
+    keys = prefill.keys_and_values[layer][0][row, head].double()[-num_tokens:]
     scores = [0.0] * HEAD_DIM
     for query_head in range(head * GROUPS, (head + 1) * GROUPS):
         queries = prefill.queries[layer][row, query_head].double()[-min(QUERIES, num_tokens) :]
@@ -75,16 +62,16 @@ def test_think_keeps_each_heads_largest_products_of_queries_and_keys(prefill, pr
     assert_chosen(prefill, ThinK(pruning_ratio, query_window=QUERIES), lambda layer, head: width)
 
 
-def test_per_head_budget_keeps_the_masks_widths_and_thinks_channels(prefill):
+def test_a_budget_of_widths_keeps_as_many_channels_of_each_head(prefill):
     widths = torch.tensor([[0, 5], [16, 3]])
-    assert_chosen(prefill, PerHeadBudget(widths, query_window=QUERIES), lambda *place: int(widths[place]))
+    assert_chosen(prefill, ThinK(widths, query_window=QUERIES), lambda *place: int(widths[place]))
 
 
-def test_a_row_keeps_what_it_would_keep_alone(model, prompts, prefill):
+def test_a_row_keeps_what_it_would_keep_alone(evaluated, prompts, prefill):
     variant = ThinK(0.5, query_window=QUERIES)
     _, together = variant.start(prefill)
     for row, prompt in enumerate(prompts):
-        alone = run_prefill(model, *pad_left([prompt], torch.device("cpu")), query_window=QUERIES)
+        alone = run_prefill(evaluated.model, *pad_left([prompt], torch.device("cpu")), query_window=QUERIES)
         _, cache = variant.start(alone)
         for layer, other in zip(together.layers, cache.layers, strict=True):
             assert torch.equal(layer.channel_mask[row], other.channel_mask[0])
@@ -98,58 +85,41 @@ def test_rows_choose_for_themselves(prefill):
 def test_the_prefill_serves_others_after_it(prefill):
     before = [layer.channel_mask.clone() for layer in prefill.cache.layers]
     model, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
-    decode(model, cache, prefill)
+    decode_token(model, cache, prefill.next_token, prefill.attention_mask)
     for layer, mask in zip(prefill.cache.layers, before, strict=True):
         assert torch.equal(layer.channel_mask, mask)
-        assert layer.pending[0].shape[2] == max(LENGTHS)
+    assert all(keys.shape[2] == max(LENGTHS) for keys, _ in prefill.keys_and_values)
 
 
 def test_decoding_is_pruned_to_the_chosen_channels_and_the_variants_own_windows(prefill):
-    windows = WindowsSection(sink_size=1, recent_size=3, flush_size=1)
+    windows = Windows(sink_size=1, recent_size=3, flush_size=1)
     logits = {}
     for ratio in (0.0, 0.75):
         model, cache = ThinK(ratio, windows, query_window=QUERIES).start(prefill)
-        logits[ratio] = decode(model, cache, prefill)
+        logits[ratio], _ = decode_token(model, cache, prefill.next_token, prefill.attention_mask)
         assert cache.rows.pruned_lengths.tolist() == [length + 1 - 1 - 4 for length in LENGTHS]
     assert (logits[0.0] - logits[0.75]).abs().max() > 1e-3
 
 
-def decode(model, cache, prefill):
-    """The logits of one decode step."""
-    attention_mask = torch.cat([prefill.attention_mask, torch.ones(len(LENGTHS), 1, dtype=torch.long)], dim=1)
-    with torch.no_grad():
-        return model(
-            input_ids=prefill.next_token,
-            attention_mask=attention_mask,
-            position_ids=attention_mask.sum(-1, keepdim=True) - 1,
-            past_key_values=cache,
-        ).logits
-
-
 @pytest.mark.parametrize(
-    ("head_dim", "pruning_ratio", "width"), [(64, 0.7, 20), (128, 0.7, 39), (128, 0.0, 128), (100, 0.29, 71)]
+    ("head_dim", "pruning_ratio", "width"), [(128, 0.7, 39), (128, 0.0, 128), (100, 0.29, 71)]
 )
 def test_think_rounds_down_what_it_drops(head_dim, pruning_ratio, width):
     assert kept_channels(head_dim, pruning_ratio) == width
 
 
-@pytest.mark.parametrize("pruning_ratio", [-0.1, 1.0])
-def test_a_ratio_that_leaves_a_head_nothing_is_refused(pruning_ratio):
-    with pytest.raises(LeanKError, match="not at least 0 and below 1"):
-        ThinK(pruning_ratio)
-
-
-@pytest.mark.parametrize(
-    "variant", [lambda: ThinK(0.5, query_window=0), lambda: PerHeadBudget(torch.zeros(2, 2), query_window=0)]
-)
-def test_no_queries_choose_nothing(variant):
+def test_budgets_that_make_no_sense_are_refused(prefill):
+    for pruning_ratio in (-0.1, 1.0):
+        with pytest.raises(LeanKError, match="not at least 0 and below 1"):
+            ThinK(pruning_ratio)
     with pytest.raises(LeanKError, match="can choose nothing"):
-        variant()
+        ThinK(0.5, query_window=0)
+    for widths in (torch.ones(2, 3, dtype=torch.long), torch.full((2, 2), 17), torch.full((2, 2), -1)):
+        with pytest.raises(LeanKError, match="the model has"):
+            ThinK(widths).start(prefill)
 
 
-@pytest.mark.parametrize(
-    "widths", [torch.ones(2, 3, dtype=torch.long), torch.full((2, 2), 17), torch.full((2, 2), -1)]
-)
-def test_widths_of_another_model_are_refused(prefill, widths):
-    with pytest.raises(LeanKError, match="the model has"):
-        PerHeadBudget(widths).start(prefill)
+def test_an_unknown_variant_is_refused_with_those_there_are(evaluated):
+    with pytest.raises(LeanKError, match="`windows`: no variant") as caught:
+        find_variants(["window", "windows"], evaluated)
+    assert "per-head-budget-dynamic" in caught.value.hint

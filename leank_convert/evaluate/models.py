@@ -1,4 +1,4 @@
-"""The models under evaluation, loaded as a user would load them."""
+"""The model under evaluation and its dense twin, loaded as a user would load them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import transformers
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError, first_line
+from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
 
@@ -45,10 +47,9 @@ class EvaluatedModel:
         return [layer.self_attn.channel_mask for layer in self.model.base_model.layers]
 
     @property
-    def whole_size(self) -> int:
-        """The longest prompt of which nothing is pruned, in tokens."""
-        size: int = self.leank["sink_size"] + self.leank["recent_size"]
-        return size
+    def windows(self) -> Windows:
+        """The checkpoint's own."""
+        return Windows(*(self.leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
 
 
 def load_evaluated(checkpoint: Path, device: torch.device) -> EvaluatedModel:
@@ -59,12 +60,18 @@ def load_evaluated(checkpoint: Path, device: torch.device) -> EvaluatedModel:
     """
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
-    open_checkpoint(checkpoint)  # a damaged shard is told better here than while loading
+    open_checkpoint(checkpoint)  # names a damaged shard better than loading does
     # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
-    model.to(device).eval()
+    model = load_model(checkpoint, device, trust_remote_code=True)
     return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts)
+
+
+def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:
+    """Load a causal language model to decode with."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return model.to(device).eval()
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -83,7 +90,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def warn_of_positions(evaluated: EvaluatedModel, num_tokens: int) -> None:
-    """Say so where a sequence of so many tokens is longer than the model was made for."""
+    """Warn where a sequence of so many tokens is longer than the model was made for."""
     limit = evaluated.model.config.max_position_embeddings
     if num_tokens > limit:
         _logger.warning(

@@ -1,0 +1,287 @@
+"""RULER's needles, variable tracking and counting of words, before it is known how much filler fits."""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Literal
+
+from leank_convert.data.drafts import strew
+from leank_convert.data.haystack import Haystack
+from leank_convert.evaluate.prompt import Scoring
+from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
+
+NOISE = "The shop is shut. The street is wet. A cart rolls by. Then all is quiet. Nobody else comes."
+"""One line of filler that says nothing, repeated."""
+
+_Kind = Literal["words", "numbers", "uuids"]
+_SINGULAR = {"numbers": "number", "uuids": "code"}
+_NUM_DEPTHS = 40
+_NUM_HOPS = 4
+# The solved example has shorter names than the question, as RULER's has.
+_NAME_LENGTH, _EXAMPLE_NAME_LENGTH = 5, 3
+_EXAMPLE_LINES = 10
+_WORDS = ADJECTIVES + NOUNS + VERBS
+_NUM_COMMON = 10
+# RULER counts to less, and gives a smaller example, below this length: `freq_cw` and `freq_ucw`, then the
+# example's words and their frequencies.
+_FULL_LENGTH = 4096
+_FREQUENCIES, _SHORT_FREQUENCIES = (30, 3), (6, 1)
+_EXAMPLE, _SHORT_EXAMPLE = (40, 10, 3), (20, 3, 1)
+_ALPHA = 2.0
+_ZETA_OF_ALPHA = math.pi**2 / 6
+_NUM_FREQUENT = 3
+_CODED_LENGTH = 6
+_TOKENS_PER_CODED_WORD = 50
+# From here on the third answer comes up more often than the word after it, rounded down as both are.
+_FEWEST_CODED = 80
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A question with everything but the amount of filler decided.
+
+    Attributes:
+        render: The user's message with this many pieces of filler; with more it grows and is otherwise alike.
+        answer_prefix: How the model's answer begins; follows the chat template.
+        references: What the answer should hold.
+        max_new_tokens: RULER's `tokens_to_generate` of the task.
+        scoring: Whether all references count, or any one.
+    """
+
+    render: Callable[[int], str]
+    answer_prefix: str
+    references: tuple[str, ...]
+    max_new_tokens: int
+    scoring: Scoring = "all"
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """A row of RULER's `synthetic.yaml`.
+
+    Attributes:
+        haystack: `noise` repeats one line, `essay` is running text, `needle` more needles.
+        keys: What keys are.
+        values: What values are.
+        num_keys: Keys in the text (`num_needle_k`).
+        num_values: Values of each (`num_needle_v`).
+        num_queries: Keys that are asked for (`num_needle_q`).
+    """
+
+    haystack: Literal["noise", "essay", "needle"]
+    keys: _Kind = "words"
+    values: _Kind = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+NEEDLE_TASKS = {
+    "niah_single_1": NeedleTask("noise"),
+    "niah_single_2": NeedleTask("essay"),
+    "niah_single_3": NeedleTask("essay", values="uuids"),
+    "niah_multikey_1": NeedleTask("essay", num_keys=4),
+    "niah_multikey_2": NeedleTask("needle"),
+    "niah_multikey_3": NeedleTask("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": NeedleTask("essay", num_values=4),
+    "niah_multiquery": NeedleTask("essay", num_keys=4, num_queries=4),
+}
+
+
+def first_pieces(pieces: Iterator[str]) -> Callable[[int], list[str]]:
+    """A function of a count: as many first pieces of an endless sequence, the same ones at every call."""
+    taken: list[str] = []
+
+    def first(count: int) -> list[str]:
+        taken.extend(islice(pieces, max(0, count - len(taken))))
+        return taken[:count]
+
+    return first
+
+
+def draft_needles(task: NeedleTask, rng: random.Random, haystack: Haystack) -> Draft:
+    """Keys with secret values somewhere in filler, and some of them asked for."""
+    what = _SINGULAR[task.values]
+    keys = _draw_distinct(lambda: _draw(task.keys, rng), task.num_keys)
+    values = _draw_distinct(lambda: _draw(task.values, rng), task.num_keys * task.num_values)
+    # Value v belongs to key v mod num_keys.
+    pairs = [(keys[place % task.num_keys], value) for place, value in enumerate(values)]
+    depths = rng.sample(range(_NUM_DEPTHS), len(pairs))
+    needles = [
+        (depth / (_NUM_DEPTHS - 1), _needle(what, *pair)) for depth, pair in zip(depths, pairs, strict=True)
+    ]
+    asked = rng.sample(keys, task.num_queries)
+    references = tuple(value for key in asked for owner, value in pairs if owner == key)
+    filler_rng = random.Random(rng.getrandbits(64))
+    filler = first_pieces(
+        repeat(NOISE)
+        if task.haystack == "noise"
+        else haystack.read(filler_rng)
+        if task.haystack == "essay"
+        else _draw_needles(task, filler_rng, taken={*keys, *values})
+    )
+    separator = " " if task.haystack == "essay" else "\n"
+
+    listed = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+    if len(references) > 1:
+        secret, verb = f"secret {what}s", "are"
+        before = f"Some secret {what}s are stated in the text below"
+        question = f"Which secret {what}s does the text state for {listed}? Name all of them."
+    else:
+        secret, verb = f"secret {what}", "is"
+        before = f"A secret {what} is stated in the text below"
+        question = f"Which secret {what} does the text state for {listed}?"
+
+    def render(num_pieces: int) -> str:
+        context = separator.join(strew(filler(num_pieces), needles))
+        return (
+            f"{before}, which you should read closely: a question on it follows.\n\n{context}\n\n{question}"
+        )
+
+    return Draft(render, f"The {secret} that the text states for {listed} {verb}", references, 128)
+
+
+def draft_tracking(rng: random.Random) -> Draft:
+    """A chain of assignments in noise, all names of which hold its number; before it a solved example."""
+    number, example_number = map(str, rng.sample(range(10**4, 10**5), 2))
+    names, places = _draw_chain(rng, _NAME_LENGTH)
+    example_names, example_places = _draw_chain(rng, _EXAMPLE_NAME_LENGTH)
+    example = _ask_chain(example_number, example_names, example_places, _EXAMPLE_LINES)
+    solved = f"{example}\n{_begin_chain(example_number)} {' '.join(example_names)}"
+
+    def render(num_lines: int) -> str:
+        return f"{solved}\n\n{_ask_chain(number, names, places, num_lines)}"
+
+    return Draft(render, _begin_chain(number), tuple(names), 30)
+
+
+def draft_common_words(rng: random.Random, length: int) -> Draft:
+    """Common and rarer words in a numbered list, and before them a solved example of other words."""
+    short = length < _FULL_LENGTH
+    common_frequency, rare_frequency = _SHORT_FREQUENCIES if short else _FREQUENCIES
+    num_words, *example_frequencies = _SHORT_EXAMPLE if short else _EXAMPLE
+    drawn = rng.sample(_WORDS, len(_WORDS))
+    common, rest = drawn[:_NUM_COMMON], drawn[_NUM_COMMON:]
+    shown = rest[:num_words]
+    rare = first_pieces(_go_on(rest[num_words:], rest, random.Random(rng.getrandbits(64))))
+    order, example_order = rng.getrandbits(64), rng.getrandbits(64)
+    example = _shuffle(
+        shown[:_NUM_COMMON] * example_frequencies[0] + shown[_NUM_COMMON:] * example_frequencies[1],
+        example_order,
+    )
+    prefix = f"Answer: The {_NUM_COMMON} words that come up most often in this list are:"
+    solved = f"{_ask_common(example)}\n{prefix} {_number(shown[:_NUM_COMMON])}"
+
+    def render(num_rare: int) -> str:
+        words = common * common_frequency + rare(num_rare) * rare_frequency
+        return f"{solved}\n\n{_ask_common(_shuffle(words, order))}"
+
+    return Draft(render, prefix, tuple(common), 120)
+
+
+def draft_frequent_words(rng: random.Random, length: int) -> Draft:
+    """Coded words whose frequencies fall as a zeta distribution's; the most frequent is dots."""
+    max_new_tokens = 50
+    num_coded = max((length - max_new_tokens) // _TOKENS_PER_CODED_WORD, _NUM_FREQUENT + 2)
+    coded = _draw_distinct(
+        lambda: "".join(rng.choices(string.ascii_lowercase, k=_CODED_LENGTH)), num_coded - 1
+    )
+    order = rng.getrandbits(64)
+
+    def render(num_more: int) -> str:
+        total = _FEWEST_CODED + num_more
+        words = [
+            word
+            for rank, word in enumerate(["...", *coded], start=1)
+            for _ in range(int(total * rank**-_ALPHA / _ZETA_OF_ALPHA))
+        ]
+        return (
+            "The text below is written in code. Keep count of its code words.\n\n"
+            f"{' '.join(_shuffle(words, order))}\n\n"
+            "Question: Which three code words come up most often in this text? "
+            "Dots are no code word. Do not explain your answer."
+        )
+
+    prefix = "Answer: The three code words that come up most often in this text are:"
+    return Draft(render, prefix, tuple(coded[:_NUM_FREQUENT]), max_new_tokens)
+
+
+def _draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """Draw until there are as many different strings."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def _draw(kind: _Kind, rng: random.Random) -> str:
+    if kind == "words":
+        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    if kind == "numbers":
+        return str(rng.randrange(10**6, 10**7))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _needle(what: str, key: str, value: str) -> str:
+    return f"Take note: the secret {what} for {key} is {value}."
+
+
+def _draw_needles(task: NeedleTask, rng: random.Random, taken: set[str]) -> Iterator[str]:
+    """Needles for ever, none of which repeats a key or value that is `taken`."""
+    while True:
+        key, value = _draw(task.keys, rng), _draw(task.values, rng)
+        if not taken & {key, value}:
+            yield _needle(_SINGULAR[task.values], key, value)
+
+
+def _draw_chain(rng: random.Random, name_length: int) -> tuple[list[str], list[float]]:
+    """Names, and where their lines stand as fractions of the way through the noise, ascending."""
+    names = _draw_distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=name_length)), _NUM_HOPS + 1)
+    return names, sorted(rng.random() for _ in names)
+
+
+def _ask_chain(number: str, names: Sequence[str], places: Sequence[float], num_lines: int) -> str:
+    """The question, with the chain hidden in this many lines of noise: each name is set to the one before."""
+    lines = [f"SET {name} = {value}" for name, value in zip(names, (number, *names), strict=False)]
+    context = "\n".join(strew([NOISE] * num_lines, zip(places, lines, strict=True)))
+    return (
+        "The text below sets names to a number, or to what another name holds. Keep track of them.\n\n"
+        f"{context}\n\nQuestion: Which names hold the number {number} at the end of the text?"
+    )
+
+
+def _begin_chain(number: str) -> str:
+    return f"Answer: {_NUM_HOPS + 1} names hold the number {number} at the end of the text:"
+
+
+def _go_on(words: Sequence[str], parts: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """The words, then pairs of `parts` for ever, all different until most pairs were drawn."""
+    yield from words
+    seen: set[str] = set()
+    while True:
+        pair = "-".join(rng.sample(parts, 2))
+        if pair not in seen or len(seen) > len(parts) ** 2 // 2:
+            seen.add(pair)
+            yield pair
+
+
+def _shuffle(words: Sequence[str], seed: int) -> list[str]:
+    return random.Random(seed).sample(words, len(words))
+
+
+def _number(words: Sequence[str]) -> str:
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, start=1))
+
+
+def _ask_common(words: Sequence[str]) -> str:
+    return (
+        "Below is a numbered list in which some words come up more often than others. Keep count of them."
+        f"\n\n{_number(words)}\n\n"
+        f"Question: Which {_NUM_COMMON} words come up most often in this list?"
+    )

@@ -1,0 +1,17 @@
+"""One tiny checkpoint that several variants decode from."""
+
+import pytest
+import torch
+
+from leank_convert.evaluate.models import load_evaluated
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+
+
+@pytest.fixture(scope="session")
+def evaluated(retriever_folder, tmp_path_factory):
+    """Random weights of the testbed's language that keep 3 in 10 channels; not to be changed."""
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    mask = torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.3
+    export_checkpoint(retriever_folder, ChannelMask(mask), out, sink_size=2, recent_size=6, flush_size=2)
+    return load_evaluated(out, torch.device("cpu"))

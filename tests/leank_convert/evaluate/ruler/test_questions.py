@@ -1,0 +1,106 @@
+"""Files of questions, and prompts of them."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.ruler.questions import Question, read_questions
+
+RECORD = {"question": "One?", "answers": ["1"], "documents": ["One."]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def dump(name, content):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return dump
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_records_are_read_in_order(write, records, lines):
+    path = write("a.jsonl", "\n".join(map(json.dumps, records))) if lines else write("a.json", records)
+    assert read_questions(path, ()) == [
+        Question(record["question"], tuple(record["answers"]), tuple(record["documents"]))
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_squads_questions_that_have_answers_are_read_with_their_paragraphs(write, indent):
+    asked = {"question": "What?", "id": "7", "answers": [{"text": "down", "answer_start": 9}] * 2}
+    impossible = {"question": "Does it?", "answers": [], "is_impossible": True}
+    paragraphs = [
+        {"context": "Rivers run down.", "qas": [asked]},
+        {"context": "Iron rusts.", "qas": [impossible]},
+    ]
+    path = write(
+        "squad.json",
+        json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": paragraphs}]}, indent=indent),
+    )
+    assert read_questions(path, ()) == [Question("What?", ("down",), ("Rivers run down.",))]
+
+
+def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
+    rows = [RECORD, {**RECORD, "question": "Two</s>?"}, {**RECORD, "documents": ["Three <s>."]}]
+    assert [asked.text for asked in read_questions(write("a.json", rows), ["<s>", "</s>"])] == ["One?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.json", None, r"none\.json` does not exist"),
+        ("a.csv", "q,a", r"a\.csv` has the suffix `\.csv`"),
+        ("a.jsonl", json.dumps(RECORD) + "\n{]", r"a\.jsonl:2` is not JSON"),
+        ("a.json", [], r"a\.json` has no question with an answer"),
+        ("a.json", [RECORD, {"question": "q"}], r"a\.json: record 1`: `answers` is `None`"),
+        ("a.json", [{**RECORD, "answers": [" "]}], r"record 0`: `answers` is `\[' '\]`"),
+        ("a.json", [{**RECORD, "documents": "d"}], r"record 0`: `documents` is `'d'`"),
+        ("a.json", {"data": [{"paragraphs": [{"qas": [{}]}]}]}, "not in SQuAD's form"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path, name, content, message):
+    path = tmp_path / name if content is None else write(name, content)
+    with pytest.raises(LeanKError, match=message) as caught:
+        read_questions(path, ())
+    assert caught.value.hint
+
+
+def message_of(tokenizer, prompt):
+    return re.search(r"user\n(.*)</s>", tokenizer.decode(prompt.input_ids), re.S).group(1)
+
+
+def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
+    asked = []
+    for prompt in draw(plain_tokenizer, "qa", 700, num_samples=8):
+        message = message_of(plain_tokenizer, prompt)
+        question = re.search(r"Question: (.*)$", message).group(1)
+        (record,) = (record for record in records if record["question"] == question)
+        assert prompt.references == tuple(record["answers"])
+        documents = re.findall(r"^\[Document (\d+)\]\n(.*)$", message, re.M)
+        assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
+        texts = [text for _, text in documents]
+        assert texts.count(record["documents"][0]) == 1
+        assert len(set(texts)) == len(texts) > 4
+        asked.append(question)
+    assert len(set(asked)) == 8
+
+
+def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw):
+    (prompt,) = draw(plain_tokenizer, "qa", 3000, num_samples=1)
+    counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", message_of(plain_tokenizer, prompt), re.M))
+    assert set(counts) == {record["documents"][0] for record in records}
+    (own,) = (text for text in counts if prompt.references[1] in text)
+    assert counts.pop(own) == 1
+    assert max(counts.values()) > 1
+
+
+def test_a_file_that_is_too_small_is_refused(plain_tokenizer, draw):
+    with pytest.raises(LeanKError, match="has 12 questions, fewer than the samples") as caught:
+        draw(plain_tokenizer, "qa", num_samples=13)
+    assert "12 samples or fewer" in caught.value.hint
