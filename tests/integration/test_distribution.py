@@ -51,6 +51,10 @@ def test_wheel_holds_runtime_recipes_and_the_shipped_model(wheel):
         assert f"leank_convert/_runtime/{file}" in names
     for recipe in RECIPES:
         assert f"leank_convert/_recipes/{recipe}" in names
+    # An editable install would stand in for a module that the wheel lacks.
+    for path in (ROOT / "leank_convert").rglob("*.py"):
+        linked = {"_runtime", "_recipes"} & set(path.parts)
+        assert linked or path.relative_to(ROOT).as_posix() in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"leank_convert/testbed/model/{file}" in names
     top_level = {name.split("/")[0] for name in names}

@@ -21,7 +21,7 @@ from leank_convert.testbed.tasks import (
 )
 
 SINK_SIZE, RECENT_SIZE = 16, 64
-LENGTHS = (MIN_TOKENS, 161, 200, 256, 513, 1000, 2048)
+LENGTHS = (MIN_TOKENS, 161, 513, 2048)
 VALUE = re.compile(r"\d\d \d\d")
 
 every_task = pytest.mark.parametrize("task", TASKS)
@@ -67,33 +67,16 @@ def draw(task: str, tokens: int, two_word_names: bool, count: int) -> list[tuple
 @every_task
 @every_name
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_answer_is_what_the_prompt_says(task, two_word_names, tokens):
+def test_answer_is_in_the_middle_of_a_prompt_of_the_asked_length(task, two_word_names, tokens):
     for sample, parsed in draw(task, tokens, two_word_names, 12):
         answer, needed = parsed.answer()
         assert sample.task == task
         assert sample.answer == answer
-        assert (
-            {"find": 1, "list": 2, "trace": 2}[parsed.word]
-            <= len(needed)
-            <= (1 if task == "retrieval" else 4)
-        )
-
-
-@every_task
-@every_name
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_length_is_honoured_and_used(task, two_word_names, tokens):
-    for sample, parsed in draw(task, tokens, two_word_names, 12):
+        fewest = {"find": 1, "list": 2, "trace": 2}[parsed.word]
+        assert fewest <= len(needed) <= (1 if task == "retrieval" else 4)
         used = parsed.prompt_tokens + len(sample.answer.split()) + 1
         assert tokens - 45 <= used <= tokens
-
-
-@every_task
-@every_name
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_windows_hold_no_fact_of_the_answer(task, two_word_names, tokens):
-    for _, parsed in draw(task, tokens, two_word_names, 12):
-        for fact in parsed.answer()[1]:
+        for fact in needed:
             start, end = parsed.spans[fact]
             assert start >= SINK_SIZE
             assert end <= parsed.prompt_tokens - RECENT_SIZE
@@ -147,7 +130,7 @@ def test_document_answers_all_of_its_questions(task, two_word_names):
 
 @every_task
 @every_name
-@pytest.mark.parametrize("tokens", [0, 5, 37, 400, 2142])
+@pytest.mark.parametrize("tokens", [0, 37, 2142])
 def test_document_fits(task, two_word_names, tokens):
     for seed in range(10):
         document = build_document(task, random.Random(seed), tokens, two_word_names=two_word_names)
@@ -190,7 +173,7 @@ def test_unknown_task_is_named_with_the_known_ones():
 
 
 @every_task
-@pytest.mark.parametrize("tokens", [-1, 0, MIN_TOKENS - 1])
+@pytest.mark.parametrize("tokens", [0, MIN_TOKENS - 1])
 def test_length_without_room_is_refused(task, tokens):
     with pytest.raises(ValueError, match=f"{tokens} tokens are too few for a prompt; at least {MIN_TOKENS}"):
         build_sample(task, random.Random(0), tokens)
