@@ -79,6 +79,13 @@ class Checkpoint:
         return None if shard is None else self.shards[shard].tensors[tensor]
 
 
+def is_onnx_folder(path: Path) -> bool:
+    """Whether a folder was written by `export --format onnx`, if need be without its description."""
+    if (path / ONNX_DESCRIPTION_NAME).exists():
+        return True
+    return (path / "model.onnx").exists() and not (path / CONFIG_NAME).exists()
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's config.json.
 

@@ -11,6 +11,7 @@ from typing import Any
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     ONNX_DESCRIPTION_NAME,
+    is_onnx_folder,
     read_leank_config,
     read_leank_facts,
 )
@@ -18,7 +19,6 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import check_head_table
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
-from leank_convert.verify import is_onnx_folder
 
 _ASSUMED_ELEMENT_BYTES = 2
 _HEAD_ORDERS = {
@@ -106,7 +106,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
     # Imports transformers, for which masks and checkpoints have no use.
-    from leank_convert.onnx.folder import check_heads, read_description
+    from leank_convert.onnx.description import check_heads, pruning_ratio_of, read_description
 
     description = read_description(path)
     try:
@@ -117,23 +117,20 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
             hint=f"`leank-convert verify {path}` lists everything that is wrong",
         ) from error
     mask = load_mask(path / MASK_FILE_NAME)
-    known, quantization = mask.provenance, description.quantization
+    known, content = mask.provenance, description.content
     files = [(name, path / name) for name in description.files]
     return {
         "kind": "onnx",
         "path": str(path),
-        "model": description.model.name,
-        "model_type": description.model.model_type,
-        "opset": description.opset,
-        "dtype": description.dtype,
-        "weights": description.weights,
-        "quantization": quantization.model_dump() if quantization else None,
-        **_describe_widths(description.widths, description.model.head_dim, description.dtype),
+        "model": content["model"]["name"],
+        "model_type": content["model"]["model_type"],
+        **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
+        **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
-        "pruning_ratio": description.pruning_ratio,
+        "pruning_ratio": pruning_ratio_of(description),
         "width_multiple": known.width_multiple if known else None,
-        "windows": {key: getattr(description, key) for key in ("sink_size", "recent_size", "flush_size")},
-        "head_permutation": description.head_permutation,
+        "windows": {key: content[key] for key in ("sink_size", "recent_size", "flush_size")},
+        "head_permutation": content["head_permutation"],
         "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
         "provenance": _describe_provenance(mask),
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 # Read when huggingface_hub is imported, so they are set before anything imports it.
@@ -80,3 +82,51 @@ def retriever_folder(
     model.save_pretrained(folder)
     testbed_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Makes a folder by its name, once for all workers: `once_per_run("name", make)`. Not to be changed."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # what the workers of a run share
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder = root / "shared" / name
+        folder.parent.mkdir(exist_ok=True)
+        with (root / "shared" / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                # Below a folder of its own, so that what is written keeps its name.
+                partial = Path(tempfile.mkdtemp(dir=folder.parent)) / name
+                make(partial)
+                partial.rename(folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
+    """The shipped model with heads of many widths and small windows."""
+    from leank_convert.export import export_checkpoint
+    from leank_convert.mask import ChannelMask
+
+    widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(4, 4, 64, dtype=torch.bool)
+    for layer, row in enumerate(widths):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(64, generator=generator)[:width]] = True
+    sizes = {"sink_size": 8, "recent_size": 32, "flush_size": 8}
+    return once_per_run(
+        "shipped_checkpoint", lambda out: export_checkpoint(MODEL_DIR, ChannelMask(mask), out, **sizes)
+    )
+
+
+@pytest.fixture(scope="session")
+def shipped_onnx(once_per_run: Callable[..., Path], shipped_checkpoint: Path) -> Path:
+    """An ONNX folder of it."""
+    from leank_convert.onnx import export_onnx
+
+    return once_per_run("shipped_onnx", lambda out: export_onnx(shipped_checkpoint, None, out))

@@ -52,7 +52,6 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
-ONNX_HOST = sorted((ROOT / "leank_convert" / "onnx").glob("leank_onnx*.py"))
 
 
 def _imports(path, *, top_level_only=False):
@@ -109,8 +108,6 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
     relative = path.relative_to(ROOT).with_suffix("")
     component = relative.parts[1]
     for module in _imports(path):
-        if path in ONNX_HOST and module.startswith("."):
-            continue  # they travel together, into whatever folder
         assert not module.startswith("."), f"relative import of `{module}`"
         assert not module.startswith("runtime"), "the toolkit reaches the runtime through a checkpoint alone"
         if not module.startswith("leank_convert.") or component == "__init__":

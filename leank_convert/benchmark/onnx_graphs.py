@@ -125,8 +125,9 @@ def weight_bytes(model: Any, weights: str | None = None) -> int:
 
 def export_side(model: Any, subject: Subject, side: str, folder: Path, weights: str | None) -> Path:
     """Write a model's graph; `side` is one of `SIDES`, `weights` a key of `SCHEMES` or None for float32."""
-    from leank_convert.onnx.subject import PrunedModel
-    from leank_convert.onnx.write import MODEL_NAME, export_graph
+    from leank_convert.onnx import export_graph
+    from leank_convert.onnx.leank_onnx import MODEL_FILE
+    from leank_convert.onnx.pruned_model import PrunedModel
 
     masks = torch.stack(subject.channel_masks)
     windows = subject.windows
@@ -139,7 +140,7 @@ def export_side(model: Any, subject: Subject, side: str, folder: Path, weights: 
     )
     folder.mkdir()
     export_graph(pruned, folder, weights=weights)
-    return folder / MODEL_NAME
+    return folder / MODEL_FILE
 
 
 def widths_of(subject: Subject) -> list[list[int]]:

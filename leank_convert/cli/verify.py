@@ -28,9 +28,9 @@ def verify(folder: Path, source: str | None, as_json: bool) -> None:
     """
     if source is not None:
         quiet_transformers()
-    from leank_convert.verify import verify_artifact
+    from leank_convert.verify import verify_checkpoint
 
-    report = verify_artifact(folder, source)
+    report = verify_checkpoint(folder, source)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     else:

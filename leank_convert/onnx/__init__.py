@@ -1,11 +1,11 @@
 """ONNX: a graph of a pruned model that onnxruntime runs, its description, and the program that runs it.
 
-`export_graph(checkpoint_or_model, folder, opset=23)` writes the graph (`graph` names its tensors),
-`export_onnx` the whole folder.
+`export_onnx` writes a whole folder, `export_graph` the graph of a checkpoint or of a model in memory (`graph`
+names its tensors). `leank_onnx.py` is the host that travels with a folder.
 """
 
+from leank_convert.onnx.export import export_graph, export_onnx
 from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
-from leank_convert.onnx.subject import PrunedModel, load_pruned
-from leank_convert.onnx.write import export_graph, export_onnx
+from leank_convert.onnx.pruned_model import PrunedModel, load_pruned
 
 __all__ = ["DEFAULT_OPSET", "PrunedModel", "check_available", "export_graph", "export_onnx", "load_pruned"]

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.onnx.graph import cache_shapes, run_in_torch
+from leank_convert.onnx.leank_onnx import Graph, LeanKOnnxError
+from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import round_weights
-from leank_convert.onnx.subject import PrunedModel
 
-# Of the largest logit. A wrong graph is wrong by about as much as that; rounding is far below.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2}
+# Of the largest number. A wrong graph, other weights or other channels are off by about as much as that;
+# rounding is far below.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2}
 # ‖graph's - PyTorch's‖ / ‖PyTorch's‖, both with rounded weights: the graph rounds activations to 8 bits, too,
 # which is 0.1 in 20 layers of random weights. Another model's logits are 1.4 off, zeros 1.
 _ROUNDED_TOLERANCE = 0.5
@@ -76,8 +78,8 @@ def check_graph(trials: Sequence[Trial], path: Path) -> None:
     """
     # Without a copy of its own onnxruntime reads the weights where the file is mapped.
     for trial, logits in zip(trials, _run(trials, path, prepack=False), strict=True):
-        difference = float((logits - trial.logits).abs().max() / trial.logits.abs().max())
-        if not difference < _TOLERANCES[trial.inputs[-1].dtype]:
+        difference = largest_difference(logits, trial.logits)
+        if not difference < TOLERANCES[trial.inputs[-1].dtype]:
             raise _fault(
                 f"`{path.name}`: logits of {trial.name} differ from PyTorch's by {difference:.1e} of the "
                 "largest"
@@ -104,13 +106,13 @@ def measure_quantized(trials: Sequence[Trial], path: Path, weights: str) -> floa
     # Packed, since unpacked blocks are multiplied by other code than the runner's.
     for trial, logits in zip(trials, _run(trials, path, prepack=True), strict=True):
         assert trial.rounded is not None
-        error = _distance(logits, trial.rounded)
+        error = distance(logits, trial.rounded)
         if not error < _ROUNDED_TOLERANCE:
             raise _fault(
                 f"`{path.name}`: with {weights} weights logits of {trial.name} differ by {error:.2f} of "
                 "their norm from PyTorch's with the same weights"
             )
-        differences.append(_distance(logits, trial.logits))
+        differences.append(distance(logits, trial.logits))
     difference = max(differences)
     if difference > _MUCH:
         _logger.warning(
@@ -122,33 +124,40 @@ def measure_quantized(trials: Sequence[Trial], path: Path, weights: str) -> floa
     return difference
 
 
-def _distance(logits: Tensor, expected: Tensor) -> float:
-    return float((logits - expected).norm() / expected.norm())
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """By how much numbers differ at most, as a share of the largest one expected."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _run(trials: Sequence[Trial], path: Path, *, prepack: bool) -> list[Tensor]:
-    """Logits of every trial by onnxruntime, in float32."""
+def distance(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def check_rules(path: Path) -> None:
+    """Check a graph by onnx's own checker.
+
+    Raises:
+        LeanKError: If it breaks ONNX's rules.
+    """
     import onnx
-    import onnxruntime
 
     try:
         onnx.checker.check_model(path, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise _fault(f"`{path.name}` breaks the rules of ONNX: {error}") from error
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what fails is told below
-    if not prepack:
-        options.add_session_config_entry("session.disable_prepacking", "1")
-    answers = []
+        raise LeanKError(f"`{path.name}` breaks the rules of ONNX: {first_line(error)}") from error
+
+
+def _run(trials: Sequence[Trial], path: Path, *, prepack: bool) -> list[Tensor]:
+    """Logits of every trial by onnxruntime, in float32."""
+    settings = {} if prepack else {"session.disable_prepacking": "1"}
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        names = [item.name for item in session.get_inputs()]
-        for trial in trials:
-            values = {name: value.numpy() for name, value in zip(names, trial.inputs, strict=True)}
-            answers.append(torch.from_numpy(session.run(["logits"], values)[0]).float())
-    except Exception as error:  # onnxruntime's errors have no class in common
-        raise _fault(f"onnxruntime cannot run `{path.name}`: {first_line(error)}") from error
-    return answers
+        check_rules(path)
+        graph = Graph(path, settings=settings)
+        outputs = [graph.run([value.numpy() for value in trial.inputs]) for trial in trials]
+    except (LeanKError, LeanKOnnxError) as error:
+        raise _fault(first_line(error)) from error
+    return [torch.from_numpy(each["logits"]).float() for each in outputs]
 
 
 def _prompt(pruned: PrunedModel) -> Trial:

@@ -1,14 +1,42 @@
-"""leank_onnx.json: what a program must know to run the graph, whatever its language."""
+"""leank_onnx.json: what a program must know to run the graph. Written here, read by `leank_onnx.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from leank_convert.onnx.folder import FORMAT_VERSION, TensorDescription
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
+from leank_convert.errors import LeanKError
 from leank_convert.onnx.graph import cache_shapes
+from leank_convert.onnx.leank_onnx import FORMAT_VERSION, Description, LeanKOnnxError
+from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
-from leank_convert.onnx.subject import PrunedModel
+
+
+@contextmanager
+def host_errors() -> Iterator[None]:
+    """Raise what the host finds wrong as the toolkit raises errors.
+
+    Raises:
+        LeanKError: In place of the host's own error.
+    """
+    try:
+        yield
+    except LeanKOnnxError as error:
+        raise LeanKError(str(error)) from error
+
+
+def read_description(folder: Path) -> Description:
+    """Read an ONNX folder's description by the host's reader; no other file is looked at.
+
+    Raises:
+        LeanKError: If it cannot be read, is of another format version, or keys are missing or make no sense.
+    """
+    with host_errors():
+        return Description.parse(folder / ONNX_DESCRIPTION_NAME)
 
 
 def describe(
@@ -31,8 +59,6 @@ def describe(
     scheme = None if weights is None else SCHEMES[weights]
     config = pruned.model.config
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
-    inputs = describe_inputs(pruned, pruned.dtype)
-    outputs = describe_outputs(pruned, pruned.dtype, config.vocab_size)
     return {
         "format_version": FORMAT_VERSION,
         "opset": opset,
@@ -65,8 +91,8 @@ def describe(
         "buckets": [_buckets(layer) for layer in pruned.buckets],
         "channel_order": pruned.channel_order.tolist(),
         "head_permutation": pruned.head_permutation,
-        "inputs": [tensor.model_dump(exclude_unset=True) for tensor in inputs],
-        "outputs": [tensor.model_dump(exclude_unset=True) for tensor in outputs],
+        "inputs": describe_inputs(pruned, pruned.dtype),
+        "outputs": describe_outputs(pruned, pruned.dtype, config.vocab_size),
         "files": dict(sorted(files.items())),
     }
 
@@ -88,46 +114,35 @@ def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return described
 
 
-def describe_inputs(pruned: PrunedModel, dtype: str) -> list[TensorDescription]:
-    """Describe a graph's inputs.
-
-    Args:
-        pruned: Masks and window sizes; its model is not looked at.
-        dtype: Of the cache.
-    """
-    integers: tuple[tuple[str, list[int | str]], ...] = (
-        ("input_ids", ["batch", "new_tokens"]),
-        ("past_lengths", ["batch"]),
-        ("pruned_lengths", ["batch"]),
-        ("logits_index", ["batch", "logits"]),
-    )
-    described = [TensorDescription(name=name, dtype="int64", shape=shape) for name, shape in integers]
+def describe_inputs(pruned: PrunedModel, dtype: str) -> list[dict[str, Any]]:
+    """Describe a graph's inputs, its cache of `dtype`; of `pruned` masks and window sizes are looked at."""
+    integers: dict[str, list[int | str]] = {
+        "input_ids": ["batch", "new_tokens"],
+        "past_lengths": ["batch"],
+        "pruned_lengths": ["batch"],
+        "logits_index": ["batch", "logits"],
+    }
+    described: list[dict[str, Any]] = [
+        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
+    ]
     for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
         _, layer, region, *width, part = name.split(".")
-        described.append(
-            TensorDescription(
-                name=name,
-                dtype=dtype,
-                shape=shape,
-                layer=int(layer),
-                region=region,
-                width=int(width[0]) if width else None,
-                part=part,
-            )
-        )
+        place = {
+            "layer": int(layer),
+            "region": region,
+            "width": int(width[0]) if width else None,
+            "part": part,
+        }
+        described.append({"name": name, "dtype": dtype, "shape": shape, **place})
     return described
 
 
-def describe_outputs(pruned: PrunedModel, dtype: str, vocab_size: int) -> list[TensorDescription]:
-    """Describe a graph's outputs.
-
-    Args:
-        pruned: Masks; its model is not looked at.
-        dtype: Of logits and cache.
-        vocab_size: Length of a row of logits.
-    """
+def describe_outputs(pruned: PrunedModel, dtype: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Describe a graph's outputs, logits and new keys and values of `dtype`; only masks are looked at."""
     num_layers, heads, head_dim = pruned.channel_masks.shape
-    described = [TensorDescription(name="logits", dtype=dtype, shape=["batch", "logits", vocab_size])]
+    described: list[dict[str, Any]] = [
+        {"name": "logits", "dtype": dtype, "shape": ["batch", "logits", vocab_size]}
+    ]
     shapes: dict[str, list[int | str]] = {
         "key": ["batch", heads, "new_tokens", head_dim],
         "value": ["batch", heads, head_dim, "new_tokens"],
@@ -135,5 +150,60 @@ def describe_outputs(pruned: PrunedModel, dtype: str, vocab_size: int) -> list[T
     for layer in range(num_layers):
         for part, shape in shapes.items():
             name = f"present.{layer}.{part}"
-            described.append(TensorDescription(name=name, dtype=dtype, shape=shape, layer=layer, part=part))
+            described.append({"name": name, "dtype": dtype, "shape": shape, "layer": layer, "part": part})
     return described
+
+
+def pruning_ratio_of(description: Description) -> float:
+    """The fraction of channels removed, over the whole model."""
+    widths = description.content["widths"]
+    return 1 - sum(map(sum, widths)) / (sum(map(len, widths)) * description.head_dim)
+
+
+def check_heads(description: Description) -> None:
+    """Check that widths, buckets, lanes and the heads' order fit one another and the model's sizes.
+
+    Raises:
+        LeanKError: If they do not.
+    """
+    content = description.content
+    num_layers = content["model"]["num_hidden_layers"]
+    for key in ("widths", "buckets", "channel_order", "head_permutation"):
+        if content[key] is not None and len(content[key]) != num_layers:
+            raise LeanKError(f"`{key}` has {len(content[key])} layers, the model {num_layers}")
+    for layer, row in enumerate(content["widths"]):
+        if len(row) != description.num_heads or row != sorted(row) or row[-1] > description.head_dim:
+            raise LeanKError(
+                f"`widths[{layer}]` is {row}: not {description.num_heads} numbers ascending within 0 and "
+                f"{description.head_dim}"
+            )
+        counts = [(width, row.count(width)) for width in sorted(set(row))]
+        if content["buckets"][layer] != _buckets(counts):
+            raise LeanKError(f"`buckets[{layer}]` is {content['buckets'][layer]}; the widths are {row}")
+        _check_lanes(content["channel_order"][layer], row, layer, description.head_dim)
+        if content["head_permutation"] is not None:
+            _check_permutation(content["head_permutation"][layer], row, layer)
+
+
+def _check_lanes(orders: list[list[int]], row: list[int], layer: int, head_dim: int) -> None:
+    if len(orders) != len(row):
+        raise LeanKError(f"`channel_order[{layer}]` has {len(orders)} heads, the model {len(row)}")
+    for head, (order, width) in enumerate(zip(orders, row, strict=True)):
+        if sorted(order) != list(range(head_dim)):
+            raise LeanKError(
+                f"`channel_order[{layer}][{head}]` is {order}, no order of the {head_dim} channels"
+            )
+        for part in (order[:width], order[width:]):
+            if part != sorted(part):
+                raise LeanKError(
+                    f"`channel_order[{layer}][{head}]` is {order}: neither the {width} kept channels nor the "
+                    f"dropped ones may descend, as {part} does"
+                )
+
+
+def _check_permutation(permutation: list[int], row: list[int], layer: int) -> None:
+    if sorted(permutation) != list(range(len(row))):
+        raise LeanKError(f"`head_permutation[{layer}]` is {permutation}, no permutation of {len(row)} heads")
+    # Stable: heads of one width keep the order they had.
+    if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, permutation, strict=True))):
+        raise LeanKError(f"`head_permutation[{layer}]` is {permutation}, not stable within a bucket")

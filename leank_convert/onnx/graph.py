@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from leank_convert.onnx.subject import PrunedModel
+from leank_convert.onnx.pruned_model import PrunedModel
 
 _ATTENTION = "leank_onnx"
 # Far below any logit, and finite in float16 too: a row without any token yet must not become NaN.

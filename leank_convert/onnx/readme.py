@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.onnx.libraries import first_onnxruntime
+from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
-from leank_convert.onnx.subject import PrunedModel
 
 _README = """\
 # {name}: K cache pruned by {ratio:.1%} (LeanK), as an ONNX graph
@@ -31,18 +31,12 @@ print(model.decode(answer))
 A chat template, where the model has one, needs `jinja2` too. `generate` takes batches, temperature, top-p
 and a streamer; `model.start()` gives a session that takes further turns.
 
-In Node, one row, greedily, in float32 (`--tokens 1,5,9` instead of a text needs `onnxruntime-node` alone):
-
-```
-npm install onnxruntime-node @huggingface/tokenizers @huggingface/jinja
-node leank_onnx.mjs . --prompt "The capital of France is"
-```
-
 ## Other languages
 
 `leank_onnx.json` describes every input and output: the graph is a function of the new tokens and of buffers
 that the host owns, and it returns the new tokens' keys and values alone, which the host writes into its
-buffers. `leank_onnx.mjs` is a short host to read along; in Python `leank_onnx_cache.py` is what lies where.
+buffers. In `leank_onnx.py` the class `Cache` does that; leank-convert's `examples/onnx-node` is a short host
+in JavaScript to read along.
 
 - All rows are stored without padding; `past_lengths` and `pruned_lengths` count each row's own tokens.
 - Window: token t lies in slot t if t < {sink}, else in slot {sink} + (t - {sink}) mod {ring}: {slots} slots.

@@ -34,21 +34,18 @@ from leank_convert.export.runtime_files import auto_map
 from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.safetensors_file import SafetensorsHeader
-from leank_convert.verify.report import Checks, VerifyReport
+from leank_convert.verify.checks import Checks, Report
 from leank_convert.windows import Windows
 
 _BUFFER_BYTES = 8 << 20
 
 
-def verify_checkpoint(path: str | Path, source: str | Path | None = None) -> VerifyReport:
+def verify_weights(path: str | Path, source: str | Path | None) -> Report:
     """Check a checkpoint's digests, headers, shapes and masks, and its weights against their source.
 
     Args:
         path: The checkpoint's folder.
         source: The model it was made from, a folder or a hub id. Without it weights are not read.
-
-    Returns:
-        The report; failed checks are in it, not raised.
 
     Raises:
         LeanKError: If `path` is no LeanK checkpoint, or `source` is no complete model.

@@ -7,17 +7,11 @@ import random
 import subprocess
 import sys
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
-from leank_convert.onnx import export_onnx
-from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import TASKS, build_sample
 
-WIDTHS = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
 NEW_TOKENS = 40
 # Runs in a process of its own, in the exported folder, where nothing of ours can be imported.
 HOST = """
@@ -34,20 +28,9 @@ json.dump({"prompts": prompts, "answers": answers, "pruned": pruned}, sys.stdout
 """.replace("NEW_TOKENS", str(NEW_TOKENS))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(4, 4, 64, dtype=torch.bool)
-    for layer, row in enumerate(WIDTHS):
-        for head, width in enumerate(row):
-            mask[layer, head, torch.randperm(64, generator=generator)[:width]] = True
-    folder = tmp_path_factory.mktemp("shipped") / "checkpoint"
-    return export_checkpoint(MODEL_DIR, ChannelMask(mask), folder, sink_size=8, recent_size=32, flush_size=8)
-
-
-def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(checkpoint, tmp_path):
-    folder = tmp_path / "onnx"
-    export_onnx(checkpoint, None, folder)
+def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(
+    shipped_checkpoint, shipped_onnx
+):
     rng = random.Random(0)
     samples = [build_sample(task, rng, length) for task, length in zip(TASKS, (400, 170, 260), strict=True)]
     done = subprocess.run(
@@ -55,15 +38,15 @@ def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(c
         input=json.dumps([sample.prompt for sample in samples]),
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=shipped_onnx,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(shipped_checkpoint)
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, trust_remote_code=True, dtype=torch.float32
+        shipped_checkpoint, trust_remote_code=True, dtype=torch.float32
     ).eval()
     chats = [[{"role": "user", "content": sample.prompt}] for sample in samples]
     rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)

@@ -24,6 +24,7 @@ from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
 
 FAMILIES = {
@@ -234,6 +235,54 @@ def edit_json() -> Callable[..., None]:
         path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
 
     return edit
+
+
+@pytest.fixture(scope="session")
+def retriever_mask() -> ChannelMask:
+    """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
+    for layer, row in enumerate([[7, 0], [4, 4]]):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(16, generator=generator)[:width]] = True
+    return ChannelMask(mask)
+
+
+@pytest.fixture(scope="session")
+def retriever_onnx(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
+) -> Path:
+    """An ONNX folder of it, with windows of 3, 6 and 4 tokens."""
+    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+    return once_per_run(
+        "retriever_onnx", lambda out: export_onnx(retriever_folder, retriever_mask, out, **sizes)
+    )
+
+
+@pytest.fixture(scope="session")
+def retriever_half(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
+) -> Path:
+    """A checkpoint of it in `checkpoint`, and of that an ONNX folder in float16 in `onnx`."""
+    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+
+    def make(out: Path) -> None:
+        export_checkpoint(retriever_folder, retriever_mask, out / "checkpoint", **sizes)
+        export_onnx(out / "checkpoint", None, out / "onnx", dtype="float16")
+
+    return once_per_run("retriever_half", make)
+
+
+@pytest.fixture(scope="session")
+def retriever_int8(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
+) -> Path:
+    """An ONNX folder of it under another rope, its weights quantized, the rest in float16."""
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    options = {"dtype": "float16", "weights": "int8", "config_overrides": rope}
+    return once_per_run(
+        "retriever_int8", lambda out: export_onnx(retriever_folder, retriever_mask, out, **options)
+    )
 
 
 @pytest.fixture

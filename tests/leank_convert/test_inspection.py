@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
-from leank_convert.onnx import export_onnx, write
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_damaged_block_points_to_verify(
     assert "verify" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("value", [None, [], True, [None], [[1, 2]], "x"])
+@pytest.mark.parametrize("value", [None, True, [[1, 2]]])
 @pytest.mark.parametrize("key", ["widths", "head_permutation", "pruning_ratio"])
 def test_a_block_with_nonsense_in_it_points_to_verify(
     key: str, value: object, tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
@@ -128,31 +128,23 @@ def test_a_block_with_nonsense_in_it_points_to_verify(
     assert "verify" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("name", ["nope", "nope.pth", "some/nope"])
+@pytest.mark.parametrize("name", ["nope.pth", "some/nope"])
 def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
     with pytest.raises(LeanKError, match=f"^`{name}` does not exist$"):
         inspect_artifact(name)
 
 
 @pytest.fixture
-def onnx_folder(tmp_path: Path, retriever_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ONNX folder whose graph is an empty file: nothing but its size is told of it."""
-
-    def write_empty(pruned: object, path: Path, *, opset: int) -> None:
-        path.write_bytes(b"12345")
-
-    monkeypatch.setattr(write, "write_graph", write_empty)
-    monkeypatch.setattr(write, "check_graph", lambda trials, path: None)
-    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
-    mask[0, 0, 3:10] = True
-    mask[1, :, ::4] = True
-    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-    return export_onnx(retriever_folder, ChannelMask(mask), tmp_path / "out", dtype="float16", **sizes)
+def onnx_folder(retriever_half: Path, tmp_path: Path) -> Path:
+    """A copy, to be spoiled; its graph is an empty file: nothing but its size is told of it."""
+    copy = Path(shutil.copytree(retriever_half / "onnx", tmp_path / "out"))
+    (copy / "model.onnx").write_bytes(b"12345")
+    return copy
 
 
 def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder: Path) -> None:
     facts = inspect_artifact(onnx_folder)
-    assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("retriever", "llama")
+    assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("checkpoint", "llama")
     assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
     assert facts["widths"] == [[0, 7], [4, 4]] and facts["head_permutation"] == [[1, 0], [0, 1]]
     assert facts["windows"] == {"sink_size": 3, "recent_size": 6, "flush_size": 4}

@@ -1,13 +1,16 @@
-"""Exported tiny models beside the PyTorch runtime's models of the same weights."""
+"""Exported tiny models, and the PyTorch runtime's models of the same weights."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,15 +21,13 @@ from runtime import configuration_leank, modeling_leank
 
 VOCAB = 64
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(VOCAB - 4))]
-# Family, widths per layer and head, window sizes. Between them: heads of width 0 and D, odd widths, a layer
-# that keeps nothing, a model that does, no sink, no recent tokens, flushes of one and longer than recent.
-CASES: dict[str, tuple[str, list[list[int]], tuple[int, int, int]]] = {
-    "llama": ("Llama", [[0, 5, 5, 16], [0, 0, 8, 8]], (3, 6, 4)),
-    "mistral": ("Mistral", [[1, 16, 16, 16], [0, 0, 0, 0]], (0, 6, 4)),
-    "qwen2": ("Qwen2", [[5, 5, 8, 16], [2, 2, 2, 2]], (3, 0, 2)),
-    "qwen3": ("Qwen3", [[0, 8, 8, 8], [0, 3, 7, 16]], (2, 3, 9)),
-    "no channels": ("Llama", [[0, 0]], (0, 0, 1)),
-    "all channels": ("Llama", [[16, 16]], (3, 6, 4)),
+# Widths per layer and head, window sizes. Between them: heads of width 0 and D, odd widths, a layer that
+# keeps nothing, a model that does, no sink, no recent tokens, flushes of one and longer than recent.
+CASES: dict[str, tuple[list[list[int]], tuple[int, int, int]]] = {
+    "Llama": ([[0, 5, 5, 16], [0, 0, 8, 8]], (3, 6, 4)),
+    "Qwen2": ([[1, 16, 16, 16], [0, 0, 0, 0]], (0, 6, 4)),
+    "Qwen3": ([[0, 8, 8, 8], [0, 3, 7, 16]], (3, 0, 2)),
+    "Mistral": ([[0, 0]], (0, 0, 1)),
 }
 
 
@@ -41,12 +42,6 @@ class Exported:
         return leank_onnx.LeanKOnnx(self.folder, threads=1)
 
 
-def copy_runner(folder: Path) -> None:
-    """Put the runner's files into a folder, as an export does."""
-    for path in Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"):
-        shutil.copyfile(path, folder / path.name)
-
-
 def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     masks = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
@@ -56,8 +51,9 @@ def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
     return masks
 
 
-def _export(case: str, dtype: str, folder: Path) -> Exported:
-    family, widths, (sink, recent, flush) = CASES[case]
+def _build(family: str) -> tuple[Any, Any, torch.Tensor]:
+    """The stock model and the runtime's, of the same weights, and the masks."""
+    widths, (sink, recent, flush) = CASES[family]
     masks = _masks(widths)
     num_layers, kv_heads, head_dim = masks.shape
     sizes: dict[str, Any] = {
@@ -96,25 +92,29 @@ def _export(case: str, dtype: str, folder: Path) -> Exported:
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
     state = {f"model.layers.{i}.self_attn.channel_mask": mask for i, mask in enumerate(masks)}
     leank.load_state_dict(dense.state_dict() | state)
-    dense.to(getattr(torch, dtype))
-    export_graph(PrunedModel(dense, masks, sink, recent, flush), folder)
+    return dense, leank, masks
 
+
+def _write(folder: Path, model: Any, masks: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+    folder.mkdir()
+    export_graph(PrunedModel(model, masks, *sizes), folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    copy_runner(folder)
-    return Exported(folder, leank)
+    shutil.copy(leank_onnx.__file__, folder)
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
-    """Export a case of `CASES`, once in a run."""
-    made: dict[tuple[str, str], Exported] = {}
+def exported(once_per_run: Callable[..., Path]) -> Callable[..., Exported]:
+    """Export a family of `CASES`, once in a run."""
 
-    def get(case: str, dtype: str = "float32") -> Exported:
-        if (case, dtype) not in made:
-            made[case, dtype] = _export(case, dtype, tmp_path_factory.mktemp("onnx"))
-        return made[case, dtype]
+    @functools.cache
+    def get(family: str = "Llama", dtype: str = "float32") -> Exported:
+        dense, leank, masks = _build(family)
+        dense.to(getattr(torch, dtype))
+        sizes = CASES[family][1]
+        folder = once_per_run(f"{family}-{dtype}", lambda path: _write(path, dense, masks, sizes))
+        return Exported(folder, leank)
 
     return get
 
@@ -122,7 +122,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
 @pytest.fixture
 def copied(exported: Callable[..., Exported], tmp_path: Path) -> Path:
     """A copy of an exported folder, to be spoiled."""
-    return Path(shutil.copytree(exported("llama").folder, tmp_path / "copy"))
+    return Path(shutil.copytree(exported().folder, tmp_path / "copy"))
 
 
 class RuntimeSession:
@@ -156,6 +156,42 @@ class RuntimeSession:
         return [values[real.bool()] for values, real in zip(logits, new_mask, strict=True)]
 
 
+class Reference:
+    """The runtime's model read beside a graph: in float64, and in the graph's type for torch's own error.
+
+    Args:
+        leank: The model in float32.
+        dtype: The graph's.
+    """
+
+    def __init__(self, leank: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.exact = RuntimeSession(copy.deepcopy(leank).double())
+        self.torchs = RuntimeSession(copy.deepcopy(leank).to(dtype))
+        self.squares = np.zeros(2)
+
+    def read(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Read a turn; the exact logits."""
+        exact = self.exact.feed(rows)
+        for row, right in zip(self.torchs.feed(rows), exact, strict=True):
+            self.squares[1] += float((row.double() - right).square().sum())
+        return exact
+
+    def hold(self, ours: Sequence[np.ndarray], rows: Sequence[Sequence[int]]) -> None:
+        """Read a turn that the graph has read, and take its logits into account: all, or the last alone."""
+        self.compare(ours, self.read(rows))
+
+    def compare(self, ours: Sequence[np.ndarray], exact: Sequence[torch.Tensor]) -> None:
+        for row, right in zip(ours, exact, strict=True):
+            assert row.shape == tuple(right.shape)
+            self.squares[0] += float(np.square(row - right.numpy()).sum())
+
+    def settle(self) -> None:
+        """The graph's error over all turns is within twice torch's."""
+        ours, torchs = np.sqrt(self.squares)
+        assert torchs > 0
+        assert ours <= 2 * torchs
+
+
 @pytest.fixture
-def runtime_session() -> Callable[[Any], RuntimeSession]:
-    return RuntimeSession
+def reference() -> type[Reference]:
+    return Reference

@@ -20,7 +20,7 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.onnx import export_graph, load_pruned, write
+from leank_convert.onnx import export, export_graph, load_pruned
 from leank_convert.onnx.check import make_trials, measure_quantized
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.quantize import (
@@ -85,26 +85,27 @@ def graph(linear, tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
+@pytest.fixture(scope="session")
+def shipped(once_per_run):
     """The shipped model with all channels kept: its answers are right, and far from any other."""
-    folder = tmp_path_factory.mktemp("shipped")
-    mask = ChannelMask(torch.ones(4, 4, 64, dtype=torch.bool))
-    checkpoint = export_checkpoint(
-        MODEL_DIR, mask, folder / "checkpoint", sink_size=8, recent_size=32, flush_size=8
-    )
-    (folder / "graph").mkdir()
-    export_graph(checkpoint, folder / "graph")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(checkpoint / name, folder / "graph" / name)
-    return folder
+
+    def make(folder):
+        mask = ChannelMask(torch.ones(4, 4, 64, dtype=torch.bool))
+        sizes = {"sink_size": 8, "recent_size": 32, "flush_size": 8}
+        checkpoint = export_checkpoint(MODEL_DIR, mask, folder / "checkpoint", **sizes)
+        (folder / "graph").mkdir()
+        export_graph(checkpoint, folder / "graph")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(checkpoint / name, folder / "graph" / name)
+        quantized = shutil.copytree(folder / "graph", folder / "int8")
+        quantize_weights(quantized / "model.onnx", "int8")
+
+    return once_per_run("shipped_dense", make)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def int8(shipped):
-    folder = shutil.copytree(shipped / "graph", shipped / "int8")
-    quantize_weights(folder / "model.onnx", "int8")
-    return folder / "model.onnx"
+    return shipped / "int8" / "model.onnx"
 
 
 def test_products_with_a_constant_are_quantized_and_no_others(graph):
@@ -181,33 +182,20 @@ def test_shipped_model_answers_right_with_quantized_weights(shipped, weights, tm
     assert [model.decode(answer).strip() for answer in answers] == [sample.answer for sample in samples]
 
 
-@pytest.mark.parametrize(
-    ("weights", "dtype"), [("int8", "float32"), ("int4", "float16")], ids=lambda value: value
-)
-def test_exported_folder_runs_and_tells_how_its_weights_are_quantized(shipped, weights, dtype, tmp_path):
-    options = ["--format", "onnx", "--weights", weights, "--dtype", dtype]
-    result = run("export", shipped / "checkpoint", *options, "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    described = json.loads((tmp_path / "out" / "leank_onnx.json").read_text())
-    assert (described["weights"], described["dtype"]) == (weights, dtype)
+def test_exported_folder_runs_and_says_how_its_weights_are_quantized(retriever_int8):
+    described = json.loads((retriever_int8 / "leank_onnx.json").read_text())
+    assert (described["weights"], described["dtype"]) == ("int8", "float16")
     quantization = described["quantization"]
     difference = quantization.pop("difference")
-    scheme = SCHEMES[weights]
-    assert quantization == {"operator": "MatMulNBits", "bits": scheme.bits, "block_size": scheme.block_size}
-    assert 0.01 < difference < 0.3
-    readme = (tmp_path / "out" / "README.md").read_text()
-    assert f"Weights are {weights} (MatMulNBits, blocks of {scheme.block_size})" in readme
-    assert f"the embedding and the cache {dtype}" in readme
+    assert quantization == {"operator": "MatMulNBits", "bits": 8, "block_size": 128}
+    assert 0.001 < difference < 0.3
+    readme = (retriever_int8 / "README.md").read_text()
+    assert "Weights are int8 (MatMulNBits, blocks of 128), the embedding and the cache float16" in readme
     assert f"logits are {difference:.1%} of their norm away" in readme
-    model = LeanKOnnx(tmp_path / "out", threads=1)
+    model = LeanKOnnx(retriever_int8, threads=1)
     model.check_files()
     (answer,) = model.generate([[1, 5, 9]], max_new_tokens=2)
     assert len(answer) >= 1
-
-
-def test_unquantized_folder_says_so(shipped):
-    described = json.loads((shipped / "graph" / "leank_onnx.json").read_text())
-    assert (described["weights"], described["quantization"]) == ("float32", None)
 
 
 def test_graph_that_does_not_compute_with_the_rounded_weights_is_refused(shipped, int8):
@@ -233,9 +221,9 @@ def test_failure_while_quantizing_leaves_nothing_behind(shipped, tmp_path, monke
     def fail(path, weights):
         raise LeanKError("no", hint="none")
 
-    monkeypatch.setattr(write, "write_graph", lambda pruned, path, *, opset: path.touch())
-    monkeypatch.setattr(write, "check_graph", lambda trials, path: None)
-    monkeypatch.setattr(write, "quantize_weights", fail)
+    monkeypatch.setattr(export, "write_graph", lambda pruned, path, *, opset: path.touch())
+    monkeypatch.setattr(export, "check_graph", lambda trials, path: None)
+    monkeypatch.setattr(export, "quantize_weights", fail)
     options = ["--format", "onnx", "--weights", "int4"]
     result = run("export", shipped / "checkpoint", *options, "-o", tmp_path / "out")
     assert result.exit_code == 2

@@ -17,45 +17,37 @@ from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx, LeanKOnnxError
 
 
-def test_the_runner_imports_nothing_but_its_own_files_and_three_libraries_anywhere():
-    files = sorted(Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"))
+def test_the_runner_imports_three_libraries_and_no_file_of_ours():
     imported = set()
-    for node in [node for path in files for node in ast.walk(ast.parse(path.read_text()))]:
+    for node in ast.walk(ast.parse(Path(leank_onnx.__file__).read_text())):
         if isinstance(node, ast.Import):
             imported |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or ".").split(".")[0])
     # jinja2 inside `try`, as another test shows.
     libraries = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
-    assert imported - set(sys.stdlib_module_names) - {path.stem for path in files} == libraries
+    assert imported - set(sys.stdlib_module_names) == libraries
 
 
-def test_the_runner_is_a_script_a_module_beside_the_graph_and_part_of_any_package(copied, tmp_path):
-    package = tmp_path / "vendored"
-    package.mkdir()
-    for path in copied.glob("leank_onnx*.py"):
-        (package / path.name).write_bytes(path.read_bytes())
-    show = "LeanKOnnx, LeanKOnnxError; print(LeanKOnnx.__module__, LeanKOnnxError.__module__)"
-    for where, arguments, shown in (
-        (tmp_path, [str(copied / "leank_onnx.py"), "--help"], "usage: leank_onnx.py"),
-        (copied, ["leank_onnx.py", "--help"], "usage: leank_onnx.py"),
-        (copied, ["-c", f"from leank_onnx import {show}"], "leank_onnx leank_onnx_description\n"),
-        (
-            tmp_path,
-            ["-c", f"from vendored.leank_onnx import {show}"],
-            "vendored.leank_onnx vendored.leank_onnx_description\n",
-        ),
+def test_the_runner_is_a_script_and_a_module_of_any_name(copied, tmp_path):
+    (tmp_path / "vendored.py").write_bytes((copied / "leank_onnx.py").read_bytes())
+    for arguments, shown in (
+        ([str(copied / "leank_onnx.py"), "--help"], "usage: leank_onnx.py"),
+        (["-c", "import vendored; print(vendored.LeanKOnnx.__module__)"], "vendored\n"),
     ):
         done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, cwd=where, check=False
+            [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(shown)
 
 
 def change_description(folder: Path, **values: object) -> None:
+    """Replace keys; of `model` those that are given."""
     path = folder / "leank_onnx.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    content = json.loads(path.read_text())
+    model = content["model"] | values.pop("model", {})
+    path.write_text(json.dumps(content | {"model": model} | values))
 
 
 def test_a_conversation_without_a_chat_template_is_refused(copied):
@@ -65,7 +57,7 @@ def test_a_conversation_without_a_chat_template_is_refused(copied):
 
 def test_a_conversation_that_is_a_string_is_refused(exported):
     with pytest.raises(LeanKOnnxError, match="messages is a string: pass a list"):
-        exported("llama").load().encode_chat("w0")
+        exported().load().encode_chat("w0")
 
 
 def test_the_text_of_a_later_turn_gets_no_special_tokens(copied):
@@ -114,13 +106,12 @@ def test_what_a_chat_template_marks_for_training_stands_in_the_prompt(copied):
 
 def test_a_text_that_holds_bytes_which_are_no_characters_is_refused(exported):
     with pytest.raises(LeanKOnnxError, match=r"the text is not UTF-8: '\\udcff' at character 3"):
-        exported("llama").load().generate(["w1 \udcff"])
+        exported().load().generate(["w1 \udcff"])
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
-def test_a_missing_file_is_named_before_onnxruntime_looks_for_it(name, copied):
-    (copied / name).unlink()
-    with pytest.raises(LeanKOnnxError, match=f"{name}` is missing"):
+def test_missing_weights_are_named_before_onnxruntime_looks_for_them(copied):
+    (copied / "model.onnx.data").unlink()
+    with pytest.raises(LeanKOnnxError, match=r"model\.onnx\.data` is missing"):
         LeanKOnnx(copied)
 
 
@@ -162,7 +153,7 @@ def test_a_damaged_tokenizer_is_named(name, message, copied):
         assert LeanKOnnx(copied).chat_template
 
 
-@pytest.mark.parametrize("template", [[1], [{"name": "default"}], [{"name": "rag", "template": "w1"}], 5])
+@pytest.mark.parametrize("template", [[1, {"name": "default"}], [{"name": "rag", "template": "w1"}], 5])
 def test_a_config_whose_chat_template_is_none_has_none(template, copied):
     (copied / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert LeanKOnnx(copied).chat_template is None
@@ -179,7 +170,7 @@ def test_another_format_or_dtype_is_refused(copied):
     with pytest.raises(LeanKOnnxError, match=r"format_version is 2, this leank_onnx\.py reads 1"):
         LeanKOnnx(copied)
     change_description(copied, format_version=1, dtype="bfloat16")
-    with pytest.raises(LeanKOnnxError, match="dtype `bfloat16`"):
+    with pytest.raises(LeanKOnnxError, match="`dtype` is 'bfloat16', not one of float32, float16"):
         LeanKOnnx(copied)
 
 
@@ -188,17 +179,15 @@ def layers(*buckets):
 
 
 FIRST = [(0, [0, 1]), (5, [1, 3]), (16, [3, 4])]
-MODEL = {"num_key_value_heads": 4, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 2048}
 
 
 @pytest.mark.parametrize(
     "changed,name",
     [
         ({"buckets": layers(FIRST, [(3, [0, 4])])}, r"past_key_values\.1\.pruned\.3\.key"),
-        ({"buckets": layers(FIRST, [(0, [0, 3]), (8, [3, 4])])}, r"past_key_values\.1\.pruned\.8\.key"),
         ({"buckets": layers(FIRST)}, r"past_key_values\.1\.pruned\.8\.key"),
         ({"dtype": "float16"}, r"past_key_values\.0\.window\.key"),
-        ({"model": MODEL | {"vocab_size": 65}}, "logits"),
+        ({"model": {"vocab_size": 65}}, "logits"),
     ],
 )
 def test_a_description_of_another_graph_is_refused(changed, name, copied):
@@ -210,18 +199,17 @@ def test_a_description_of_another_graph_is_refused(changed, name, copied):
 @pytest.mark.parametrize(
     "changed,message",
     [
-        ({"sink_size": -1}, "sink_size is -1, not 0 or more"),
-        ({"recent_size": "64"}, "recent_size is '64', not 0 or more"),
-        ({"flush_size": 0}, "flush_size is 0, not 1 or more"),
-        ({"flush_size": True}, "flush_size is True, not 1 or more"),
-        ({"model": MODEL | {"head_dim": "16"}}, "model.head_dim is '16', not 1 or more"),
-        ({"model": MODEL | {"vocab_size": None}}, "model.vocab_size is None, not 1 or more"),
-        ({"eos_token_ids": ["</s>"]}, "an entry of eos_token_ids is '</s>', not 0 or more"),
-        ({"buckets": layers([(-1, [0, 1]), *FIRST[1:]])}, "a width of layer 0 is -1, not 0 or more"),
-        ({"buckets": layers(FIRST[1:], FIRST)}, "the buckets of layer 0 do not hold each of its 4 heads"),
-        ({"buckets": layers(FIRST, FIRST[:2])}, "the buckets of layer 1 do not hold each of its 4 heads"),
-        ({"buckets": 3}, "is damaged"),
-        ({"files": []}, "is damaged"),
+        ({"sink_size": -1}, "`sink_size` is -1, not a whole number from 0 up"),
+        ({"flush_size": True}, "`flush_size` is True, not a whole number from 1 up"),
+        ({"model": {"head_dim": "16"}}, "`model.head_dim` is '16', not a whole number from 1 up"),
+        ({"eos_token_ids": ["</s>"]}, "`eos_token_ids.0` is '</s>', not a whole number from 0 up"),
+        ({"buckets": layers([(-1, [0, 1]), *FIRST[1:]])}, "`buckets.0.0.width` is -1, not a whole"),
+        ({"buckets": layers([(0, [0])])}, r"`buckets.0.0.heads` is \[0\], not a first head and"),
+        ({"buckets": layers(FIRST[1:], FIRST)}, "`buckets.0` does not hold each of 4 heads once"),
+        ({"buckets": layers(FIRST, FIRST[:2])}, "`buckets.1` does not hold each of 4 heads once"),
+        ({"buckets": 3}, "`buckets` is 3, not a list"),
+        ({"quantization": 3}, "`quantization` is 3, not an object"),
+        ({"files": []}, r"`files` is \[\], not an object of file names"),
     ],
 )
 def test_a_description_whose_values_cannot_be_is_refused(changed, message, copied):
@@ -275,17 +263,15 @@ def test_a_prompt_chunk_that_memory_does_not_suffice_for_is_told_and_a_smaller_o
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": 0.7}, "temperature is 0.7, but nothing is drawn"),
-        ({"top_p": 0.9}, "top_p is 0.9, but nothing is drawn"),
         ({"seed": 1}, "seed is 1, but nothing is drawn"),
         ({"do_sample": True, "seed": -1}, "seed is -1: pass 0 or more, or None"),
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0: pass more than 0"),
-        ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0"),
         ({"do_sample": True, "top_p": 1.5}, "top_p is 1.5"),
         ({"prompt_chunk": 0}, "prompt_chunk is 0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_the_prompt_is_read(options, message, exported):
-    session = exported("llama").load().start()
+    session = exported().load().start()
     with pytest.raises(LeanKOnnxError, match=message):
         session.generate([[5, 6]], **options)
     assert session.lengths.size == 0
@@ -296,22 +282,19 @@ def test_arguments_that_cannot_be_are_refused_before_the_prompt_is_read(options,
     [
         ([], "prompts is empty"),
         ([[5], []], r"prompts\[1\] is empty"),
-        (["w1", ""], r"prompts\[1\] is empty"),
         ("w1", "prompts is a string"),
         ([[5, 64]], r"prompts\[0\] has token 64: the vocabulary is 0 to 63"),
-        ([[-1]], "has token -1"),
         ([5, 6], r"prompts\[0\] is 5: pass a text, or a list of whole numbers"),
         ([[5], [6.5]], r"prompts\[1\] is \[6.5\]: pass"),
-        ([[5], None], r"prompts\[1\] is None: pass"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(prompts, message, exported):
     with pytest.raises(LeanKOnnxError, match=message):
-        exported("llama").load().generate(prompts)
+        exported().load().generate(prompts)
 
 
 def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(exported):
-    session = exported("llama").load().start()
+    session = exported().load().start()
     session.feed([[5, 6], [7]])
     with pytest.raises(LeanKOnnxError, match="the turn has 1 rows, the session 2"):
         session.feed([[5]])
@@ -322,7 +305,7 @@ def test_turns_that_do_not_fit_the_session_are_refused_and_leave_it_as_it_was(ex
 
 def test_threads_below_one_are_refused(exported):
     with pytest.raises(LeanKOnnxError, match="threads is 0"):
-        LeanKOnnx(exported("llama").folder, threads=0)
+        LeanKOnnx(exported().folder, threads=0)
 
 
 def test_without_a_tokenizer_tokens_are_answered_and_text_is_refused(copied):

@@ -15,13 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from leank_convert.mask import ChannelMask
-from leank_convert.onnx import export_onnx
-from leank_convert.verify import verify_artifact
-
-SIZES = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-# The heads of layer 0 change places, layer 1 has one bucket.
-WIDTHS = [[7, 0], [4, 4]]
+from leank_convert.verify import verify_checkpoint
 
 
 @dataclass
@@ -31,12 +25,12 @@ class OnnxFolder:
     path: Path
 
     def failed(self, source: Path | None = None) -> dict[str, str]:
-        report = verify_artifact(self.path, source)
+        report = verify_checkpoint(self.path, source)
         assert report.ok == all(check.ok for check in report.checks)
         return {check.name: check.detail for check in report.checks if not check.ok}
 
     def made(self, source: Path | None = None) -> list[str]:
-        return [check.name for check in verify_artifact(self.path, source).checks]
+        return [check.name for check in verify_checkpoint(self.path, source).checks]
 
     def read(self) -> dict[str, Any]:
         return json.loads((self.path / "leank_onnx.json").read_text())
@@ -65,22 +59,9 @@ class OnnxFolder:
 
 
 @pytest.fixture(scope="session")
-def mask() -> ChannelMask:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.zeros(2, 2, 16, dtype=torch.bool)
-    for layer, row in enumerate(WIDTHS):
-        for head, width in enumerate(row):
-            values[layer, head, torch.randperm(16, generator=generator)[:width]] = True
-    return ChannelMask(values)
-
-
-@pytest.fixture(scope="session")
-def exported(
-    tmp_path_factory: pytest.TempPathFactory, retriever_folder: Path, mask: ChannelMask
-) -> OnnxFolder:
+def exported(retriever_onnx: Path) -> OnnxFolder:
     """Not to be changed."""
-    out = tmp_path_factory.mktemp("verify") / "out"
-    return OnnxFolder(export_onnx(retriever_folder, mask, out, **SIZES))
+    return OnnxFolder(retriever_onnx)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@
 //     for await (const token of model.generate([1, 5, 9], { maxNewTokens: 20 })) console.log(token);
 //
 // An example to read along: one row, tokens in and the likeliest tokens out. `leank_onnx.py` does batches,
-// further turns and sampling with the same graph; README.md tells what a host has to do. The graph returns K
-// and V of the new tokens alone. This file keeps them in typed arrays that onnxruntime reads where they lie,
+// further turns and sampling with the same graph; a folder's README.md says what a host does. The graph returns
+// K and V of the new tokens alone. This file keeps them in typed arrays that onnxruntime reads where they lie,
 // and moves tokens between them as decoding goes on:
 //
 //     tokens 0 ... n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]

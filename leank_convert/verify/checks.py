@@ -1,4 +1,4 @@
-"""What verifications share: the report, how checks enter it, and files against their digests."""
+"""Report of a verification: the checks that were made, among them files against their digests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class Report:
     """Everything that was checked.
 
     Attributes:
@@ -92,9 +92,9 @@ class Checks:
         for name, digest in files.items():
             self.holds(f"digest of {name}", partial(_check_digest, folder, name, digest, listed_in))
 
-    def report(self, path: str | Path, source: str | Path | None) -> VerifyReport:
+    def report(self, path: str | Path, source: str | Path | None) -> Report:
         """The report of what was checked."""
-        return VerifyReport(str(path), None if source is None else str(source), tuple(self.made))
+        return Report(str(path), None if source is None else str(source), tuple(self.made))
 
 
 def _check_digest(folder: Path, name: str, expected: object, listed_in: str) -> str:

@@ -1,7 +1,8 @@
-"""What a graph is made of: stock code on a checkpoint's weights, and the channels that its cache keeps."""
+"""A model to be traced: stock code on a checkpoint's weights, and the channels that its cache keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
+from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.errors import LeanKError
 
@@ -80,20 +81,9 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     facts = read_leank_facts(config, checkpoint)
     check_rope(facts, checkpoint)
     masks = _read_masks(open_checkpoint(checkpoint), facts)
-    values = {**config, "model_type": facts.architecture.model_type}
-    stock: Any = getattr(transformers, facts.architecture.causal_lm_class)
-
-    class Stock(stock):  # type: ignore[misc]
-        # The masks are no part of the stock model, which would warn of them.
-        _keys_to_ignore_on_load_unexpected = (r"\.channel_mask$",)
-
-    model = Stock.from_pretrained(
-        checkpoint,
-        config=getattr(transformers, facts.architecture.config_class).from_dict(values),
-        dtype=DTYPES[dtype],
-    )
+    model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
-        model.eval(),
+        model,
         masks,
         leank["sink_size"],
         leank["recent_size"],
@@ -101,6 +91,30 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
     )
+
+
+def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:
+    """Load a model or a converted checkpoint as its stock class, in eval mode.
+
+    Args:
+        folder: Where its weights lie.
+        config: Its config.json, with whatever is to differ.
+        architecture: The stock class's family.
+        dtype: A key of `DTYPES`.
+    """
+    stock: Any = getattr(transformers, architecture.causal_lm_class)
+
+    class Stock(stock):  # type: ignore[misc]
+        # The masks are no part of the stock model, which would warn of them.
+        _keys_to_ignore_on_load_unexpected = (r"\.channel_mask$",)
+
+    values = {**config, "model_type": architecture.model_type}
+    model = Stock.from_pretrained(
+        folder,
+        config=getattr(transformers, architecture.config_class).from_dict(values),
+        dtype=DTYPES[dtype],
+    )
+    return model.eval()
 
 
 def check_rope(facts: ModelFacts, origin: object) -> None:

@@ -1,0 +1,326 @@
+"""Export to ONNX: trace a pruned model's graph, check it, and write the folder that runs without PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leank_convert.checkpoint_io import COMPANION_PATTERNS, ONNX_DESCRIPTION_NAME, read_leank_config
+from leank_convert.errors import LeanKError
+from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
+from leank_convert.export.config_json import encode_json
+from leank_convert.export.publish import MARKER_NAME, staged_folder
+from leank_convert.files import sha256_of, write_atomically
+from leank_convert.hub import model_name, resolve_model
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.onnx import leank_onnx
+from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
+from leank_convert.onnx.description import describe
+from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
+from leank_convert.onnx.leank_onnx import MODEL_FILE
+from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
+from leank_convert.onnx.pruned_model import PrunedModel, load_pruned
+from leank_convert.onnx.quantize import check_quantizer, quantize_weights
+from leank_convert.onnx.readme import build_readme
+
+_README_NAME = "README.md"
+# What runs the graph, copied beside it.
+_HOST = Path(leank_onnx.__file__)
+
+# torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
+_EXPORTER_WARNINGS = (
+    (UserWarning, "# The axis name: .* will not be used"),
+    (FutureWarning, r"`isinstance\(treespec, LeafSpec\)` is deprecated"),
+)
+
+_logger = logging.getLogger("leank_convert")
+
+
+def export_onnx(
+    model: str | Path,
+    mask: ChannelMask | None,
+    out: Path,
+    *,
+    opset: int = DEFAULT_OPSET,
+    dtype: str = "float32",
+    weights: str | None = None,
+    sink_size: int | None = None,
+    recent_size: int | None = None,
+    flush_size: int | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    mask_origin: str | Path = "mask",
+) -> Path:
+    """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
+
+    The weights are in memory once. The graph is checked against PyTorch before they are quantized, and once
+    more afterwards.
+
+    Args:
+        model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
+        mask: Which channels are kept, in the model's own head order; None for a converted checkpoint.
+        out: The folder to write. A training run that lies there is kept.
+        opset: The graph's version of the ONNX operators.
+        dtype: Of weights and cache: `float32` or `float16`.
+        weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
+        sink_size: First tokens that keep every channel; by default the mask's, else 128.
+        recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
+        flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
+        config_overrides: Keys of config.json to replace, such as `rope_parameters`.
+        overwrite: Whether to replace a checkpoint or a graph in `out`.
+        mask_origin: The mask's file, for messages.
+
+    Returns:
+        `out`.
+
+    Raises:
+        LeanKError: If a library is missing, or anything about the source, the mask, the opset or the target
+            is wrong; `out` is then as before.
+    """
+    check_available(opset)
+    check_quantizer(weights)
+    checkpoint = resolve_model(model)
+    if mask is None:
+        read_leank_config(checkpoint)
+        refuse_overlap(checkpoint, out)
+        refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)
+    else:
+        check_exportable(model, out, config_overrides=config_overrides, overwrite=overwrite)
+        refuse_to_lose_mask(out, mask, overwrite=overwrite)
+    with staged_folder(out, overwrite=overwrite) as partial:
+        temporary = partial / "checkpoint"
+        if mask is not None:
+            checkpoint = export_checkpoint(
+                model,
+                mask,
+                temporary,
+                sink_size=sink_size,
+                recent_size=recent_size,
+                flush_size=flush_size,
+                prune="deferred",
+                config_overrides=config_overrides,
+                mask_origin=mask_origin,
+            )
+        pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
+        write_graph(pruned, partial / MODEL_FILE, opset=opset)
+        trials = make_trials(pruned, weights)
+        pruned.model.to("meta")  # its weights are in the file: from here on they need not be in memory, too
+        check_graph(trials, partial / MODEL_FILE)
+        difference = None
+        if weights is not None:
+            quantize_weights(partial / MODEL_FILE, weights)
+            difference = measure_quantized(trials, partial / MODEL_FILE, weights)
+        _copy_companions(checkpoint, partial)
+        write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
+        write_atomically(partial / _HOST.name, _HOST.read_bytes())
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        _describe_folder(pruned, partial, opset, weights, difference)
+        readme = build_readme(pruned, opset=opset, weights=weights, difference=difference)
+        write_atomically(partial / _README_NAME, readme.encode())
+    return out
+
+
+def export_graph(
+    pruned: PrunedModel | Path, folder: Path, *, opset: int = DEFAULT_OPSET, weights: str | None = None
+) -> None:
+    """Write `model.onnx`, `model.onnx.data` and `leank_onnx.json` into a folder, without running the graph.
+
+    For the dense model of the same exporter, replace `channel_masks` by zeros and `recent_size` by the
+    capacity: nothing is pruned then.
+
+    Args:
+        pruned: A converted checkpoint's folder, or a model in memory with its masks.
+        folder: An existing folder.
+        opset: The graph's version of the ONNX operators.
+        weights: `int8` or `int4`; None leaves them as they are.
+
+    Raises:
+        LeanKError: If a library is missing, the opset or the weights are not supported, or the checkpoint
+            cannot be read.
+    """
+    check_available(opset)
+    check_quantizer(weights)
+    if isinstance(pruned, Path):
+        pruned = load_pruned(pruned)
+    write_graph(pruned, folder / MODEL_FILE, opset=opset)
+    if weights is not None:
+        quantize_weights(folder / MODEL_FILE, weights)
+    _describe_folder(pruned, folder, opset, weights)
+
+
+def _describe_folder(
+    pruned: PrunedModel, folder: Path, opset: int, weights: str | None, difference: float | None = None
+) -> None:
+    """Write the description, with the digest of every file that is there. A README may be edited."""
+    others = (_README_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
+    present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
+    files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
+    description = describe(pruned, opset=opset, files=files, weights=weights, difference=difference)
+    write_atomically(folder / ONNX_DESCRIPTION_NAME, encode_json(description))
+
+
+def _copy_companions(checkpoint: Path, folder: Path) -> None:
+    """Copy the tokenizer and its kin as the checkpoint has them."""
+    found = {path for pattern in COMPANION_PATTERNS for path in checkpoint.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        copy = folder / path.relative_to(checkpoint)
+        copy.parent.mkdir(exist_ok=True)
+        write_atomically(copy, path.read_bytes())
+    if not (folder / "tokenizer.json").exists():
+        _logger.warning(
+            "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, _HOST.name
+        )
+
+
+def write_graph(pruned: PrunedModel, path: Path, *, opset: int) -> None:
+    """Trace the step of a model and write it.
+
+    Args:
+        pruned: The model and its masks.
+        path: The graph's file. The weights' has the same name and `.data` behind it.
+        opset: The graph's version of the ONNX operators.
+
+    Raises:
+        LeanKError: If the weights cannot be written.
+    """
+    from onnxscript import optimizer
+
+    step = StepModel(pruned).eval()
+    with _quiet_exporter(), _hollow(step) as weights:
+        program = _trace(pruned, step, opset)
+        with _attached(program, weights):
+            # Rewriting compares nodes with nodes: first drop the half of them that says nothing.
+            optimizer.fold_constants(program.model)
+            optimizer.remove_unused_nodes(program.model)
+            program.optimize()
+            for node in program.model.graph.all_nodes():
+                node.metadata_props.clear()  # where in whose source it was traced
+            _save(program, path)
+
+
+def _save(program: Any, path: Path) -> None:
+    try:
+        program.save(path, external_data=True)
+    except OSError as error:
+        if error.strerror is not None:
+            raise
+        # numpy, writing weights, tells neither the file nor the system's reason.
+        raise LeanKError(
+            f"`{path}.data` could not be written to its end: {error}",
+            hint="most likely the disk is full: the weights are written anew, in `--dtype`",
+        ) from error
+
+
+def _trace(pruned: PrunedModel, step: StepModel, opset: int) -> Any:
+    """Trace into a `torch.onnx.ONNXProgram`, every operation as the tracer gives it."""
+    # Sizes that no other size equals, lest the tracer takes two for one.
+    batch, num_new, num_logits = 2, 3, 5
+    shapes = cache_shapes(pruned, batch, pruned.sink_size + 11, pruned.sink_size + 17)
+    names = cache_shapes(pruned, "batch", "window_slots", "pruned_slots")
+    args = (
+        torch.ones(batch, num_new, dtype=torch.long),
+        torch.tensor([4, 5]),
+        torch.tensor([0, 0]),
+        torch.zeros(batch, num_logits, dtype=torch.long),
+        [torch.zeros(*shape, dtype=pruned.model.dtype) for shape in shapes.values()],
+    )
+    dynamic = (
+        {0: "batch", 1: "new_tokens"},
+        {0: "batch"},
+        {0: "batch"},
+        {0: "batch", 1: "logits"},
+        [
+            {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
+            for shape in names.values()
+        ],
+    )
+    layers = range(len(pruned.buckets))
+    with torch.no_grad(), attending(pruned.model, attend_in_regions):
+        return torch.onnx.export(
+            step,
+            args,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=dynamic,
+            input_names=["input_ids", "past_lengths", "pruned_lengths", "logits_index", *shapes],
+            output_names=["logits", *(f"present.{i}.{part}" for i in layers for part in ("key", "value"))],
+            optimize=False,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _hollow(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Give a module weights of the same shapes that take no memory, for a while; yields its own by name.
+
+    What the tracer remembers outlives the program: with the weights themselves in it they would stay in
+    memory for good.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    # By identity, so that tied weights stay tied.
+    hollow = {
+        id(weight): nn.Parameter(weight.new_zeros(()).expand(weight.shape), requires_grad=False)
+        for weight in own.values()
+    }
+    for name, weight in own.items():
+        _set_parameter(module, name, hollow[id(weight)])
+    try:
+        yield {name: weight.detach() for name, weight in own.items()}
+    finally:
+        for name, weight in own.items():
+            _set_parameter(module, name, weight)
+
+
+def _set_parameter(module: nn.Module, name: str, weight: Tensor) -> None:
+    owner, _, key = name.rpartition(".")
+    setattr(module.get_submodule(owner), key, weight)
+
+
+@contextmanager
+def _attached(program: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a program read weights where they are, for a while."""
+    import onnx_ir
+
+    def read(name: str) -> onnx_ir.LazyTensor:
+        value = program.model.graph.initializers[name]
+        return onnx_ir.LazyTensor(
+            lambda: onnx_ir.tensor(weights[name].numpy(), name=name),
+            dtype=value.dtype,
+            shape=value.shape,
+            name=name,
+        )
+
+    attached = [value for name, value in program.model.graph.initializers.items() if name in weights]
+    for value in attached:
+        value.const_value = read(value.name)
+    try:
+        yield
+    finally:
+        # Those that were folded, and what they became.
+        for value in (*attached, *program.model.graph.initializers.values()):
+            value.const_value = None
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep what the tracer says about itself, and not about the model, out of the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for category, message in _EXPORTER_WARNINGS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        logger.setLevel(level)
