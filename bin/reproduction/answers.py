@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from bin.reproduction.plan import Entry, Sizes
@@ -23,6 +21,7 @@ from leank_convert.evaluate.models import EvaluatedModel
 from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant, in_checkpoint_order
 from leank_convert.mask import ChannelMask
+from leank_convert.progress import progress_bar
 from leank_convert.recipe import DataSection
 
 _DENSE = "dense"
@@ -105,12 +104,13 @@ class Answers:
         size = self._batch_size
         prompts = self._log.missing(self._prompts, [variant.name for variant in variants])
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        for batch in track(batches, label, console=Console(stderr=True)):
-            # Where a plan has grown, its new entries answer alone.
-            waiting = [variant for variant in variants if self._log.missing(batch, [variant.name])]
-            if waiting:
+        with progress_bar(True, label, len(prompts)) as advance:
+            for batch in batches:
+                # Where a plan has grown, its new entries answer alone.
+                waiting = [variant for variant in variants if self._log.missing(batch, [variant.name])]
                 for answers in answer_prompts(self._evaluated, batch, waiting, batch_size=size):
                     self._log.add(answers)
+                advance(len(batch))
 
     def scores(self, entry: Entry | None) -> Scores:
         """What an entry was found to score; None is the dense model."""
