@@ -1,1 +1,1 @@
-"""Analysis: how a mask's channels are distributed, as text, numbers, figures and a page."""
+"""Analysis: how the channels of a mask are distributed, as text, numbers, figures and a page."""

@@ -1,19 +1,42 @@
-"""What a model's own queries and keys tell beside its mask: staticity and high-frequency ratios."""
+"""Statistics of a mask's model on prompts: staticity of its channels, high-frequency ratios of its heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
-from leank_convert.analyze.impact import GroupImpact
-from leank_convert.analyze.prompts import Prompt
-from leank_convert.mask import ChannelMask
+from leank_convert.data import SampleSource
+from leank_convert.device import choose_device
+from leank_convert.mask import ChannelMask, check_mask_fits
 from leank_convert.methods.statistics import measure_attention
+from leank_convert.progress import progress_bar
+from leank_convert.recipe import DataSection
+from leank_convert.recipe_file import choose_recipe
+from leank_convert.train.subject import find_model, load_subject
+
+_MOST_LENGTHS = 4
+
+
+@dataclass(frozen=True)
+class MeasuredPrompt:
+    """One prompt of a task.
+
+    Attributes:
+        task: The task it was drawn from.
+        length: The length asked for, in tokens; it comes close to it.
+        input_ids: The prompt, int64 [N].
+    """
+
+    task: str
+    length: int
+    input_ids: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,11 +50,9 @@ class Measurement:
         between_tasks: Pearson correlation of the tasks' channel norm ratios, each the mean over all lengths
             [tasks][tasks] (the paper's section "Quantifying K Channel Staticity").
         between_lengths: The same of the lengths, each the mean over all tasks [lengths][lengths].
-        channel_norms: The norm ratio of every channel, mean over all prompts [L, H_kv, D].
         high_frequency_ratio: The paper's w_hf of every KV head, mean over all prompts [L, H_kv].
         ratio_of_empty: The mean w_hf of the heads of width 0, None if there are none.
         ratio_of_others: The mean w_hf of the heads that keep channels, None if there are none.
-        impact: What removing each group of channels costs; None if that was not measured.
     """
 
     tasks: tuple[str, ...]
@@ -39,14 +60,12 @@ class Measurement:
     num_samples: int
     between_tasks: tuple[tuple[float, ...], ...]
     between_lengths: tuple[tuple[float, ...], ...]
-    channel_norms: Tensor
     high_frequency_ratio: Tensor
     ratio_of_empty: float | None
     ratio_of_others: float | None
-    impact: tuple[GroupImpact, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement as JSON-ready data; single channels are left out."""
+        """The measurement as JSON-ready data."""
         return {
             "tasks": list(self.tasks),
             "lengths": list(self.lengths),
@@ -56,14 +75,52 @@ class Measurement:
             "high_frequency_ratio": self.high_frequency_ratio.tolist(),
             "high_frequency_ratio_of_empty_heads": self.ratio_of_empty,
             "high_frequency_ratio_of_other_heads": self.ratio_of_others,
-            "impact": None if self.impact is None else [group.to_dict() for group in self.impact],
         }
+
+
+def measure(
+    mask: ChannelMask,
+    artifact: str,
+    model: str,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    num_samples: int = 2,
+    seed: int = 1_000_000,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> Measurement:
+    """Load a mask's model and measure it.
+
+    Args:
+        mask: The mask.
+        artifact: What the user called it.
+        model: Hub id or folder.
+        recipe: Tasks, lengths, dtype and overrides of the model's config, by name or file; None for that of
+            the training run in `artifact`, or else of the model.
+        overrides: Changes to the recipe, `key=value`.
+        num_samples: Prompts of each task at each length.
+        seed: Of the prompts.
+        device: Default: CUDA if there is any, else the CPU.
+        progress: Whether to draw a progress bar to stderr.
+
+    Raises:
+        LeanKError: If the mask is not the model's, or anything cannot be loaded, drawn or measured.
+    """
+    chosen = choose_recipe(recipe, Path(artifact).expanduser(), model, overrides)
+    chosen_device = choose_device(device)
+    check_mask_fits(mask, find_model(chosen, model).facts, mask_origin=artifact, model_origin=model)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    subject = load_subject(chosen, chosen_device, model)
+    prompts = draw_prompts(subject.tokenizer, chosen.data, num_samples=num_samples, seed=seed)
+    with progress_bar(progress, "measuring", len(prompts)) as advance:
+        return measure_model(subject.model, mask, prompts, advance=lambda: advance(1))
 
 
 def measure_model(
     model: PreTrainedModel,
     mask: ChannelMask,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[MeasuredPrompt],
     *,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
@@ -98,11 +155,41 @@ def measure_model(
         num_samples=len(prompts) // (len(tasks) * len(lengths)),
         between_tasks=correlate(by_task),
         between_lengths=correlate(by_length),
-        channel_norms=_mean(norms),
         high_frequency_ratio=ratio,
         ratio_of_empty=ratio[empty].mean().item() if empty.any() else None,
         ratio_of_others=ratio[~empty].mean().item() if not empty.all() else None,
     )
+
+
+def choose_lengths(data: DataSection) -> tuple[int, ...]:
+    """Up to four lengths over a recipe's range, each as many times the one before."""
+    ratio = data.max_length / data.min_length
+    steps = [step / (_MOST_LENGTHS - 1) for step in range(_MOST_LENGTHS)]
+    return tuple(sorted({round(data.min_length * ratio**step) for step in steps}))
+
+
+def draw_prompts(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection, *, num_samples: int, seed: int
+) -> list[MeasuredPrompt]:
+    """Draw as many prompts of every task at every length, no two of them from one sample.
+
+    Args:
+        tokenizer: The model's own.
+        data: Tasks and range of lengths.
+        num_samples: Prompts of each task at each length.
+        seed: Of the samples.
+
+    Raises:
+        LeanKError: As `SampleSource.draw`.
+    """
+    prompts: list[MeasuredPrompt] = []
+    for length in choose_lengths(data):
+        for task in dict.fromkeys(data.tasks):
+            only = {"tasks": (task,), "min_length": length, "max_length": length, "questions_per_context": 1}
+            source = SampleSource(tokenizer, data.model_copy(update=only), seed)
+            for _ in range(num_samples):
+                prompts.append(MeasuredPrompt(task, length, source.draw(len(prompts)).prompt_ids()))
+    return prompts
 
 
 def correlate(vectors: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:

@@ -1,4 +1,4 @@
-"""The `analyze` command: options, and one call each."""
+"""The `analyze` command: options, and a call for each part of the analysis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ from leank_convert.cli.options import (
 @click.command()
 @click.argument("artifact", metavar="MASK|CKPT")
 @click.option("--model", help="The mask's model: measures its queries and keys, too.")
-@click.option(
-    "--impact",
-    is_flag=True,
-    help="With --model: remove four channels at a time and see what that costs. A pass over every prompt for "
-    "each four.",
-)
 @click.option(
     "-n",
     "--num-samples",
@@ -47,7 +41,6 @@ from leank_convert.cli.options import (
 def analyze(
     artifact: str,
     model: str | None,
-    impact: bool,
     num_samples: int,
     seed: int,
     recipe_name: str | None,
@@ -63,14 +56,12 @@ def analyze(
     frequencies. Writes files only with --out.
     """
     if model is None:
-        options = {"--impact": impact, "--recipe": recipe_name, "--set": overrides, "--device": device}
+        options = {"--recipe": recipe_name, "--set": overrides, "--device": device}
         for name, given in options.items():
             if given:
                 raise click.UsageError(f"{name} goes with --model")
-    from leank_convert.analyze.distribution import analyze_mask
-    from leank_convert.analyze.report import check_writable, describe, to_dict, write_analysis
-    from leank_convert.analyze.source import load_artifact
-    from leank_convert.analyze.text import render_analysis
+    from leank_convert.analyze.distribution import analyze_mask, load_artifact
+    from leank_convert.analyze.presentation import check_writable, render_analysis, to_dict, write_analysis
 
     if out is not None:
         check_writable(out)
@@ -78,17 +69,18 @@ def analyze(
     analysis = analyze_mask(mask, element_bytes)
     measured = None
     if model is not None:
-        from leank_convert.analyze.session import choose_recipe, measure
+        from leank_convert.analyze.measurement import measure
 
         measured = measure(
             mask,
             artifact,
-            choose_recipe(artifact, model, recipe_name, overrides),
             model,
+            recipe=recipe_name,
+            overrides=overrides,
             num_samples=num_samples,
             seed=seed,
             device=device,
-            impact=impact,
+            progress=True,
         )
     if out is not None:
         for path in write_analysis(mask, analysis, measured, artifact, out):
@@ -96,4 +88,4 @@ def analyze(
     if as_json:
         click.echo(json.dumps(to_dict(analysis, measured)))
     else:
-        click.echo(render_analysis(describe(analysis, measured, artifact), analysis), nl=False)
+        click.echo(render_analysis(analysis, measured, artifact), nl=False)

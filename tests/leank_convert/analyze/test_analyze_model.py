@@ -8,14 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from leank_convert.analyze.impact import GroupImpact
-from leank_convert.analyze.model_figures import (
-    draw_correlation,
-    draw_impact,
-    draw_impact_by_group,
-    draw_ratio_by_head,
-    draw_ratio_by_width,
-)
+from leank_convert.analyze.drawing import draw_correlation, draw_ratio_by_head, draw_ratio_by_width
 
 SHORT = [
     part
@@ -37,7 +30,7 @@ def mask_file(tmp_path_factory):
 def everything(run, mask_file, tmp_path_factory):
     """Everything measured and written, on the shipped model's shortest prompts."""
     out = tmp_path_factory.mktemp("analysis") / "out"
-    options = ["--model", "testbed", "--impact", "-n", 1, "--device", "cpu", *SHORT]
+    options = ["--model", "testbed", "-n", 1, "--device", "cpu", *SHORT]
     result = run("analyze", mask_file, *options, "-o", out)
     assert result.exit_code == 0, result.output
     return result, out
@@ -46,7 +39,7 @@ def everything(run, mask_file, tmp_path_factory):
 def test_text_tells_what_was_measured(everything):
     result, _ = everything
     assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in result.stdout
-    for row in ("between tasks", "between lengths", "high frequencies", "impact"):
+    for row in ("between tasks", "between lengths", "high frequencies"):
         assert re.search(rf"^{row} +\S", result.stdout, re.MULTILINE)
 
 
@@ -56,27 +49,17 @@ def test_numbers_and_figures_of_the_model_are_written_beside_the_masks(everythin
     assert numpy.shape(measured["correlation_between_tasks"]) == (2, 2)
     assert numpy.shape(measured["correlation_between_lengths"]) == (4, 4)
     assert numpy.shape(measured["high_frequency_ratio"]) == (4, 4)
-    assert [group["first"] for group in measured["impact"]] == list(range(0, 64, 4))
-    assert {"staticity.png", "frequencies.png", "impact.png"} < {path.name for path in out.iterdir()}
+    assert measured["num_samples"] == 1
+    assert {"staticity.png", "frequencies.png"} < {path.name for path in out.iterdir()}
     page = (out / "analysis.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 6
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
-    assert "Norm against impact" in page
-
-
-def test_without_impact_no_channel_is_removed(run, mask_file):
-    result = run("analyze", mask_file, "--model", "testbed", "-n", 1, "--device", "cpu", *SHORT, "--json")
-    assert result.exit_code == 0, result.output
-    measured = json.loads(result.stdout)["measured"]
-    assert measured["impact"] is None
-    assert measured["num_samples"] == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--impact"], "--impact goes with --model"),
         (["--set", "data.max_length=9"], "--set goes with --model"),
         (["--device", "cpu"], "--device goes with --model"),
         (["--model", "someone/some-model"], "no packaged recipe for `someone/some-model`"),
@@ -126,23 +109,3 @@ def test_ratios_are_drawn_by_head_and_against_width(axes):
     assert empty == [[0.25, 0], [0.75, 0]]
     assert kept == [[0.5, 16], [1.5, 32]]
     assert [line.get_xdata()[0] for line in other.lines] == [0.5, 1.0]
-
-
-def test_impact_names_the_groups_that_lie_far_out(axes):
-    groups = [
-        GroupImpact(first=0, norm=0.1, exact_match=0.9, lost=0.0),
-        GroupImpact(first=4, norm=0.1, exact_match=0.1, lost=0.8),
-        GroupImpact(first=8, norm=0.4, exact_match=0.9, lost=0.0),
-    ]
-    draw_impact(axes, groups)
-    assert axes.collections[0].get_offsets().tolist() == [[0.1, 0], [0.1, 80], [0.4, 0]]
-    assert [text.get_text() for text in axes.texts] == ["4-7", "8-11"]
-    other = Figure().subplots()
-    draw_impact_by_group(other, groups)
-    assert [bar.get_height() for bar in other.patches] == [0, 80, 0]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in other.patches] == [1.5, 5.5, 9.5]
-
-
-def test_impact_without_any_loss_is_drawn(axes):
-    draw_impact(axes, [GroupImpact(first=0, norm=0.0, exact_match=0.0, lost=0.0)])
-    assert not axes.texts

@@ -1,9 +1,11 @@
-"""Figures of an analysis; each function draws one into the axes it is given, in `train.figures`' style."""
+"""Figures of an analysis; each function draws one into the axes it is given, in `report.figures`' style."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from leank_convert.analyze.distribution import MaskAnalysis
@@ -19,6 +21,8 @@ from leank_convert.report.figures import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_MOST_NUMBERS = 64  # cells that still have room for their value
 
 
 def draw_pairs(axes: Axes, channel_mask: Tensor, analysis: MaskAnalysis) -> None:
@@ -106,4 +110,49 @@ def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
     axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
     axes.margins(x=0.22)
     axes.grid(axis="x")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0, borderaxespad=0.2)
+
+
+def draw_correlation(axes: Axes, table: Sequence[Sequence[float]], names: Sequence[str], title: str) -> None:
+    """Table of correlations, a cell for each two of the names."""
+    values = np.array(table)
+    axes.imshow(values, interpolation="none", vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        colour = "black" if value > 0.6 else "white"
+        axes.text(column, row, f"{value:.3f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(len(names)), list(names))
+    axes.set_yticks(range(len(names)), list(names))
+    axes.tick_params(length=0)
+    axes.set_title(title)
+
+
+def draw_ratio_by_head(axes: Axes, ratios: Tensor) -> None:
+    """Heat map of w_hf [L, H_kv]: a row per layer, a column per KV head."""
+    values = ratios.numpy()
+    top = max(1.0, float(values.max()))
+    image = axes.imshow(values, aspect="auto", interpolation="none", vmin=0, vmax=top, cmap="viridis")
+    if values.size <= _MOST_NUMBERS:
+        for (layer, head), value in np.ndenumerate(values):
+            colour = "black" if value > 0.6 * top else "white"
+            axes.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(0, values.shape[1], -(-values.shape[1] // 16)))
+    label_layers(axes, len(values), 1)
+    axes.set(title="High-frequency ratio by head", xlabel="KV head")
+    add_colorbar(axes, image, "high-frequency ratio", np.linspace(0, top, 5).round(2).tolist())
+
+
+def draw_ratio_by_width(axes: Axes, ratios: Tensor, widths: Tensor) -> None:
+    """A point per head: its width against its w_hf, heads of width 0 in another colour."""
+    ratio, width = ratios.flatten().numpy(), widths.flatten().numpy()
+    for chosen, colour, label in ((width == 0, ORANGE, "width 0"), (width > 0, BLUE, "keeps channels")):
+        if chosen.any():
+            axes.scatter(
+                ratio[chosen], width[chosen], s=26, color=colour, alpha=0.6, linewidths=0, label=label
+            )
+            axes.axvline(ratio[chosen].mean(), color=colour, linewidth=1.2, linestyle="--")
+    axes.set(
+        title="Width against ratio", xlabel="high-frequency ratio (dashed: means)", ylabel="kept channels",
+        xlim=(0, None),
+    )  # fmt: skip
+    axes.grid()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderpad=0, borderaxespad=0.2)

@@ -1,66 +1,36 @@
-"""What an analysis leaves on the disk: a page that opens offline, its figures as PNG, its numbers as JSON."""
+"""An analysis as text, and as files: a page that opens offline, its figures as PNG, its numbers as JSON."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leank_convert.analyze.distribution import OUTLIER_RULE, MaskAnalysis, OutlierPair
-from leank_convert.analyze.figures import (
+from leank_convert.analyze.drawing import (
     draw_cache,
+    draw_correlation,
     draw_empty_by_layer,
     draw_layers_by_pair,
     draw_pairs,
-)
-from leank_convert.analyze.impact import GROUP_SIZE
-from leank_convert.analyze.measurement import Measurement
-from leank_convert.analyze.model_figures import (
-    draw_correlation,
-    draw_impact,
-    draw_impact_by_group,
     draw_ratio_by_head,
     draw_ratio_by_width,
 )
+from leank_convert.analyze.measurement import Measurement
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask
-from leank_convert.report.figures import (
-    INK,
-    STYLE,
-    draw_kept_by_head,
-    draw_kept_by_layer,
-    draw_width_histogram,
-)
-from leank_convert.report.page import new_figure, render_page, render_section
+from leank_convert.report.figures import draw_kept_by_head, draw_kept_by_layer, draw_width_histogram
+from leank_convert.report.page import Section, new_figure, render_page, rows_height
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE_NAME = "analysis.html"
 NUMBERS_NAME = "analysis.json"
-_PNG_DPI = 150
 _MOST_WIDTHS = 12  # that a line names one by one
-# A PNG has a ground of its own, and text that stands out on it.
-_PNG_STYLE = {
-    **{key: "#24292f" if value == INK else value for key, value in STYLE.items()},
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
-
-
-@dataclass(frozen=True)
-class _Section:
-    """A figure with its words; drawn twice, for the page and for its PNG."""
-
-    heading: str
-    name: str
-    draw: Callable[[], Figure]
-    caption: str
+_PAIRS_PER_LINE = 8
 
 
 def check_writable(out: Path) -> None:
@@ -92,8 +62,6 @@ def write_analysis(
         LeanKError: If the folder already holds something.
         OSError: If it cannot be written.
     """
-    import matplotlib.style
-
     check_writable(out)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -102,15 +70,12 @@ def write_analysis(
         sections = _list_sections(mask, analysis)
         if measured is not None:
             sections += _list_measured_sections(mask, measured)
-        with matplotlib.style.context(["default", STYLE]):
-            shown = [render_section(s.heading, s.name, s.draw(), s.caption) for s in sections]
-        page = render_page(
-            f"Analysis of {analysis.model or Path(origin).name}", describe(analysis, measured, origin), shown
-        )
+        title = f"Analysis of {analysis.model or Path(origin).name}"
+        shown = [section.to_html() for section in sections]
+        page = render_page(title, describe(analysis, measured, origin), shown)
         write_atomically(partial / PAGE_NAME, page.encode())
-        with matplotlib.style.context(["default", _PNG_STYLE]):
-            for section in sections:
-                write_atomically(partial / f"{section.name}.png", _render_png(section.draw()))
+        for section in sections:
+            write_atomically(partial / f"{section.name}.png", section.to_png())
         write_atomically(
             partial / NUMBERS_NAME, (json.dumps(to_dict(analysis, measured), indent=1) + "\n").encode()
         )
@@ -123,6 +88,35 @@ def write_analysis(
 def to_dict(analysis: MaskAnalysis, measured: Measurement | None) -> dict[str, Any]:
     """Both as JSON-ready data."""
     return {**analysis.to_dict(), "measured": None if measured is None else measured.to_dict()}
+
+
+def render_analysis(analysis: MaskAnalysis, measured: Measurement | None, origin: str) -> str:
+    """Render an analysis as text.
+
+    Args:
+        analysis: What was found of a mask.
+        measured: What was measured on its model, None if nothing was.
+        origin: What the user called it.
+    """
+    facts = describe(analysis, measured, origin)
+    size = max(len(name) for name, _ in facts)
+    lines = [f"{name:<{size}}  {text}" for name, text in facts]
+    named = {outlier.pair for outlier in analysis.outliers}
+    lines += ["", "pair  kept (%)" + ("; * marks an outlier" if named else "")]
+    for start in range(0, len(analysis.kept_by_pair), _PAIRS_PER_LINE):
+        cells = (
+            f"{100 * share:>6.1f}{'*' if pair in named else ' '}"
+            for pair, share in enumerate(analysis.kept_by_pair[start : start + _PAIRS_PER_LINE], start)
+        )
+        lines.append(f"{start:>4}  {''.join(cells)}".rstrip())
+    digits = max(5, len(str(analysis.head_dim)))
+    lines += ["", "layer  kept (%)  width 0  widths by head"]
+    for layer, (share, empty, widths) in enumerate(
+        zip(analysis.kept_by_layer, analysis.empty_by_layer, analysis.widths, strict=True)
+    ):
+        cells = (f"{width:>{digits}}" for width in widths)
+        lines.append(f"{layer:>5}  {100 * share:>8.1f}  {empty:>7}  {''.join(cells)}")
+    return "\n".join(lines) + "\n"
 
 
 def describe(analysis: MaskAnalysis, measured: Measurement | None, origin: str) -> list[tuple[str, str]]:
@@ -176,11 +170,6 @@ def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
         if value is not None
     ]
     facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
-    if measured.impact:
-        worst = max(measured.impact, key=lambda group: group.lost)
-        last = worst.first + GROUP_SIZE - 1
-        text = f"removing channels {worst.first} to {last} costs most: {100 * worst.lost:.1f} points"
-        facts.append(("impact", text))
     return facts
 
 
@@ -202,9 +191,8 @@ def _describe_outlier(outlier: OutlierPair) -> str:
     )
 
 
-def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
+def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
     channels = mask.channel_mask
-    rows_height = min(9.0, max(3.2, 0.22 * len(channels) + 1.2))
 
     def pairs() -> Figure:
         figure = new_figure(3.8)
@@ -212,7 +200,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
         return figure
 
     def layers() -> Figure:
-        figure = new_figure(rows_height)
+        figure = new_figure(rows_height(len(channels)))
         by_head, by_layer, empty = figure.subplots(1, 3, width_ratios=[1.4, 1, 0.7])
         draw_kept_by_head(by_head, channels)
         draw_kept_by_layer(by_layer, channels)
@@ -222,7 +210,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
         return figure
 
     def layers_by_pair() -> Figure:
-        figure = new_figure(rows_height)
+        figure = new_figure(rows_height(len(channels)))
         draw_layers_by_pair(figure.subplots(), channels)
         return figure
 
@@ -234,26 +222,26 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
         return figure
 
     return [
-        _Section(
+        Section(
             "RoPE pairs",
             "pairs",
             pairs,
             "A pair is two channels that RoPE turns together, at a frequency that falls with i. "
             + OUTLIER_RULE,
         ),
-        _Section(
+        Section(
             "Layers and heads",
             "layers",
             layers,
             "In the model's own order; a head of width 0 sees only sink and recent window.",
         ),
-        _Section(
+        Section(
             "Pairs in each layer",
             "layers-by-pair",
             layers_by_pair,
             "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
         ),
-        _Section(
+        Section(
             "Widths and bytes",
             "widths",
             widths,
@@ -263,9 +251,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[_Section]:
     ]
 
 
-def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[_Section]:
-    layers = len(mask.channel_mask)
-
+def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:
     def staticity() -> Figure:
         rows = max(len(measured.tasks), len(measured.lengths))
         figure = new_figure(0.5 * rows + 1.2)
@@ -276,28 +262,21 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[_S
         return figure
 
     def frequencies() -> Figure:
-        figure = new_figure(min(9.0, max(3.2, 0.22 * layers + 1.2)))
+        figure = new_figure(rows_height(len(mask.channel_mask)))
         by_head, by_width = figure.subplots(1, 2)
         draw_ratio_by_head(by_head, measured.high_frequency_ratio)
         draw_ratio_by_width(by_width, measured.high_frequency_ratio, mask.channel_mask.sum(-1))
         return figure
 
-    def impact() -> Figure:
-        figure = new_figure(3.6)
-        against_norm, by_channel = figure.subplots(1, 2)
-        draw_impact(against_norm, measured.impact or ())
-        draw_impact_by_group(by_channel, measured.impact or ())
-        return figure
-
-    sections = [
-        _Section(
+    return [
+        Section(
             "Are the same channels large everywhere?",
             "staticity",
             staticity,
             "Pearson correlation of the channels' norm ratios over all layers and heads: a channel's part in "
             "the products of the last 32 queries with all keys. Near 1, one mask can serve all.",
         ),
-        _Section(
+        Section(
             "High frequencies",
             "frequencies",
             frequencies,
@@ -306,20 +285,3 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[_S
             "away.",
         ),
     ]
-    if measured.impact:
-        sections.append(
-            _Section(
-                "Norm against impact",
-                "impact",
-                impact,
-                f"{GROUP_SIZE} channels at a time are removed from every head of every layer, in prompt and "
-                "answer. A group far right and low has a large norm and little use.",
-            )
-        )
-    return sections
-
-
-def _render_png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_PNG_DPI, metadata={"Software": None})
-    return buffer.getvalue()
