@@ -1,15 +1,17 @@
-"""`warmup`: compile and check a checkpoint's kernels on this machine, so that a server never compiles."""
+"""Compile and check a checkpoint's kernels on this machine, so that a server never compiles."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from leank_convert.benchmark.subject import Runtime
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 
@@ -39,9 +41,8 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
     chosen = choose_device(device or "cuda")
     if chosen.type != "cuda":
         raise LeanKError(f"kernels are compiled for `cuda` devices, not for `{chosen.type}`")
-    runtime = Runtime(checkpoint)
-    config = runtime.config
-    settings = runtime.module("configuration_leank").read_settings(config)
+    model = load_without_weights(checkpoint)
+    config, layout = model.config, model.build_cache().layers[0].layout
     name = str(config.dtype or "bfloat16").removeprefix("torch.")
     if name not in _COMPUTED_DTYPES:
         raise LeanKError(
@@ -49,7 +50,7 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
             hint='load it with `dtype="bfloat16"`, or export it from a source in that dtype',
         )
     began = time.perf_counter()
-    kernels = runtime.find_kernels(chosen, _COMPUTED_DTYPES[name])
+    kernels = find_kernels(model, chosen, _COMPUTED_DTYPES[name])
     if kernels is None:
         raise LeanKError(
             f"the kernels of `{checkpoint}` cannot be used on `{torch.cuda.get_device_name(chosen)}`",
@@ -60,9 +61,9 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
         "checkpoint": str(checkpoint),
         "device": torch.cuda.get_device_name(chosen),
         "dtype": name,
-        "head_dim": settings.head_dim,
+        "head_dim": layout.head_dim,
         "num_key_value_groups": config.num_attention_heads // config.num_key_value_heads,
-        "chunk_size": runtime.chunk_size,
+        "chunk_size": layout.chunk_size,
         "shapes": len(kernels),
         "seconds": time.perf_counter() - began,
         "cache": os.environ.get("TILELANG_CACHE_DIR", str(Path("~/.tilelang/cache").expanduser())),
@@ -77,3 +78,67 @@ def render_warm_up(facts: dict[str, Any]) -> str:
         f"{facts['chunk_size']}, {facts['shapes']} layer {'shape' if facts['shapes'] == 1 else 'shapes'}; "
         f"kept in {facts['cache']}"
     )
+
+
+def load_without_weights(checkpoint: Path) -> Any:
+    """A checkpoint's model on the meta device, with masks of the right widths, be it of other channels.
+
+    Raises:
+        LeanKError: If transformers cannot load it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
+        widths = torch.tensor(config.leank["widths"])
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # type: ignore[no-untyped-call]
+        head_dim = model.base_model.layers[0].self_attn.channel_mask.shape[-1]
+        put_channel_masks(model, torch.arange(head_dim) < widths[..., None])
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise LeanKError(
+            f"`{checkpoint}` is no checkpoint that this machine can load: {error}",
+            hint=f"`leank-convert verify {checkpoint}` lists what is wrong",
+        ) from error
+    return model
+
+
+def put_channel_masks(model: Any, channel_masks: Iterable[Tensor]) -> None:
+    """Give every layer of a LeanK model its mask `[H_kv, D]`, in the checkpoint's head order."""
+    for layer, mask in zip(model.base_model.layers, channel_masks, strict=True):
+        layer.self_attn.channel_mask = mask
+
+
+def find_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> list[Any] | None:
+    """Compile the decode kernels that serve all layers of a LeanK model, one for each shape of a layer.
+
+    Layers differ in nothing that is compiled in but the most chunks that one of their heads has.
+
+    Returns:
+        The kernels; None where plain torch decodes, be it in one layer.
+
+    Raises:
+        LeanKError: If the model's runtime files look for kernels in another way.
+    """
+    if device.type != "cuda":
+        return None
+    config, layers = model.config, model.build_cache().layers
+    # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
+    find: Any = getattr(sys.modules[type(layers[0]).__module__], "find_kernels", None)
+    if find is None:
+        raise LeanKError(
+            f"`{config.name_or_path}` was exported by another release of leank-convert",
+            hint="export it again",
+        )
+    found = [
+        find(
+            device,
+            dtype,
+            head_dim=layers[0].layout.head_dim,
+            num_groups=config.num_attention_heads // config.num_key_value_heads,
+            chunk_size=layers[0].layout.chunk_size,
+            max_chunks=max_chunks,
+        )
+        for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
+    ]
+    return None if None in found else found

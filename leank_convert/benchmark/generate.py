@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
-from leank_convert.benchmark.decoding import Generation, generate, time_limit, time_loop, time_replay
-from leank_convert.benchmark.environment import describe_environment, memory_told, release_memory
-from leank_convert.benchmark.failures import silenced, tell_reason
-from leank_convert.benchmark.models import build_dense, check_model, random_prompt
-from leank_convert.benchmark.report import Report, build_document, number, ratio
-from leank_convert.benchmark.subject import COMPILED, Subject, load_runtime
+from leank_convert.benchmark.measuring import (
+    Stopwatch,
+    describe_failure,
+    release_memory,
+    silenced,
+    synchronize,
+)
+from leank_convert.benchmark.models import COMPILED, Setup, checked_models, random_prompt
+from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio
 from leank_convert.errors import LeanKError
 
 OURS, DYNAMIC, STATIC = "leank", "dense-dynamic", "dense-static"
 PEERS = (DYNAMIC, STATIC)
 _LOOP_STEPS = 32
+_LOOP_WARM_UP = 6
+_REPLAYS = 24
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
@@ -32,11 +41,9 @@ _LEGEND = (
 
 
 def benchmark_generate(
-    subject: Subject,
+    setup: Setup,
     cases: Sequence[tuple[int, int, int]],
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     peers: Sequence[str],
     rounds: int,
     static_limit: float,
@@ -44,49 +51,39 @@ def benchmark_generate(
     """Measure and print tables.
 
     Args:
-        subject: Mask and shape.
+        setup: Mask, shape, device and dtype.
         cases: Batch, prompt tokens and new tokens of each case.
-        device: Where.
-        dtype: Of weights and cache.
         peers: Among `PEERS`.
         rounds: Timed calls of `generate` for each side and case.
         static_limit: Seconds after which compiling the static cache's step is given up.
 
     Returns:
         The JSON document. If decoding is not right, `ok` is false and there are no cases.
+
+    Raises:
+        LeanKError: If a case has no decode step, or something of ours does not fit on the device.
     """
     if any(num_new < 2 for _, _, num_new in cases):
         raise LeanKError(
             "one new token comes from the prompt alone, without a decode step",
             hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
         )
-    report = Report()
-    environment = describe_environment(device)
-    report.header(environment, subject.describe())
+    environment, subject = describe_environment(setup.device), setup.subject.describe()
+    report = Report(environment, subject)
     results: list[dict[str, Any]] = []
-    with TemporaryDirectory() as folder, torch.no_grad(), memory_told():
-        torch.manual_seed(0)
-        runtime = load_runtime(subject, folder, dtype)
-        model = runtime.build_model(subject.channel_masks, device, dtype)
-        check = check_model(model, subject, prompt_length=max(prompt for _, prompt, _ in cases))
-        attention = runtime.name_attention(device, dtype)
-        report.line(f"our decode attention: {attention}")
-        report.line(check.describe())
-        if check.ok:
-            dense = build_dense(model, subject.geometry)
-            for case in cases:
-                results.append(
-                    _Case(model, dense, *case, rounds=rounds, static_limit=static_limit).run(peers)
-                )
-                _print_case(report, results[-1], attention)
+    with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
+        for case in cases if models.check["ok"] else ():
+            bench = _Case(models.ours, models.dense, *case, rounds=rounds, static_limit=static_limit)
+            results.append(bench.run(peers))
+            _print_case(report, results[-1], models.attention)
     return build_document(
         "generate",
         environment,
-        subject.describe(),
-        ok=check.ok,
-        dtype=str(dtype).removeprefix("torch."),
-        kernel=attention,
-        check=check.to_dict(),
+        subject,
+        ok=models.check["ok"],
+        dtype=setup.dtype_name,
+        kernel=models.attention,
+        check=models.check,
         cases=results,
     )
 
@@ -121,7 +118,7 @@ class _Case:
                     sides[name] = runners[name]()
             # A peer may fail in any way: its compiler, its memory, the time limit.
             except Exception as error:
-                sides[name] = {"why": tell_reason(error)}
+                sides[name] = {"why": describe_failure(error)}
         release_memory(self.model.device)
         return {
             "batch": batch_size,
@@ -140,7 +137,7 @@ class _Case:
             "replays": cache.graph.num_replays,
             "why_eager": cache.graph.why_eager,
         }
-        loop = time_loop(self.model, cache, token, _LOOP_STEPS)
+        loop = time_loop(self.model, cache, token)
         replay = time_replay(self.model, cache, token)
         return {
             **figures,
@@ -153,7 +150,7 @@ class _Case:
     def _dynamic(self) -> dict[str, Any]:
         self._warm_up(self.dense)
         figures, last = self._time_generate(lambda: generate(self.dense, self.prompt, self.num_new))
-        loop = time_loop(self.dense, last.cache, last.tokens[:, -1:], _LOOP_STEPS)
+        loop = time_loop(self.dense, last.cache, last.tokens[:, -1:])
         return {**figures, "loop_step_milliseconds": loop}
 
     def _static(self) -> dict[str, Any]:
@@ -194,27 +191,151 @@ class _Case:
             seconds.append(last.seconds)
             steps += last.step_milliseconds
         assert last is not None
-        num_tokens = self.prompt.shape[0] * self.num_new
         return {
             "rounds": self.rounds,
             "step_milliseconds": median(steps),
             "generate_seconds": median(seconds),
-            "tokens_per_second": num_tokens / median(seconds),
+            "tokens_per_second": self.prompt.shape[0] * self.num_new / median(seconds),
         }, last
+
+
+class _StepClock(LogitsProcessor):
+    """Marks the moment between a step's forward pass and the choice of its token."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stopwatch = Stopwatch(device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.stopwatch.mark()
+        return scores
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of `generate`.
+
+    Attributes:
+        seconds: The whole call, prefill included, wall clock.
+        step_milliseconds: From each token to the next, without the first.
+        tokens: What came out, new tokens only `[B, new]`.
+        cache: The cache as the call left it.
+    """
+
+    seconds: float
+    step_milliseconds: tuple[float, ...]
+    tokens: Tensor
+    cache: Any
+
+
+def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> Generation:
+    """Call `generate`, greedy, for exactly `num_new` tokens.
+
+    Args:
+        model: The model.
+        prompt: Token ids `[B, S]`.
+        num_new: New tokens.
+        cache: A cache to fill; None for the one that the model builds.
+    """
+    clock = _StepClock(model.device)
+    given = {} if cache is None else {"past_key_values": cache}
+    synchronize(model.device)
+    began = time.perf_counter()
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        min_new_tokens=num_new,
+        max_new_tokens=num_new,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([clock]),
+        **given,
+    )
+    synchronize(model.device)
+    seconds = time.perf_counter() - began
+    tokens = output.sequences[:, prompt.shape[1] :]
+    return Generation(seconds, tuple(clock.stopwatch.gaps()), tokens, output.past_key_values)
+
+
+def time_loop(model: Any, cache: Any, token: Tensor) -> float:
+    """Median milliseconds of a step of a bare loop: forward pass, then the token of the largest logit.
+
+    Args:
+        model: The model.
+        cache: A cache that holds a prompt.
+        token: The next token of every row `[B, 1]`.
+    """
+    stopwatch = Stopwatch(model.device)
+    for step in range(_LOOP_WARM_UP + _LOOP_STEPS):
+        if step >= _LOOP_WARM_UP:
+            stopwatch.mark()
+        token = _next_token(model, cache, token)
+    stopwatch.mark()
+    return median(stopwatch.gaps())
+
+
+def time_replay(model: Any, cache: Any, token: Tensor) -> float | None:
+    """Median milliseconds of a decode step's own CUDA graph, replayed back to back; None on the CPU.
+
+    The step is captured here, so that nothing of the runtime's own replay is measured. A replay appends its
+    token as the step did: `cache` is of no use afterwards.
+
+    Args:
+        model: A LeanK model.
+        cache: Its cache, with a prompt.
+        token: The next token of every row `[B, 1]`.
+    """
+    if model.device.type != "cuda":
+        return None
+    cache.use_graphs = False
+    # The host does not know of replayed tokens, so room for them is made before.
+    cache.reserve(cache.get_seq_length() + _LOOP_WARM_UP + _REPLAYS + 2)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_LOOP_WARM_UP):
+            token = _next_token(model, cache, token)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        _next_token(model, cache, token)
+    stopwatch = Stopwatch(model.device)
+    for _ in range(_REPLAYS):
+        stopwatch.mark()
+        graph.replay()
+    stopwatch.mark()
+    return median(stopwatch.gaps())
+
+
+def _next_token(model: Any, cache: Any, token: Tensor) -> Tensor:
+    logits: Tensor = model(token, past_key_values=cache, use_cache=True).logits
+    return logits[:, -1:].argmax(-1)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise a `TimeoutError` in what runs inside after some seconds; only in the main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
     """How many times as fast ours is, by each way of measuring."""
-
-    def faster(key: str) -> float | None:
-        theirs = peer.get(key)
-        return None if theirs is None else theirs / ours[key]
-
-    return {
-        "step": faster("step_milliseconds"),
-        "loop_step": faster("loop_step_milliseconds"),
-        "generate": faster("generate_seconds"),
+    keys = {
+        "step": "step_milliseconds",
+        "loop_step": "loop_step_milliseconds",
+        "generate": "generate_seconds",
     }
+    return {name: peer[key] / ours[key] if key in peer else None for name, key in keys.items()}
 
 
 def _remark(side: dict[str, Any]) -> str | None:
@@ -222,51 +343,39 @@ def _remark(side: dict[str, Any]) -> str | None:
         return f"no figures: {side['why']}"
     if "compiled_graphs" in side:
         # Its mask keeps `enable_gqa` out of transformers' call of SDPA.
-        compiled = (
-            f"compiled in {side['warm_up_seconds']:.0f} s" if side["compiled_graphs"] else "not compiled"
-        )
+        seconds = f"compiled in {side['warm_up_seconds']:.0f} s"
+        compiled = seconds if side["compiled_graphs"] else "not compiled"
         return f"step {compiled}; its mask has K and V repeated for every query head"
-    graph = side.get("graph")
-    if graph is None:
+    if "graph" not in side:
         return None
-    return (
-        f"not replayed: {graph['why_eager']}" if graph["why_eager"] else f"{graph['replays']} steps replayed"
-    )
+    why = side["graph"]["why_eager"]
+    return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps replayed"
 
 
 def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
     rows, notes = [], []
     for name, side in case["sides"].items():
-        vs = case["ratios"].get(name, {})
+        faster = case["ratios"].get(name, {})
         label = f"{name} ({attention})" if name == OURS and attention != COMPILED else name
         rows.append(
             [
                 label,
                 number(side.get("step_milliseconds")),
-                ratio(vs.get("step")),
+                ratio(faster.get("step")),
                 number(side.get("loop_step_milliseconds")),
-                ratio(vs.get("loop_step")),
+                ratio(faster.get("loop_step")),
                 number(side.get("replay_milliseconds")),
                 number(side.get("tokens_per_second"), 0),
-                ratio(vs.get("generate")),
+                ratio(faster.get("generate")),
             ]
         )
-        remark = _remark(side)
-        if remark:
+        if remark := _remark(side):
             notes.append(f"{label}: {remark}")
-    faster = "leank\nfaster"
+    columns = ["generate\nms/step", "loop\nms/step", "its graph\nms/step", "generate\ntokens/s"]
+    heading = "leank\nfaster"
     report.table(
         f"batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        [
-            "",
-            "generate\nms/step",
-            faster,
-            "loop\nms/step",
-            faster,
-            "its graph\nms/step",
-            "generate\ntokens/s",
-            faster,
-        ],
+        ["", columns[0], heading, columns[1], heading, *columns[2:], heading],
         rows,
         [*notes, *_LEGEND],
     )

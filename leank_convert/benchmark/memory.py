@@ -1,30 +1,31 @@
-"""`benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model."""
+"""`benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model.
+
+The largest batch is found by trying: rows are allocated, joined and decoded, not counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from leank_convert.benchmark.decoding import generate
-from leank_convert.benchmark.environment import describe_environment, memory_told, release_memory
-from leank_convert.benchmark.largest_batch import DenseSide, LeanKSide, Side, Trial, find_largest
-from leank_convert.benchmark.models import build_dense, check_model, random_prompt
-from leank_convert.benchmark.report import Report, build_document, number, ratio, share
-from leank_convert.benchmark.subject import COMPILED, Subject, load_runtime
+from leank_convert.benchmark.generate import generate
+from leank_convert.benchmark.measuring import release_memory, synchronize
+from leank_convert.benchmark.models import COMPILED, Setup, Subject, checked_models, random_prompt
+from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"
+_DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 
 
 def benchmark_memory(
-    subject: Subject,
+    setup: Setup,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     allocated: tuple[int, int] | None,
     prefill: tuple[int, int] | None,
     batches: Sequence[tuple[int, int]],
@@ -33,9 +34,7 @@ def benchmark_memory(
     """Measure and print tables.
 
     Args:
-        subject: Mask and shape.
-        device: Where.
-        dtype: Of weights and cache.
+        setup: Mask, shape, device and dtype.
         allocated: Prompt and new tokens of the row whose cache is counted; None to leave it out.
         prefill: Batch and prompt of the prefill whose peak is measured; None to leave it out.
         batches: Prompt and new tokens of each search for the largest batch.
@@ -43,43 +42,36 @@ def benchmark_memory(
 
     Returns:
         The JSON document. If decoding is not right, `ok` is false and there are no figures.
+
+    Raises:
+        LeanKError: If something does not fit on the device where nothing is searched for.
     """
-    report = Report()
-    environment = describe_environment(device)
-    report.header(environment, subject.describe())
+    environment, subject = describe_environment(setup.device), setup.subject.describe()
+    report = Report(environment, subject)
     results: dict[str, Any] = {}
-    with TemporaryDirectory() as folder, torch.no_grad(), memory_told():
-        torch.manual_seed(0)
-        runtime = load_runtime(subject, folder, dtype)
-        model = runtime.build_model(subject.channel_masks, device, dtype)
-        lengths = [sum(case) for case in batches] + [allocated[0] if allocated else 1]
-        check = check_model(model, subject, prompt_length=max(lengths))
-        attention = runtime.name_attention(device, dtype)
+    lengths = [sum(case) for case in batches] + [allocated[0] if allocated else 1]
+    with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
-        ours = OURS if attention == COMPILED else f"{OURS} ({attention})"
-        report.line(f"our decode attention: {attention}")
-        report.line(check.describe())
-        if check.ok:
-            dense = build_dense(model, subject.geometry)
+        label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
+        if models.check["ok"]:
             if allocated:
-                results["allocated"] = count_allocated(model, subject, *allocated)
+                results["allocated"] = count_allocated(models.ours, setup.subject, *allocated)
                 _print_allocated(report, results["allocated"])
             if prefill:
-                results["prefill"] = measure_prefill(model, dense, *prefill)
-                _print_prefill(report, results["prefill"], ours)
-            results["largest_batch"] = [
-                find_batches(LeanKSide(model), DenseSide(dense), *case, limit=limit) for case in batches
-            ]
+                results["prefill"] = measure_prefill(models.ours, models.dense, *prefill)
+                _print_prefill(report, results["prefill"], label)
+            sides = LeanKSide(models.ours), DenseSide(models.dense)
+            results["largest_batch"] = [find_batches(*sides, *case, limit=limit) for case in batches]
             if batches:
-                _print_batches(report, results["largest_batch"], ours)
+                _print_batches(report, results["largest_batch"], label)
     return build_document(
         "memory",
         environment,
-        subject.describe(),
-        ok=check.ok,
-        dtype=str(dtype).removeprefix("torch."),
-        kernel=attention,
-        check=check.to_dict(),
+        subject,
+        ok=models.check["ok"],
+        dtype=setup.dtype_name,
+        kernel=models.attention,
+        check=models.check,
         **results,
     )
 
@@ -114,13 +106,13 @@ def measure_prefill(model: Any, dense: Any, batch_size: int, num_prompt: int) ->
     device = model.device
     result: dict[str, Any] = {"batch": batch_size, "prompt": num_prompt}
     prompt = random_prompt(model, batch_size, num_prompt)
-    for name, subject in ((OURS, model), (DENSE, dense)):
+    for name, side in ((OURS, model), (DENSE, dense)):
         release_memory(device)
         peak = None
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        output = subject(prompt, use_cache=True, logits_to_keep=1)
+        output = side(prompt, use_cache=True, logits_to_keep=1)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device) - before
         del output
@@ -130,8 +122,143 @@ def measure_prefill(model: Any, dense: Any, batch_size: int, num_prompt: int) ->
     return {**result, "share_of_dense": ours / theirs if ours and theirs else None}
 
 
+class DenseSide:
+    """The dense model: rows become one `DynamicCache`, which grows by itself."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prefill(self, prompt: torch.Tensor, num_tokens: int) -> Any:
+        """Run a prompt `[1, S]`; return its cache, which is to hold `num_tokens` tokens later."""
+        return self.model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+
+    def join(self, rows: list[Any], num_tokens: int) -> Any:
+        """Make one cache of many, layer by layer; they are empty afterwards."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache(config=self.model.config)
+        for index, layer in enumerate(cache.layers):
+            joined = []
+            for name in _PARTS:
+                joined.append(torch.cat([getattr(row.layers[index], name) for row in rows]))
+                for row in rows:
+                    setattr(row.layers[index], name, None)
+            layer.lazy_initialization(*joined)
+            layer.keys, layer.values = joined
+        return cache
+
+    def count_bytes(self, cache: Any) -> int:
+        """Count the bytes that a cache holds."""
+        return sum(getattr(layer, name).nbytes for layer in cache.layers for name in _PARTS)
+
+
+class LeanKSide(DenseSide):
+    """Ours: rows become one `LeanKCache`, with room for every token that will come."""
+
+    def prefill(self, prompt: torch.Tensor, num_tokens: int) -> Any:
+        """Run a prompt `[1, S]`; return its cache, with room for `num_tokens` tokens."""
+        cache = self.model.build_cache()
+        cache.reserve(num_tokens)
+        self.model(prompt, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def join(self, rows: list[Any], num_tokens: int) -> Any:
+        """Make one cache of many, with room for `num_tokens` tokens a row; they are empty afterwards."""
+        return type(rows[0]).concatenate(rows, num_tokens)
+
+    def count_bytes(self, cache: Any) -> int:
+        """Count the bytes that a cache holds."""
+        return int(cache.memory().total.allocated)
+
+
+_PARTS = ("keys", "values")
+
+
+class Trial:
+    """Tries batches of rows of one prompt on one side.
+
+    A row is prefilled up to the last few of all tokens and copied, and becomes the batch's last row itself: a
+    batch that fits has been decoded at its final length, and nothing but the batch was held.
+
+    Args:
+        side: The model and its cache.
+        num_prompt: Prompt tokens.
+        num_new: New tokens.
+        limit: Bytes that weights and cache may take together; None for what the device has.
+
+    Attributes:
+        row_bytes: Bytes of one row's cache at the final length.
+    """
+
+    def __init__(self, side: DenseSide, num_prompt: int, num_new: int, limit: int | None) -> None:
+        self._side, self._model, self._device = side, side.model, side.model.device
+        self._length = num_prompt + num_new
+        # A call may ask for fewer new tokens than are decoded here.
+        num_steps = min(_DECODED_STEPS, num_new)
+        tokens = random_prompt(side.model, 1, self._length)
+        self._prompt, self._new = tokens[:, :-num_steps], tokens[:, -num_steps:]
+        self._left = None
+        if limit is not None:
+            self._left = limit - sum(weight.nbytes for weight in self._model.parameters())
+        self.row_bytes = side.count_bytes(self._decode(1))
+        release_memory(self._device)
+
+    def predict(self) -> int:
+        """How many rows the bytes of one suggest."""
+        free = torch.cuda.mem_get_info(self._device)[0] if self._left is None else self._left
+        return max(free // self.row_bytes, 1)
+
+    def fits(self, batch_size: int) -> bool:
+        """Try a batch."""
+        held = None
+        with suppress(torch.OutOfMemoryError):
+            held = self._side.count_bytes(self._decode(batch_size))
+        release_memory(self._device)
+        return held is not None and (self._left is None or held <= self._left)
+
+    def _decode(self, batch_size: int) -> Any:
+        """Join copies of the row and decode to the end; returns the cache."""
+        row = self._side.prefill(self._prompt, self._length)
+        rows = [copy.deepcopy(row) for _ in range(batch_size - 1)] + [row]
+        cache = self._side.join(rows, self._length)
+        for column in range(self._new.shape[1]):
+            token = self._new[:, column : column + 1].repeat(batch_size, 1)
+            self._model(token, past_key_values=cache, use_cache=True)
+        synchronize(self._device)
+        return cache
+
+
+def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
+    """Find the largest count that fits, starting near a guess; what fits is taken to have no gaps.
+
+    Args:
+        fits: Tries a count, from 1 up.
+        guess: Where it is expected.
+
+    Returns:
+        The count, 0 if not even 1 fits, and every count that was tried.
+    """
+    tried: dict[int, bool] = {}
+    low, high, stride = 0, None, 1  # low fits, high does not
+    count = max(guess, 1)
+    while high is None or high - low > 1:
+        if count not in tried:
+            tried[count] = fits(count)
+        if tried[count]:
+            low = count
+        else:
+            high = count
+        if high is None:
+            count, stride = low + stride, 2 * stride
+        elif low == 0 and high > 1:
+            count, stride = max(high - stride, 1), 2 * stride
+        else:
+            count = (low + high) // 2
+    return low, tried
+
+
 def find_batches(
-    ours: Side, dense: Side, num_prompt: int, num_new: int, *, limit: int | None
+    ours: LeanKSide, dense: DenseSide, num_prompt: int, num_new: int, *, limit: int | None
 ) -> dict[str, Any]:
     """The largest batch of both sides for one prompt length and number of new tokens."""
     result: dict[str, Any] = {"prompt": num_prompt, "new": num_new}
@@ -152,19 +279,16 @@ def find_batches(
 
 
 def _print_allocated(report: Report, found: dict[str, Any]) -> None:
-    tokens = found["tokens"]
+    tokens, dense = found["tokens"], number(found["dense_bytes_per_token"], 1)
     rows = [
         [name, number(region["used"] / tokens, 1), number(region["allocated"] / tokens, 1)]
         for name, region in found["regions"].items()
         if region["allocated"]
     ]
-    rows.append(
-        ["dense", number(found["dense_bytes_per_token"], 1), number(found["dense_bytes_per_token"], 1)]
-    )
     report.table(
         f"cache of one row, prompt {found['prompt']}, {found['new']} new tokens",
         ["", "bytes used per token", "bytes allocated per token"],
-        rows,
+        [*rows, [DENSE, dense, dense]],
     )
     report.line(
         f"allocated beyond the window: {found['share_of_dense_beyond_window']:.4f} of dense "
@@ -173,32 +297,27 @@ def _print_allocated(report: Report, found: dict[str, Any]) -> None:
     )
 
 
-def _print_prefill(report: Report, found: dict[str, Any], ours: str) -> None:
-    def gigabytes(name: str) -> str:
-        peak = found[name]["peak_bytes"]
-        return number(None if peak is None else peak / 1e9, 2)
-
+def _print_prefill(report: Report, found: dict[str, Any], label: str) -> None:
+    peaks = [number(found[name]["peak_bytes"], unit=1e9) for name in (OURS, DENSE)]
     report.table(
         f"prefill of {found['batch']} x {found['prompt']} tokens: peak beyond the weights, cache included",
         ["", "GB", "of dense"],
-        [[ours, gigabytes(OURS), share(found["share_of_dense"])], [DENSE, gigabytes(DENSE), share(1.0)]],
+        [[label, peaks[0], share(found["share_of_dense"])], [DENSE, peaks[1], share(1.0)]],
     )
 
 
-def _print_batches(report: Report, found: Sequence[dict[str, Any]], ours: str) -> None:
-    rows = []
-    for case in found:
-        for name in (OURS, DENSE):
-            side = case[name]
-            rows.append(
-                [
-                    f"{ours if name == OURS else name}, {case['prompt']} + {case['new']}",
-                    str(side["batch"]),
-                    str(side["predicted_by_bytes"]),
-                    number(side["row_bytes"] / 1e6, 1),
-                    ratio(case["ratio"] if name == OURS else 1.0),
-                ]
-            )
+def _print_batches(report: Report, found: Sequence[dict[str, Any]], label: str) -> None:
+    rows = [
+        [
+            f"{label if name == OURS else name}, {case['prompt']} + {case['new']}",
+            str(case[name]["batch"]),
+            str(case[name]["predicted_by_bytes"]),
+            number(case[name]["row_bytes"], 1, unit=1e6),
+            ratio(case["ratio"] if name == OURS else 1.0),
+        ]
+        for case in found
+        for name in (OURS, DENSE)
+    ]
     report.table(
         "largest batch, rows prefilled one at a time, decoded together to the end",
         ["", "rows", "by bytes", "MB a row", "of dense"],

@@ -1,44 +1,218 @@
-"""Models of random weights: ours, the stock class on the same tensors, how far their logits may differ."""
+"""What is measured: a mask on a real model's shape, and models of random weights, ours and the stock one."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leank_convert.benchmark.accuracy import Check, exact_dtype, relative_error
-from leank_convert.benchmark.environment import release_memory
-from leank_convert.benchmark.geometries import Geometry
-from leank_convert.benchmark.subject import Subject
+from leank_convert.benchmark.attention import Check, exact_dtype, relative_error
+from leank_convert.benchmark.geometries import GEOMETRIES, TOY, Geometry, find_geometry
+from leank_convert.benchmark.measuring import choose_benchmark_device, release_memory
+from leank_convert.benchmark.tables import Report
+from leank_convert.checkpoint_io import CONFIG_NAME
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
+from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.head_layout import HeadLayout, plan_head_layout
+from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.warmup import find_kernels, put_channel_masks
+from leank_convert.windows import Windows
 
+COMPILED, PLAIN_TORCH = "compiled kernel", "plain torch"
+TOO_LARGE = "this benchmark", "take a smaller batch, or fewer tokens"
+
+# Heads' widths as a learned mask of 70% has them, in quarters of a head: 0.3125 of all channels.
+_SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)
+# transformers keeps a copy of the runtime under the folder's name: one name, so that copies do not pile up.
+_FOLDER_NAME = "leank_benchmark"
 _CHECKED_ROWS = 2
 _CHECKED_STEPS = 12  # enough for a step that runs eagerly, one that is captured, and some that are replayed
-# Tokens of the checked prompt that lie in the pruned region.
-_PRUNED_TOKENS = 256
+_CHECKED_PRUNED_TOKENS = 256
 _FIRST_TOKEN = 3  # the ids before it are special in most vocabularies
 
 
 @dataclass(frozen=True)
-class ModelCheck(Check):
-    """How far logits are from those of the same weights in higher precision.
+class Subject:
+    """A mask in the original head order, where it comes from, and the model shape that it fits."""
 
-    Attributes:
-        pruning_effect: How far exact pruned logits are from exact dense ones. An error far below it shows
-            that the right tokens and channels were seen.
+    geometry: Geometry
+    mask: ChannelMask
+    origin: str
+    windows: Windows
+
+    @property
+    def layout(self) -> HeadLayout:
+        """The order of the heads in a checkpoint."""
+        return plan_head_layout(self.mask.widths)
+
+    @property
+    def channel_masks(self) -> list[Tensor]:
+        """Kept channels of every layer `[H_kv, D]`, heads in the checkpoint's order."""
+        return [
+            self.mask.channel_mask[layer][list(permutation)]
+            for layer, permutation in enumerate(self.layout.head_permutation)
+        ]
+
+    def keeping_all(self) -> Subject:
+        """The same shape with every channel kept."""
+        whole = ChannelMask(torch.ones_like(self.mask.channel_mask))
+        return replace(self, mask=whole, origin="every channel kept")
+
+    def choose_layers(self, layers: list[int] | None) -> list[int]:
+        """The layers asked for, None for all.
+
+        Raises:
+            LeanKError: If there is no such layer.
+        """
+        num_layers = self.geometry.facts.num_hidden_layers
+        for layer in layers or ():
+            if not 0 <= layer < num_layers:
+                raise LeanKError(f"there is no layer {layer}: `{self.geometry.name}` has {num_layers}")
+        return list(range(num_layers)) if layers is None else layers
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready facts."""
+        return {
+            **self.geometry.describe(),
+            "mask": self.origin,
+            "pruning_ratio": self.mask.pruning_ratio,
+            **describe_windows(self.windows),
+        }
+
+
+def describe_windows(windows: Windows) -> dict[str, int]:
+    """JSON-ready window sizes."""
+    return {key: getattr(windows, key) for key in ("sink_size", "recent_size", "flush_size")}
+
+
+def choose_subject(mask: str | None, recipe: str | None, geometry: str | None) -> Subject:
+    """Put together what to measure.
+
+    Args:
+        mask: A mask file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one.
+        recipe: A recipe that names a mask, a model and windows.
+        geometry: A key of `GEOMETRIES`; None for the one that the mask fits.
+
+    Raises:
+        LeanKError: If they do not go together.
     """
+    windows = None
+    if recipe is not None:
+        from leank_convert.recipe_file import load_recipe
 
-    pruning_effect: float
+        loaded = load_recipe(recipe)
+        windows = loaded.windows
+        mask = mask or loaded.mask
+        geometry = geometry or _geometry_of_model(loaded.model.id)
+    if mask is None:
+        shape = find_geometry(geometry, None)
+        made, origin = synthetic_mask(shape), "synthetic (widths as learned)"
+    else:
+        made = load_mask(resolve_mask(mask))
+        shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
+    # Those that the mask was learned with count most.
+    known: Any = made.provenance or windows or shape.windows
+    return Subject(shape, made, origin, Windows(known.sink_size, known.recent_size, known.flush_size))
 
-    def describe(self) -> str:
-        """One line for a person."""
-        verdict = "as close as dense" if self.ok else "WRONG, nothing is measured"
-        return (
-            f"error of logits {self.error:.1e}, of dense decoding {self.torch_error:.1e}, "
-            f"effect of pruning {self.pruning_effect:.1e}: {verdict}"
-        )
+
+def synthetic_mask(geometry: Geometry) -> ChannelMask:
+    """Make a mask whose widths are spread as in a learned one and whose channels are random."""
+    facts = geometry.facts
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim, dtype=torch.bool)
+    for layer in range(facts.num_hidden_layers):
+        for head in range(facts.num_key_value_heads):
+            # Shifted by layer, so that layers differ as they do in a learned mask.
+            quarters = _SYNTHETIC_QUARTERS[(head + 3 * layer) % len(_SYNTHETIC_QUARTERS)]
+            kept = torch.randperm(facts.head_dim, generator=generator)[: quarters * facts.head_dim // 4]
+            mask[layer, head, kept] = True
+    return ChannelMask(mask)
+
+
+def _geometry_of_model(model_id: str | None) -> str:
+    for geometry in GEOMETRIES.values():
+        if geometry.model_id == model_id:
+            return geometry.name
+    raise LeanKError(
+        f"no geometry has the shape of the recipe's model `{model_id}`",
+        hint="name one: `--geometry " + "|".join(GEOMETRIES) + "`",
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured, where, and the dtype of weights, keys and values."""
+
+    subject: Subject
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether this is a test of the command, on the CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """As options and the document name it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_setup(
+    mask: str | None, recipe: str | None, geometry: str | None, device: str | None, dtype: str
+) -> Setup:
+    """Read the options that commands share.
+
+    Raises:
+        LeanKError: If they do not go together, or the device cannot be used.
+    """
+    chosen = choose_benchmark_device(device)
+    if chosen.type == "cpu" and not (mask or recipe):
+        # There, a real model's shape has to be asked for.
+        geometry = geometry or TOY
+    return Setup(choose_subject(mask, recipe, geometry), chosen, getattr(torch, dtype))
+
+
+def build_model(
+    subject: Subject, device: torch.device, dtype: torch.dtype, *, mask_device: torch.device | None = None
+) -> Any:
+    """A LeanK model of random weights that runs the runtime's files as a checkpoint brings them.
+
+    Weights are made on `device`, none on `meta`; channel masks are on `mask_device`, by default there, too.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = subject.geometry.facts
+    known = subject.mask.provenance or MaskProvenance.for_model(
+        subject.geometry.model_id, facts, method="benchmark", **describe_windows(subject.windows)
+    )
+    leank = build_leank_facts(subject.mask, known, subject.layout, subject.windows)
+    config = {**subject.geometry.config, "dtype": str(dtype).removeprefix("torch.")}
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary, _FOLDER_NAME)
+        folder.mkdir()
+        copy_runtime_files(folder)
+        (folder / CONFIG_NAME).write_bytes(encode_json(build_config(config, facts.architecture, leank, {})))
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                loaded, trust_remote_code=True, dtype=dtype
+            )
+    put_channel_masks(model, (mask.to(mask_device or device) for mask in subject.channel_masks))
+    return model.eval()
+
+
+def name_attention(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """What decode attention runs in: figures of plain torch must not pass for the kernel's."""
+    return PLAIN_TORCH if find_kernels(model, device, dtype) is None else COMPILED
 
 
 def stock_config(geometry: Geometry, **changes: Any) -> Any:
@@ -50,12 +224,9 @@ def stock_config(geometry: Geometry, **changes: Any) -> Any:
 
 
 def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
-    """The stock class over the very tensors of a model; random weights need no reordering.
+    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering.
 
-    Args:
-        model: A LeanK model, or a stock one.
-        geometry: Its shape.
-        attention: How the stock class attends, by transformers' name for it.
+    `attention` is transformers' name for how it attends.
     """
     import transformers
 
@@ -73,44 +244,68 @@ def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
 
 
 def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """Random token ids `[B, S]` on the model's device."""
-    return random_ids(model, batch_size, num_tokens, seed).to(model.device)
-
-
-def random_ids(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """Random token ids `[B, S]` of a model's vocabulary, on the CPU."""
+    """Random token ids of a model's vocabulary `[B, S]`, on its device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(_FIRST_TOKEN, model.config.vocab_size, (batch_size, num_tokens), generator=generator)
+    shape = batch_size, num_tokens
+    ids = torch.randint(_FIRST_TOKEN, model.config.vocab_size, shape, generator=generator)
+    return ids.to(model.device)
 
 
-def check_model(model: Any, subject: Subject, *, prompt_length: int) -> ModelCheck:
-    """Hold decoding to the same weights in higher precision, fed the same tokens.
+@dataclass(frozen=True)
+class Models:
+    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is.
 
-    The exact logits are those of the plain torch path; torch's own error is the dense model's.
+    `check` says how far our logits are from exact ones, and as `pruning_effect` how far exact pruned logits
+    are from exact dense ones: an error far below it shows that the right tokens and channels were seen.
+    """
+
+    ours: Any
+    dense: Any
+    attention: str
+    check: dict[str, Any]
+
+
+@contextmanager
+def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator[Models]:
+    """Build both models, hold decoding to the same weights in higher precision, and say how close it is.
+
+    The exact logits are those of the plain torch path; torch's own error is the dense model's. What runs
+    inside runs without gradients.
 
     Args:
-        model: The LeanK model.
-        subject: What it was built from.
-        prompt_length: Tokens of the prompt, if the windows need no more to leave something pruned.
+        setup: What and where.
+        prompt_length: Tokens of the checked prompt, if the windows need no more to leave something pruned.
+        report: Where to say it.
+
+    Raises:
+        LeanKError: If something of it, or of what runs inside, does not fit on the device.
     """
-    windows = subject.windows
-    whole = windows.sink_size + windows.recent_size + windows.flush_size
-    tokens = random_prompt(
-        model, _CHECKED_ROWS, min(prompt_length, whole + _PRUNED_TOKENS) + _CHECKED_STEPS, seed=1
-    )
-    ours = forced_logits(model, tokens)
-    dense = forced_logits(build_dense(model, subject.geometry), tokens)
-    exact = copy.deepcopy(model).to(exact_dtype(model.dtype))
-    exact_ours = forced_logits(exact, tokens)
-    exact_dense = forced_logits(build_dense(exact, subject.geometry), tokens)
-    check = ModelCheck(
-        relative_error(ours, exact_ours),
-        relative_error(dense, exact_dense),
-        relative_error(exact_ours, exact_dense),
-    )
-    del exact
-    release_memory(model.device)
-    return check
+    subject, geometry = setup.subject, setup.subject.geometry
+    with torch.no_grad(), out_of_memory(*TOO_LARGE):
+        torch.manual_seed(0)
+        ours = build_model(subject, setup.device, setup.dtype)
+        dense = build_dense(ours, geometry)
+        attention = name_attention(ours, setup.device, setup.dtype)
+        windows = subject.windows
+        least = windows.sink_size + windows.recent_size + windows.flush_size + _CHECKED_PRUNED_TOKENS
+        length = min(prompt_length, least) + _CHECKED_STEPS
+        tokens = random_prompt(ours, _CHECKED_ROWS, length, seed=1)
+        exact = copy.deepcopy(ours).to(exact_dtype(setup.dtype))
+        exact_ours = forced_logits(exact, tokens)
+        exact_dense = forced_logits(build_dense(exact, geometry), tokens)
+        check = Check(
+            relative_error(forced_logits(ours, tokens), exact_ours),
+            relative_error(forced_logits(dense, tokens), exact_dense),
+        )
+        effect = relative_error(exact_ours, exact_dense)
+        del exact
+        release_memory(setup.device)
+        report.line(f"our decode attention: {attention}")
+        report.line(
+            f"error of logits {check.error:.1e}, of dense decoding {check.torch_error:.1e}, effect of "
+            f"pruning {effect:.1e}: {'as close as dense' if check.ok else 'WRONG, nothing is measured'}"
+        )
+        yield Models(ours, dense, attention, {**check.to_dict(), "pruning_effect": effect})
 
 
 def forced_logits(model: Any, tokens: Tensor) -> Tensor:

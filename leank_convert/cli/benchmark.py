@@ -2,47 +2,112 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from leank_convert.benchmark.geometries import GEOMETRIES
-from leank_convert.cli.benchmark_onnx import onnx
-from leank_convert.cli.benchmark_options import finish, read_layers, sizes
+from leank_convert.benchmark.geometries import GEOMETRIES, TOY
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_TOY = "tiny"
+if TYPE_CHECKING:
+    from leank_convert.benchmark.models import Setup
 
+_Run = Callable[..., Any]
 
-def _shape_options(command: _Command) -> _Command:
-    for option in (
-        click.option(
-            "--dtype",
-            type=click.Choice(["bfloat16", "float16", "float32"]),
-            default="bfloat16",
-            show_default=True,
-            help="Of weights, keys and values.",
-        ),
-        click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command."),
-        click.option(
-            "--geometry",
-            type=click.Choice(list(GEOMETRIES)),
-            help="Model shape. Default: the mask's if there is one, else Llama's.",
-        ),
-    ):
-        command = option(command)
-    return command
+_MASK = click.option("--mask", metavar="FILE|ID", help="Mask to run with. Default: a synthetic one.")
+_RECIPE = click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe.")
+_GEOMETRY = click.option(
+    "--geometry",
+    type=click.Choice(list(GEOMETRIES)),
+    help=f"Model shape. Default: the mask's if there is one, else Llama's; `{TOY}` tests the command.",
+)
+_DEVICE = click.option("--device", help="Default: cuda. `cpu` runs toy sizes, as a test of the command.")
+_DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of weights, keys and values.",
+)
 
 
-def _subject_options(command: _Command) -> _Command:
-    for option in (
-        _shape_options,
-        click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe."),
-        click.option("--mask", metavar="FILE|ID", help="Mask to run with. Default: a synthetic one."),
-    ):
-        command = option(command)
-    return command
+def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
+    """Add the options of what is measured and where, and give a command what they choose as `setup`.
+
+    The document that the command returns is printed; where a check failed, it exits 1.
+
+    Args:
+        masked: Whether there is a mask, with `--mask` and `--recipe`.
+    """
+
+    def decorate(run: _Run) -> _Run:
+        @functools.wraps(run)
+        def command(
+            geometry: str | None,
+            device: str | None,
+            dtype: str,
+            mask: str | None = None,
+            recipe: str | None = None,
+            **options: Any,
+        ) -> None:
+            from leank_convert.benchmark.models import choose_setup
+
+            _finish(run(choose_setup(mask, recipe, geometry, device, dtype), **options))
+
+        decorated: _Run = command
+        for option in (_DTYPE, _DEVICE, _GEOMETRY, *((_RECIPE, _MASK) if masked else ())):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def _finish(document: dict[str, Any]) -> None:
+    click.echo(json.dumps(document, allow_nan=False))
+    if not document["ok"]:
+        sys.exit(1)
+
+
+def _size_option(flag: str, names: str, text: str, *, many: bool = False) -> Callable[[_Run], _Run]:
+    """An option of whole numbers between `x`, named as in `batch x tokens`; `k` is 1024."""
+
+    def read(given: str) -> tuple[int, ...]:
+        try:
+            parts = [(part.removesuffix("k"), part.endswith("k")) for part in given.lower().split("x")]
+            numbers = tuple(int(number) * (1024 if is_kilo else 1) for number, is_kilo in parts)
+        except ValueError:
+            numbers = ()
+        count = len(names.split(" x "))
+        if len(numbers) != count or min(numbers) < 1:
+            example = "x".join(("64", "32k", "128")[:count])
+            raise click.BadParameter(f"`{given}` is not {names}, such as {example}")
+        return numbers
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        return [read(given) for given in value] if many else value and read(value)
+
+    metavar = "x".join(name.upper() for name in names.split(" x "))
+    return click.option(flag, callback=callback, multiple=many, metavar=metavar, help=text)
+
+
+def _rounds_option(default: str) -> Callable[[_Run], _Run]:
+    text = f"Measurements of each figure. Default: {default}."
+    return click.option("--rounds", type=click.IntRange(1), help=text)
+
+
+def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    if value == "all" and "all" not in (param.metavar or ""):
+        raise click.BadParameter("a model of all layers would not be one of a few hundred MB; name some")
+    if value is None or value == "all":
+        return None
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"`{value}` is neither `all` nor layers such as `0,10`") from None
 
 
 @click.group()
@@ -55,66 +120,35 @@ def benchmark() -> None:
 
 
 @benchmark.command()
-@_subject_options
+@case_options()
+@_size_option("--case", "batch x tokens", "Such as 64x32k; repeatable. Default: 64x32k.", many=True)
 @click.option(
-    "--case",
-    "cases",
-    callback=sizes("batch", "tokens"),
-    multiple=True,
-    metavar="BATCHxTOKENS",
-    help="Such as 64x32k; repeatable. Default: 64x32k.",
+    "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
 )
-@click.option("--layers", default="all", callback=read_layers, metavar="all|0,10", help="Layers of the mask.")
 @click.option(
     "--peers",
     metavar="NAME,…",
     help="Among leank-all-channels, sdpa-cudnn, sdpa-flash, sdpa, flex, flashinfer; or none. "
     "Default: those that can run here.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(1), help="Measurements of each figure. Default: 21, on the CPU 3."
-)
-def kernel(
-    mask: str | None,
-    recipe: str | None,
-    geometry: str | None,
-    device: str | None,
-    dtype: str,
-    cases: tuple[tuple[int, int], ...],
-    layers: list[int] | None,
-    peers: str | None,
-    rounds: int | None,
-) -> None:
+@_rounds_option("21, on the CPU 3")
+def kernel(setup: Setup, case: Any, layers: Any, peers: str | None, rounds: int | None) -> dict[str, Any]:
     """Decode attention of a mask's layers against dense decode attention of others."""
-    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
+    from leank_convert.benchmark.attention import OWN_DENSE, PEERS, default_peers, read_peers
     from leank_convert.benchmark.kernel import benchmark_kernel
-    from leank_convert.benchmark.peers import choose_peers
-    from leank_convert.benchmark.subject import choose_subject
 
-    chosen = choose_benchmark_device(device)
-    toy = chosen.type == "cpu"
-    document = benchmark_kernel(
-        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
-        cases or ([(2, 64)] if toy else [(64, 32768)]),
-        device=chosen,
-        dtype=choose_dtype(dtype),
+    return benchmark_kernel(
+        setup,
+        case or ([(2, 64)] if setup.is_toy else [(64, 32768)]),
         layers=layers,
-        peers=choose_peers(peers, chosen),
-        rounds=rounds or (3 if toy else 21),
+        peers=read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device),
+        rounds=rounds or (3 if setup.is_toy else 21),
     )
-    finish(document)
 
 
 @benchmark.command()
-@_subject_options
-@click.option(
-    "--case",
-    "cases",
-    callback=sizes("batch", "prompt", "new"),
-    multiple=True,
-    metavar="BATCHxPROMPTxNEW",
-    help="Repeatable. Default: 64x4kx128.",
-)
+@case_options()
+@_size_option("--case", "batch x prompt x new", "Repeatable. Default: 64x4kx128.", many=True)
 @click.option(
     "--peers",
     default="dense-dynamic,dense-static",
@@ -122,9 +156,7 @@ def kernel(
     metavar="NAME,…",
     help="The dense model's caches; or none.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed calls of each side."
-)
+@_rounds_option("3")
 @click.option(
     "--static-limit",
     type=click.FloatRange(1),
@@ -132,57 +164,29 @@ def kernel(
     show_default=True,
     help="Seconds after which compiling dense-static is given up.",
 )
-def generate(
-    mask: str | None,
-    recipe: str | None,
-    geometry: str | None,
-    device: str | None,
-    dtype: str,
-    cases: tuple[tuple[int, int, int], ...],
-    peers: str,
-    rounds: int,
-    static_limit: float,
-) -> None:
+def generate(setup: Setup, case: Any, peers: str, rounds: int | None, static_limit: float) -> dict[str, Any]:
     """A decode step and whole `generate` calls against the dense model on the same random weights."""
-    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
+    from leank_convert.benchmark.attention import read_peers
     from leank_convert.benchmark.generate import PEERS, benchmark_generate
-    from leank_convert.benchmark.peers import check_peers
-    from leank_convert.benchmark.subject import choose_subject
 
-    chosen = choose_benchmark_device(device)
-    toy = chosen.type == "cpu"
-    document = benchmark_generate(
-        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
-        cases or ([(2, 40, 12)] if toy else [(64, 4096, 128)]),
-        device=chosen,
-        dtype=choose_dtype(dtype),
-        peers=check_peers(peers, PEERS),
-        rounds=rounds,
+    return benchmark_generate(
+        setup,
+        case or ([(2, 40, 12)] if setup.is_toy else [(64, 4096, 128)]),
+        peers=read_peers(peers, PEERS),
+        rounds=rounds or 3,
         static_limit=static_limit,
     )
-    finish(document)
 
 
 @benchmark.command()
-@_subject_options
-@click.option(
-    "--allocated",
-    callback=sizes("prompt", "new"),
-    metavar="PROMPTxNEW",
-    help="Row whose cache is counted. Default: 32kx128.",
-)
-@click.option(
-    "--prefill",
-    callback=sizes("batch", "prompt"),
-    metavar="BATCHxPROMPT",
-    help="Prefill whose peak is measured. Default: 4x32k.",
-)
-@click.option(
+@case_options()
+@_size_option("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128.")
+@_size_option("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k.")
+@_size_option(
     "--largest",
-    callback=sizes("prompt", "new"),
-    multiple=True,
-    metavar="PROMPTxNEW",
-    help="Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
+    "prompt x new",
+    "Find the largest batch of this; repeatable. Default: 4kx1k and 32kx128.",
+    many=True,
 )
 @click.option(
     "--skip",
@@ -196,134 +200,90 @@ def generate(
     help="GB for weights and cache. Default: all there is.",
 )
 def memory(
-    mask: str | None,
-    recipe: str | None,
-    geometry: str | None,
-    device: str | None,
-    dtype: str,
-    allocated: tuple[int, int] | None,
-    prefill: tuple[int, int] | None,
-    largest: tuple[tuple[int, int], ...],
-    skip: tuple[str, ...],
-    limit: float | None,
-) -> None:
+    setup: Setup, allocated: Any, prefill: Any, largest: Any, skip: tuple[str, ...], limit: float | None
+) -> dict[str, Any]:
     """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
-    from leank_convert.benchmark.environment import choose_benchmark_device, choose_dtype
     from leank_convert.benchmark.memory import benchmark_memory
-    from leank_convert.benchmark.subject import choose_subject
 
-    chosen = choose_benchmark_device(device)
-    toy = chosen.type == "cpu"
+    toy = setup.is_toy
     if toy and limit is None:
         limit = 0.002  # the toy model and some rows
-    document = benchmark_memory(
-        choose_subject(mask, recipe, _geometry_or_toy(mask, recipe, geometry, toy=toy)),
-        device=chosen,
-        dtype=choose_dtype(dtype),
+    return benchmark_memory(
+        setup,
         allocated=None if "allocated" in skip else allocated or ((200, 12) if toy else (32768, 128)),
         prefill=None if "prefill" in skip else prefill or ((2, 64) if toy else (4, 32768)),
         batches=[] if "largest" in skip else largest or ([(48, 8)] if toy else [(4096, 1024), (32768, 128)]),
         limit=None if limit is None else round(limit * 1e9),
     )
-    finish(document)
 
 
 @benchmark.command()
-@_shape_options
-@click.option(
-    "--length",
-    callback=sizes("tokens"),
-    metavar="TOKENS",
-    help="Context, question and answer of the step that is timed. Default: 64k.",
-)
+@case_options(masked=False)
+@_size_option("--length", "tokens", "Context, question and answer of the timed step. Default: 64k.")
 @click.option(
     "--questions", type=click.IntRange(1), help="Questions on one context, beside a single one. Default: 8."
 )
-@click.option(
-    "--question-size",
-    callback=sizes("question", "answer"),
-    metavar="QUESTIONxANSWER",
-    help="Tokens of each. Default: 24x40.",
-)
-@click.option(
-    "--peer-length",
-    "peer_lengths",
-    callback=sizes("tokens"),
-    multiple=True,
-    metavar="TOKENS",
-    help="Where full sequences run beside ours, halved until they fit; repeatable. Default: 16k and 64k.",
-)
-@click.option(
-    "--memory-length",
-    callback=sizes("tokens"),
-    metavar="TOKENS",
-    help="Where peak memory is read. Default: 96k.",
-)
-@click.option(
-    "--schedule-range",
-    callback=sizes("shortest", "longest"),
-    metavar="SHORTESTxLONGEST",
-    help="Lengths of the schedule's samples. Default: 16kx96k.",
-)
-@click.option(
-    "--schedule-steps", type=click.IntRange(1), help="Steps of the schedule that are run. Default: 30."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), help="Measurements of each figure. Default: 3, on the CPU 1."
-)
-@click.option(
-    "--skip",
-    type=click.Choice(["step", "peer", "memory", "schedule"]),
-    multiple=True,
-    help="Leave a part out; repeatable.",
-)
+@_size_option("--question-size", "question x answer", "Tokens of each. Default: 24x40.")
+@_rounds_option("3, on the CPU 1")
 def train(
-    geometry: str | None,
-    device: str | None,
-    dtype: str,
-    length: tuple[int, ...] | None,
-    questions: int | None,
-    question_size: tuple[int, int] | None,
-    peer_lengths: tuple[tuple[int, ...], ...],
-    memory_length: tuple[int, ...] | None,
-    schedule_range: tuple[int, int] | None,
-    schedule_steps: int | None,
-    rounds: int | None,
-    skip: tuple[str, ...],
-) -> None:
-    """A training step against its own prefill and full sequences, its memory, and the whole schedule.
+    setup: Setup, length: Any, questions: int | None, question_size: Any, rounds: int | None
+) -> dict[str, Any]:
+    """A training step, with one and with several questions, against its own prefill; and its peak memory."""
+    from leank_convert.benchmark.train import benchmark_train
 
-    Started by torchrun: samples a second of all processes against those of one, at --length, and no more.
-    """
-    from leank_convert.benchmark.environment import choose_dtype
-    from leank_convert.benchmark.geometries import find_geometry
-    from leank_convert.benchmark.training import benchmark_training
-    from leank_convert.benchmark.training_sizes import QuestionSize, choose_sizes
-
-    toy = device is not None and device.split(":")[0] == "cpu"
-    given = {
-        "length": length and length[0],
-        "num_questions": questions,
-        "question": question_size and QuestionSize(*question_size),
-        "peer_lengths": tuple(tokens for (tokens,) in peer_lengths) or None,
-        "memory_length": memory_length and memory_length[0],
-        "lengths": schedule_range,
-        "schedule_steps": schedule_steps,
-        "rounds": rounds,
-    }
-    document = benchmark_training(
-        find_geometry(_geometry_or_toy(None, None, geometry, toy=toy), None),
-        choose_sizes(given, skip, toy=toy),
-        device=device,
-        dtype=choose_dtype(dtype),
+    toy = setup.is_toy
+    return benchmark_train(
+        setup,
+        length=length[0] if length else (96 if toy else 65536),
+        num_questions=questions or (3 if toy else 8),
+        question_size=question_size or ((4, 6) if toy else (24, 40)),
+        rounds=rounds or (1 if toy else 3),
     )
-    if document is not None:
-        finish(document)
 
 
-benchmark.add_command(onnx)
+@benchmark.command()
+@_MASK
+@_RECIPE
+@_GEOMETRY
+@_size_option("--length", "tokens", "Cached tokens; repeatable. Default: 4k, 8k, 16k and 32k.", many=True)
+@click.option(
+    "--layers",
+    callback=_read_layers,
+    metavar="0,10",
+    help="Layers of the mask. Default: four that take about the whole mask's share of bytes.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["float32", "int8", "int4"]),
+    default="float32",
+    show_default=True,
+    help="Of both graphs; the caches stay float32.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1), help="Of onnxruntime. Default: 2, or as many cores as there are."
+)
+@_rounds_option("21, of a toy 3")
+def onnx(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    length: Any,
+    layers: list[int] | None,
+    weights: str,
+    threads: int | None,
+    rounds: int | None,
+) -> None:
+    """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
+    from leank_convert.benchmark.models import choose_subject
+    from leank_convert.benchmark.onnx_step import benchmark_onnx
 
-
-def _geometry_or_toy(mask: str | None, recipe: str | None, geometry: str | None, *, toy: bool) -> str | None:
-    """On the CPU a real model's shape has to be asked for."""
-    return _TOY if toy and not (mask or recipe or geometry) else geometry
+    toy = geometry == TOY
+    document = benchmark_onnx(
+        choose_subject(mask, recipe, geometry),
+        [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
+        layers=layers,
+        weights=None if weights == "float32" else weights,
+        threads=threads or min(2, os.cpu_count() or 1),
+        rounds=rounds or (3 if toy else 21),
+    )
+    _finish(document)

@@ -1,0 +1,272 @@
+"""Decode attention of one step: exact, what it reads, over a pruned cache, and by dense peers.
+
+Exact attention is written from the definition, on dense keys and values, so it shares no code with the
+runtime: a pruned token's key counts in its kept channels alone, and a head of width 0 does not see it at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leank_convert.errors import LeanKError
+from leank_convert.windows import Windows
+
+Attend = Callable[[], Tensor]
+# Takes query `[B, H, 1, D]`, keys and values `[B, H_kv, S, D]`; returns a call that attends `[B, H, 1, D]`.
+Prepare = Callable[[Tensor, Tensor, Tensor], Attend]
+
+# An implementation may be this many times as far from the exact result as torch is in the same dtype.
+TOLERANCE = 2.0
+_EXACT = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+_MAX_CHECKED_ROWS = 16
+_FLASHINFER_PAGE = 16
+_FLASHINFER_WORKSPACE = 256 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far a result is from the exact one, ‖result - exact‖ / ‖exact‖, and torch's own in that dtype."""
+
+    error: float
+    torch_error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is as close as torch, within a factor of two; NaN never is."""
+        return self.error <= TOLERANCE * self.torch_error
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a NaN becomes null."""
+        values = {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
+        return {**values, "tolerance": TOLERANCE, "ok": self.ok}
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision that results in `dtype` are held to."""
+    return _EXACT[dtype]
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """‖result - exact‖ / ‖exact‖ in the precision of `exact`."""
+    return float((result.to(exact) - exact).norm() / exact.norm())
+
+
+@dataclass(frozen=True)
+class AttentionTruth:
+    """Exact attention `[rows, H, 1, D]` of the rows in `rows`, and torch's own error in the inputs' dtype."""
+
+    rows: Tensor
+    output: Tensor
+    torch_error: float
+
+    def check(self, attend: Attend, query: Tensor) -> Check:
+        """Hold a call's result for all rows `[B, H, 1, D]` to this; what it does not write does not pass."""
+        poison = [torch.full_like(query, float("nan")) for _ in range(4)]
+        del poison  # the allocator gives such memory out again first
+        return Check(relative_error(attend()[self.rows], self.output), self.torch_error)
+
+
+def attend_exactly(
+    query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
+) -> AttentionTruth:
+    """Work out attention over a pruned cache from dense keys and values, in higher precision.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        keys: All channels of all tokens `[B, H_kv, S, D]`.
+        values: `[B, H_kv, S, D]`.
+        channel_mask: Kept channels `[H_kv, D]`.
+        sink_size: First tokens that keep every channel.
+        pruned: How many tokens after them are pruned.
+    """
+    # First and last row are always among them.
+    count = min(query.shape[0], _MAX_CHECKED_ROWS)
+    rows = torch.linspace(0, query.shape[0] - 1, count).round().long().to(query.device)
+    exact, own = [], []
+    for row in rows.tolist():
+        q, k, v = (tensor[row : row + 1] for tensor in (query, keys, values))
+        own.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
+        q, k, v = (tensor.to(_EXACT[query.dtype]) for tensor in (q, k, v))
+        with sdpa_kernel(SDPBackend.MATH):
+            exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
+    output = torch.cat(exact)
+    return AttentionTruth(rows, output, relative_error(torch.cat(own), output))
+
+
+def attend_row(
+    query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
+) -> Tensor:
+    """Attention of one row, heads that see pruned tokens and heads that do not apart."""
+    queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G, D]: a head's queries are rows
+    out = torch.empty_like(queries)
+    stop = sink_size + pruned
+    seeing = channel_mask.any(-1)
+    blind = ~seeing
+    if seeing.any():
+        cut = keys[:, seeing]
+        cut[:, :, sink_size:stop] *= channel_mask[seeing][None, :, None]
+        out[:, seeing] = functional.scaled_dot_product_attention(queries[:, seeing], cut, values[:, seeing])
+    if blind.any():
+        window = [
+            torch.cat([states[:, blind, :sink_size], states[:, blind, stop:]], 2) for states in (keys, values)
+        ]
+        out[:, blind] = functional.scaled_dot_product_attention(queries[:, blind], window[0], window[1])
+    return out.view_as(query)
+
+
+def pruned_length(num_tokens: int, windows: Windows) -> int:
+    """Pruned tokens of a row that was prefilled with all but the last of `num_tokens` and then took that."""
+    pruned = max(num_tokens - 1 - windows.sink_size - windows.recent_size, 0)
+    overflow = num_tokens - windows.sink_size - pruned - windows.recent_size - windows.flush_size
+    return pruned + -(-max(overflow, 0) // windows.flush_size) * windows.flush_size
+
+
+def count_attention_bytes(
+    widths: Sequence[int], head_dim: int, chunk_size: int, tokens: int, pruned: int, element_bytes: int
+) -> dict[str, int]:
+    """Count what decode attention of a layer has to read, each byte once, by the cache's regions.
+
+    Args:
+        widths: Kept channels per KV head.
+        head_dim: D.
+        chunk_size: Channels of a chunk: what is read is padded to it.
+        tokens: Tokens of all rows.
+        pruned: Pruned ones among them.
+        element_bytes: Bytes of one number.
+    """
+    whole = tokens - pruned
+    kept = sum(-(-width // chunk_size) for width in widths) * chunk_size
+    dropped = sum(-(-(head_dim - width) // chunk_size) for width in widths) * chunk_size
+    num_seeing = sum(width > 0 for width in widths)
+    return {
+        "kept_keys": tokens * kept * element_bytes,
+        "kept_values": tokens * num_seeing * head_dim * element_bytes,
+        "window_keys": whole * dropped * element_bytes,
+        "window_values": whole * (len(widths) - num_seeing) * head_dim * element_bytes,
+    }
+
+
+class FilledLayer:
+    """One layer of a LeanK model's cache after a prompt of all tokens but the last, and after that one.
+
+    Query is `[B, H, 1, D]`, of the last token, keys and values of all tokens are `[B, H_kv, S, D]`.
+    """
+
+    def __init__(self, model: Any, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        self._cache, self._layer, self._query = model.build_cache(), layer, query
+        self._cache.fill_layer(layer, keys[:, :, :-1], values[:, :, :-1])
+        self._cache.decode_layer(layer, query, keys[:, :, -1:], values[:, :, -1:])
+
+    @property
+    def bytes_allocated(self) -> int:
+        """What it holds."""
+        return int(self._cache.memory().total.allocated)
+
+    def attend(self) -> Tensor:
+        """Decode attention of the last token over all of them `[B, H, 1, D]`; changes nothing."""
+        out: Tensor = self._cache.attend_layer(self._layer, self._query)
+        return out
+
+
+def _sdpa(backend: SDPBackend | None) -> Prepare:
+    def prepare(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+        def attend() -> Tensor:
+            return functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+        if backend is None:
+            return attend
+
+        def attend_with_backend() -> Tensor:
+            with sdpa_kernel(backend):
+                return attend()
+
+        return attend_with_backend
+
+    return prepare
+
+
+def _flex(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+    """FlexAttention as its documentation calls it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(query, keys, values, enable_gqa=True)
+
+
+def _flashinfer(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+    """FlashInfer's paged batch decode on tensor cores, planned for graphs; its plan is made beforehand."""
+    import flashinfer
+
+    batch_size, num_heads, _, head_dim = query.shape
+    num_kv_heads, num_tokens = keys.shape[1:3]
+    if num_tokens % _FLASHINFER_PAGE:
+        raise ValueError(f"{num_tokens} tokens are no whole number of pages of {_FLASHINFER_PAGE}")
+    per_row = num_tokens // _FLASHINFER_PAGE
+
+    def pages(states: Tensor) -> Tensor:
+        split = states.view(batch_size, num_kv_heads, per_row, _FLASHINFER_PAGE, head_dim)
+        return split.transpose(1, 2).flatten(0, 1).contiguous()  # [pages, H_kv, page, D]
+
+    cache = pages(keys), pages(values)
+    device = query.device
+    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * per_row
+    indices = torch.arange(batch_size * per_row, dtype=torch.int32, device=device)
+    last = torch.full((batch_size,), _FLASHINFER_PAGE, dtype=torch.int32, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        "HND",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=starts.clone(),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=last.clone(),
+    )
+    sizes = (num_heads, num_kv_heads, head_dim, _FLASHINFER_PAGE)
+    wrapper.plan(starts, indices, last, *sizes, q_data_type=query.dtype, kv_data_type=keys.dtype)
+    flat = query.squeeze(2)
+    return lambda: wrapper.run(flat, cache).unsqueeze(2)
+
+
+OWN_DENSE = "leank-all-channels"
+PEERS: Mapping[str, Prepare] = MappingProxyType(
+    {
+        "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+        "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+        "sdpa": _sdpa(None),
+        "flex": _flex,
+        "flashinfer": _flashinfer,
+    }
+)
+
+
+def default_peers(device: torch.device) -> tuple[str, ...]:
+    """The peers that can be expected to run on a device."""
+    if device.type != "cuda":
+        return (OWN_DENSE, "sdpa")
+    # What torch's own dispatch takes is one of its backends, named here on their own.
+    found = ("flashinfer",) if importlib.util.find_spec("flashinfer") else ()
+    return (OWN_DENSE, "sdpa-cudnn", "sdpa-flash", "flex", *found)
+
+
+def read_peers(names: str, known: Collection[str]) -> tuple[str, ...]:
+    """Read a list of names between commas, `none` for no peers.
+
+    Raises:
+        LeanKError: If one is unknown.
+    """
+    chosen = () if names == "none" else tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+    for name in chosen:
+        if name not in known:
+            hint = "known: " + ", ".join(f"`{peer}`" for peer in known)
+            raise LeanKError(f"there is no peer `{name}`", hint=hint)
+    return chosen

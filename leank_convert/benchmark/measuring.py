@@ -1,0 +1,285 @@
+"""How time is measured: replays of a CUDA graph between two events; on the CPU the wall clock.
+
+And what surrounds a measurement: the device, how fast its memory can be read, peers that fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from leank_convert.device import choose_device
+from leank_convert.errors import LeanKError, first_line
+
+Call = Callable[[], object]
+
+# One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
+_MIN_REPLAY_MS = 2.0
+_MAX_CALLS = 512
+# What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
+_TIMES_L2 = 8
+_MAX_COPIES = 16
+_READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
+_ROW = 16384
+_STDERR = 2
+
+
+def choose_benchmark_device(device: str | None) -> torch.device:
+    """The device to measure on: CUDA, unless the CPU is asked for by name.
+
+    Raises:
+        LeanKError: If there is no CUDA device and none was named, or the named one cannot be used.
+    """
+    if device is None and not torch.cuda.is_available():
+        raise LeanKError(
+            "there is no CUDA device to measure on",
+            hint="run it on a machine with a GPU; `--device cpu` runs the command at toy sizes, as a test",
+        )
+    chosen = choose_device(device or "cuda")
+    if chosen.type not in _READ_BYTES:
+        raise LeanKError(f"benchmarks run on `cuda` and, as a test, on `cpu`, not on `{chosen.type}`")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen if chosen.index is not None else torch.cuda.current_device())
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give freed memory back to the device, so that the next subject finds what the last one found."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe_failure(error: Exception) -> str:
+    """Why a peer failed, in one line: a compiler's message begins with a place and names the error later."""
+    reason = first_line(error)
+    named = re.findall(r"^\s*(\w*(?:Error|Exception)\b.*?)\s*$", str(error), re.MULTILINE)
+    return f"{reason} {named[-1]}" if reason.endswith(":") and named else reason
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drop warnings and whatever is written to stderr, by subprocesses too; `--debug` lets all through."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        yield
+        return
+    sys.stderr.flush()
+    kept, nowhere = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
+    # Not `sys.stderr` itself: a log handler made meanwhile would keep what stood there.
+    os.dup2(nowhere, _STDERR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes.
+
+    Attributes:
+        milliseconds: Median over the rounds.
+        spread: Half the distance between the quartiles, as a share of the median.
+        rounds: Measurements.
+        calls: Calls in each of them.
+        method: How it was measured.
+    """
+
+    milliseconds: float
+    spread: float
+    rounds: int
+    calls: int
+    method: str
+
+
+def summarize(samples: Sequence[float], calls: int, method: str) -> Timing:
+    """Take the median of samples of `calls` calls each, in milliseconds."""
+    ordered = sorted(samples)
+    median = statistics.median(ordered)
+    quarter = len(ordered) // 4
+    distance = ordered[len(ordered) - 1 - quarter] - ordered[quarter]
+    spread = distance / 2 / median if median > 0 else 0.0
+    return Timing(median / calls, spread, len(ordered), calls, method)
+
+
+def copies_needed(num_bytes: int, l2_bytes: int) -> int:
+    """How many copies of an input have to take turns so that the L2 cache holds none of them."""
+    return min(max(-(-_TIMES_L2 * l2_bytes // max(num_bytes, 1)), 1), _MAX_COPIES)
+
+
+def outgrow_l2(num_bytes: int, copies: int, l2_bytes: int) -> bool:
+    """Whether that many copies of an input are as many as `copies_needed` would say, had it no bound."""
+    return copies * num_bytes >= _TIMES_L2 * l2_bytes
+
+
+class Stopwatch:
+    """Marks on one device's time line, read when all work is done: CUDA events, or the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._seconds: list[float] = []
+
+    def mark(self) -> None:
+        """Note the moment that the device reaches this point, without waiting for it."""
+        if self._device.type == "cuda":
+            self._events.append(_event())
+            self._events[-1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._seconds.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Milliseconds between each mark and the next. Waits for the device."""
+        synchronize(self._device)
+        if self._device.type == "cuda":
+            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
+        return [(b - a) * 1e3 for a, b in zip(self._seconds, self._seconds[1:], strict=False)]
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> Timing:
+    """Time calls that take turns, each over inputs of its own; their results are dropped.
+
+    On CUDA all calls, as often as make 2 ms, are captured as one graph; each round replays it between two
+    events. A call that cannot be captured is timed without a graph, and `Timing.method` says so.
+    """
+
+    def one_after_another() -> None:
+        for call in calls:
+            call()
+
+    if device.type != "cuda":
+        return time_whole(one_after_another, device, rounds=rounds, calls=len(calls))
+    with torch.cuda.device(device):
+        once = _time_eagerly(calls, 3)
+        repeats = max(1, min(round(_MIN_REPLAY_MS / max(once.milliseconds * len(calls), 1e-3)), _MAX_CALLS))
+        batch = list(calls) * repeats
+        graph = _capture(one_after_another, batch)
+        if graph is None:
+            return _time_eagerly(batch, rounds)
+        graph.replay()
+        return summarize(_time_launches(graph.replay, rounds), len(batch), "CUDA graph replay")
+
+
+def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
+    """Time a call that is long beside its launch by the wall clock, after it ran once to warm up."""
+    call()
+    samples = []
+    for _ in range(rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append((time.perf_counter() - began) * 1e3)
+    return summarize(samples, calls, "wall clock")
+
+
+def _capture(warm_up: Call, batch: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            for call in batch:
+                call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def _time_eagerly(batch: Sequence[Call], rounds: int) -> Timing:
+    def launch() -> None:
+        for call in batch:
+            call()
+
+    launch()
+    return summarize(_time_launches(launch, rounds), len(batch), "CUDA events, without a graph")
+
+
+def _time_launches(launch: Call, rounds: int) -> list[float]:
+    """Milliseconds between an event before and one after each launch."""
+    events = [(_event(), _event()) for _ in range(rounds)]
+    torch.cuda.synchronize()
+    for before, after in events:
+        before.record()
+        launch()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in events]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, float]:
+    """Read one large buffer of random numbers in several ways; GB/s (1e9 bytes) of each.
+
+    Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
+    would pay for its writes. Figures are shares of the fastest way.
+    """
+    numbers = torch.randn(_READ_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
+    pairs = numbers.view(torch.int32)
+    matrix = numbers.view(-1, _ROW)
+    vector = torch.randn(_ROW, dtype=numbers.dtype, device=device)
+    ways: dict[str, Call] = {
+        "maximum of all bfloat16": numbers.amax,
+        "maximum of each row, bfloat16": lambda: matrix.amax(1),
+        "maximum of all int32": pairs.amax,
+        "maximum of all int64": numbers.view(torch.int64).amax,
+        "maximum of each row, int32": lambda: pairs.view(-1, _ROW // 2).amax(1),
+        "sum of each row, bfloat16": lambda: matrix.sum(1),
+        "matrix times vector, bfloat16": lambda: matrix @ vector,
+    }
+    return _bandwidths(ways, numbers.nbytes, device, rounds)
+
+
+def measure_host_read_bandwidth(num_bytes: int, threads: int, *, rounds: int) -> dict[str, float]:
+    """Read a buffer of the host's memory in several ways, with so many threads of torch; GB/s of each."""
+    numbers = torch.randn(num_bytes // 8 * 2)
+    ways: dict[str, Call] = {
+        "sum of all float32": numbers.sum,
+        "maximum of all float32": numbers.amax,
+        "maximum of all int64": numbers.view(torch.int64).amax,
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _bandwidths(ways, numbers.nbytes, torch.device("cpu"), rounds)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bandwidths(
+    ways: Mapping[str, Call], num_bytes: int, device: torch.device, rounds: int
+) -> dict[str, float]:
+    return {
+        name: num_bytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
+        for name, way in ways.items()
+    }

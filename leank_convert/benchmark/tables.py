@@ -1,0 +1,159 @@
+"""What a benchmark prints: its environment, tables for people on stderr, one JSON document for machines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+FORMAT_VERSION = 1
+_PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
+_WIDTH = 100
+_MISSING = "-"
+
+
+def build_document(
+    name: str, environment: Mapping[str, Any], subject: Mapping[str, Any], **results: Any
+) -> dict[str, Any]:
+    """Put a command's results together; `command` is what was typed."""
+    return {
+        "benchmark": name,
+        "format_version": FORMAT_VERSION,
+        "command": ["leank-convert", *sys.argv[1:]],
+        "environment": dict(environment),
+        "subject": dict(subject),
+        **results,
+    }
+
+
+def describe_environment(device: torch.device, packages: Sequence[str] = _PACKAGES) -> dict[str, Any]:
+    """Name the machine, the driver, the packages and the commit that a figure belongs to."""
+    facts: dict[str, Any] = {
+        "device": _processor(),
+        "device_type": device.type,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index}"]
+        facts |= {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "driver": _output(query),
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def _processor() -> str:
+    """The processor's name where Linux knows it, else the machine's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, `+` behind it where tracked files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return commit and commit + ("+" if changed else "")
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class Report:
+    """Writes for people, environment and subject first; `for_cpu` where figures are meant to be a CPU's."""
+
+    def __init__(
+        self, environment: Mapping[str, Any], subject: Mapping[str, Any], *, for_cpu: bool = False
+    ) -> None:
+        # A log gets tables of one width, whatever terminal it was written from.
+        width = None if sys.stderr.isatty() else _WIDTH
+        self._console = Console(stderr=True, highlight=False, width=width)
+        driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+        commit = f", commit {environment['commit']}" if environment["commit"] else ""
+        self.line(f"{environment['device']}{driver}{commit}")
+        self.line(", ".join(f"{name} {found}" for name, found in environment["versions"].items() if found))
+        if environment["device_type"] == "cpu" and not for_cpu:
+            self.line("on the CPU: a test of this command, its figures say nothing of speed")
+        self.line(
+            f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
+            f"query heads, {subject['num_key_value_heads']} KV heads of {subject['head_dim']} channels"
+        )
+        if "mask" in subject:
+            self.line(
+                f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
+                f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
+            )
+
+    def line(self, text: str) -> None:
+        """Write one line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def bandwidth(self, ways: Mapping[str, float]) -> dict[str, Any]:
+        """Say how fast memory was read, in GB/s by way of reading; JSON-ready, the fastest one first."""
+        best = max(ways, key=ways.__getitem__)
+        self.line(
+            f"read bandwidth {ways[best]:,.1f} GB/s: the fastest of {len(ways)} plain reads by torch ({best})"
+        )
+        return {"gigabytes_per_second": ways[best], "ways": dict(ways)}
+
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+    ) -> None:
+        """Write a table, and notes below it; columns without a heading are text, the others figures."""
+        self._console.print(title, style="bold", markup=False, soft_wrap=True)
+        table = Table()
+        for column in columns:
+            table.add_column(column, justify="right" if column else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+        for note in notes:
+            self._console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+def number(value: float | None, digits: int = 2, unit: float = 1) -> str:
+    """A figure in some unit, or a dash where there is none."""
+    return _MISSING if value is None else f"{value / unit:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A fraction in percent, or a dash where there is none."""
+    return _MISSING if value is None else f"{value:.1%}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times as fast or as many, or a dash where it is unknown."""
+    return _MISSING if value is None else f"{value:.2f}x"

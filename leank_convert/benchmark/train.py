@@ -1,0 +1,311 @@
+"""`benchmark train`: what a training step costs beside its own prefill, in seconds and in memory.
+
+Before anything is timed, loss and gradient are held to full sequences in higher precision: the stock model
+runs prompt and answer at once, with an attention function that scales the answer's rows. That is what one
+writes with transformers alone; it shares no code with `leank_convert.train`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.benchmark.attention import Check, exact_dtype, relative_error
+from leank_convert.benchmark.geometries import Geometry
+from leank_convert.benchmark.measuring import release_memory, time_whole
+from leank_convert.benchmark.models import (
+    TOO_LARGE,
+    Setup,
+    build_dense,
+    describe_windows,
+    random_prompt,
+    stock_config,
+)
+from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio
+from leank_convert.data import Question, TrainingSample
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.objective import l1_penalty
+from leank_convert.train.passes import run_context_pass
+from leank_convert.train.step import Student, distil
+
+_LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
+# Standard deviation of q and k; 0.02, transformers' default, gives as much to a hidden size of 4096. With far
+# less, attention is uniform and hardly tells one channel from another.
+_STATE_SPREAD = 1.28
+# Higher precision needs twice the weights, and attention that forms its scores; and every further layer's
+# rounding blurs what is compared.
+_CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
+_KEPT_SHARE = 0.3
+_FULL_SEQUENCE = "leank_full_sequence"
+
+
+def benchmark_train(
+    setup: Setup, *, length: int, num_questions: int, question_size: tuple[int, int], rounds: int
+) -> dict[str, Any]:
+    """Measure and print a table.
+
+    Args:
+        setup: Shape, windows, device and dtype; training begins without a mask.
+        length: Tokens of context, one question and its answer.
+        num_questions: Questions on one context, beside a single one.
+        question_size: Tokens of a question and of an answer.
+        rounds: Measurements of each figure.
+
+    Returns:
+        The JSON document. If our step's loss or gradient is not right, `ok` is false and there is no figure.
+
+    Raises:
+        LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
+    """
+    geometry, device, total = setup.subject.geometry, setup.device, sum(question_size)
+    windows = geometry.windows
+    least = windows.sink_size + windows.recent_size + total + 1
+    if length < least:
+        raise LeanKError(
+            f"`--length` {length} leaves nothing to prune between sink {windows.sink_size} and recent window "
+            f"{windows.recent_size} of a sample with a question of {total} tokens",
+            hint=f"ask for {least} or more",
+        )
+    environment = describe_environment(device)
+    subject = {**geometry.describe(), **describe_windows(windows)}
+    report = Report(environment, subject)
+    results: dict[str, Any] = {}
+    with out_of_memory(*TOO_LARGE):
+        torch.manual_seed(0)
+        check = check_step(setup, min(length, _CHECKED_TOKENS), num_questions, question_size)
+        release_memory(device)
+        for case in check["cases"]:
+            error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
+            report.line(
+                f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
+                f"full sequences {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
+            )
+        if check["ok"]:
+            model = build_trainee(geometry, device, setup.dtype)
+            counts = sorted({1, num_questions})
+            samples = {count: draw_sample(model, length, count, question_size) for count in counts}
+            results["step"] = measure_step(model, samples, geometry, rounds)
+            _print_step(report, results["step"])
+    sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
+    facts = {"ok": check["ok"], "dtype": setup.dtype_name, **sizes, "check": check}
+    return build_document("train", environment, subject, **facts, **results)
+
+
+def build_trainee(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of random weights with training's attention, frozen, made on the device."""
+    config = stock_config(
+        geometry, initializer_range=_STATE_SPREAD / math.sqrt(geometry.config["hidden_size"])
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    model.eval().requires_grad_(False)
+    if device.type == "cuda":
+        fuse_layers(model)
+    return model
+
+
+def draw_sample(
+    model: Any, length: int, num_questions: int, question_size: tuple[int, int], seed: int = 0
+) -> TrainingSample:
+    """Random tokens as training gets them: one question is part of what is stored, several follow it.
+
+    `length` counts context, one question and its answer: the positions that are used.
+    """
+    total, answer = sum(question_size), question_size[1]
+    ids = random_prompt(model, 1, length + (num_questions - 1) * total, seed)[0].cpu()
+    start = length - answer if num_questions == 1 else length - total
+    questions = (Question(asked, len(asked) - answer) for asked in ids[start:].chunk(num_questions))
+    return TrainingSample(task="random tokens", prefix_ids=ids[:start], questions=tuple(questions))
+
+
+def draw_factors(facts: ModelFacts, device: torch.device) -> Tensor:
+    """Scaling factors uniform over [0, 1], as in the middle of training: float32 [L, H_kv, D]."""
+    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def optimizer_step(model: Any, sample: TrainingSample, geometry: Geometry) -> Callable[[], None]:
+    """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
+    factors = draw_factors(geometry.facts, model.device).requires_grad_()
+    optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        loss = distil(model, sample, Student(geometry.windows, factors))
+        (loss + _L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with torch.no_grad():
+            factors.clamp_(0.0, 1.0)
+
+    return run
+
+
+def measure_step(
+    model: Any, samples: Mapping[int, TrainingSample], geometry: Geometry, rounds: int
+) -> dict[str, Any]:
+    """Seconds of the prefill alone; seconds and peak memory of steps by their number of questions."""
+    device, facts, length = model.device, geometry.facts, samples[1].num_tokens
+
+    def seconds(call: Callable[[], object]) -> dict[str, Any]:
+        timing = time_whole(call, device, rounds=rounds)
+        return {"seconds": timing.milliseconds / 1e3, "spread": timing.spread, "rounds": timing.rounds}
+
+    # What several questions share, the shortest context of all: no step is flattered by its prefill.
+    prefix = min((sample.prefix_ids for sample in samples.values()), key=len)
+    prefill = seconds(lambda: run_context_pass(model, prefix))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    cache = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * length
+    cache *= model.dtype.itemsize
+    steps = []
+    for count, sample in samples.items():
+        release_memory(device)
+        peak = reserved = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        step = {"questions": count, **seconds(optimizer_step(model, sample, geometry))}
+        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
+        if device.type == "cuda":
+            peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        ratio_to_held = None if peak is None else peak / (weights + cache)
+        steps.append({**step, "peak_bytes": peak, "reserved_bytes": reserved, "ratio": ratio_to_held})
+    return {
+        "length": length,
+        "context": len(prefix),
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "prefill": prefill,
+        "steps": steps,
+    }
+
+
+def check_step(
+    setup: Setup, length: int, num_questions: int, question_size: tuple[int, int]
+) -> dict[str, Any]:
+    """Compare loss and gradient with full sequences' on a shallow model of the shape.
+
+    Checked are stage 1 with one question, and stage 2 with several and a mask that leaves a head empty.
+    """
+    geometry = setup.subject.geometry
+    num_layers = min(geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
+    shallow = replace(geometry, config={**geometry.config, "num_hidden_layers": num_layers})
+    model = build_trainee(shallow, setup.device, setup.dtype)
+    dense = build_dense(model, shallow, _FULL_SEQUENCE)
+    exact = copy.deepcopy(dense).to(exact_dtype(setup.dtype))
+    factors = draw_factors(shallow.facts, setup.device)
+    mask = factors > 1 - _KEPT_SHARE
+    mask[0, 0] = False
+    students = Student(geometry.windows, factors), Student(geometry.windows, mask.to(factors), mask.any(-1))
+    cases = []
+    for stage, student in enumerate(students, start=1):
+        count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
+        sample = draw_sample(model, length, count, question_size, seed=stage)
+        ours = _differentiate(partial(distil, model), sample, student)
+        theirs, truth = (
+            _differentiate(partial(distil_full_sequences, one), sample, student) for one in (dense, exact)
+        )
+        errors, own = (
+            [relative_error(found[part], truth[part]) for part in (0, 1)] for found in (ours, theirs)
+        )
+        # One number, the loss, may be right by luck: it is held to the larger of the errors.
+        loss, gradient = Check(errors[0], max(own)), Check(errors[1], own[1])
+        found = {"loss": loss.to_dict(), "gradient": gradient.to_dict(), "ok": loss.ok and gradient.ok}
+        cases.append({"questions": count, "stage": stage, **found})
+    ok = all(case["ok"] for case in cases)
+    return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
+
+
+def _differentiate(
+    loss_of: Callable[[TrainingSample, Student], Tensor], sample: TrainingSample, student: Student
+) -> tuple[Tensor, Tensor]:
+    """Loss, and gradient of the scaling factors [L, H_kv, D]."""
+    factors = student.scaling_factors.clone().requires_grad_()
+    loss = loss_of(sample, replace(student, scaling_factors=factors))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert factors.grad is not None
+    return loss.detach(), factors.grad
+
+
+def distil_full_sequences(model: Any, sample: TrainingSample, student: Student) -> Tensor:
+    """Loss of a sample by a stock model with `_FULL_SEQUENCE` attention, question by question."""
+    losses = []
+    for index in range(len(sample.questions)):
+        prompt, answer = sample.prompt_ids(index), sample.answer_ids(index)
+        input_ids, start = torch.cat([prompt, answer])[None].to(model.device), len(prompt)
+        with torch.no_grad():
+            target = model.base_model(input_ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids, use_cache=False, student=student, start=start).last_hidden_state
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        losses.append((target.to(precise) - hidden.to(precise))[:, start:].square().mean())
+    return torch.stack(losses).mean()
+
+
+def _full_sequence_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    student: Student | None = None,
+    start: int = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention `[B, S, H, D]` of queries `[B, H, S, D]`; a student's, from `start` on, are scaled."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = repeat_kv(key, groups).mT, repeat_kv(value, groups)
+    j = torch.arange(query.shape[2], device=query.device)
+    p = j[:, None]
+    logits = query @ keys * scaling
+    if student is not None:
+        factors = student.scaling_factors[module.layer_idx].repeat_interleave(groups, dim=0)[:, None]
+        middle = (query * factors).to(query.dtype) @ keys * scaling
+        if student.sees_middle is not None:
+            hidden = ~student.sees_middle[module.layer_idx].repeat_interleave(groups)
+            middle = middle.masked_fill(hidden[:, None, None], float("-inf"))
+        windows = student.windows
+        whole = (p < start) | (j < windows.sink_size) | (j >= p - windows.recent_size)
+        logits = torch.where(whole, logits, middle)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.masked_fill(j > p, float("-inf")).softmax(-1, dtype=precise).to(query.dtype)
+    return (weights @ values).transpose(1, 2), None
+
+
+AttentionInterface.register(_FULL_SEQUENCE, _full_sequence_attention)
+
+
+def _print_step(report: Report, found: Mapping[str, Any]) -> None:
+    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", "", ""]]
+    rows += [
+        [
+            f"step, {step['questions']} on a context",
+            number(step["seconds"], 3),
+            ratio(step["ratio_to_own_prefill"]),
+            *(number(step[key], unit=1e9) for key in ("peak_bytes", "reserved_bytes")),
+            ratio(step["ratio"]),
+        ]
+        for step in found["steps"]
+    ]
+    report.table(
+        f"one step on {found['length']:,} tokens, by questions on a context",
+        ["", "seconds", "of our\nprefill", "GB\nallocated", "GB\nreserved", "of weights\n+ K/V"],
+        rows,
+        [
+            f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
+            f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
+            f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
+        ],
+    )

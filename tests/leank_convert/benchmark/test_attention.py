@@ -1,0 +1,98 @@
+"""What decode attention has to read, by hand and as the cache counts it; what its result is held to."""
+
+import pytest
+import torch
+
+from leank_convert.benchmark.attention import (
+    Check,
+    FilledLayer,
+    attend_exactly,
+    count_attention_bytes,
+    pruned_length,
+)
+from leank_convert.benchmark.models import build_model, choose_subject
+from leank_convert.windows import Windows
+
+WINDOWS = Windows(sink_size=4, recent_size=16, flush_size=4)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 8, 1, 64), (3, 4, 90, 64), (3, 4, 90, 64)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def test_bytes_by_hand():
+    # Heads of 0, 32 and 40 of 64 channels in chunks of 32; 30 tokens, 10 of them pruned.
+    assert count_attention_bytes((0, 32, 40), 64, 32, 30, 10, element_bytes=2) == {
+        "kept_keys": 30 * (1 + 2) * 32 * 2,
+        "kept_values": 30 * 2 * 64 * 2,
+        "window_keys": 20 * (2 + 1 + 1) * 32 * 2,
+        "window_values": 20 * 1 * 64 * 2,
+    }
+    assert sum(count_attention_bytes((0, 32, 64, 64), 64, 32, 50, 0, 2).values()) == 2 * 50 * 4 * 64 * 2
+
+
+def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
+    subject = choose_subject(None, None, "tiny")
+    model = build_model(subject, torch.device("meta"), torch.float32, mask_device=torch.device("cpu"))
+    pruned = pruned_length(90, subject.windows)
+    for layer in range(2):
+        filled = FilledLayer(model, layer, *inputs)
+        memory = filled._cache.memory()
+        # Widths are whole chunks here, so that no lane is padding.
+        counted = count_attention_bytes(subject.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
+        assert counted == {region: getattr(memory, region).used for region in counted}
+        assert torch.equal(filled.attend(), filled.attend())
+        mask = subject.channel_masks[layer]
+        truth = attend_exactly(*inputs, mask, subject.windows.sink_size, pruned)
+        assert truth.check(filled.attend, inputs[0]).ok
+        assert not truth.check(lambda: torch.full_like(inputs[0], float("nan")), inputs[0]).ok
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 20, 25, 26, 100])
+def test_pruned_length_is_that_of_tokens_moved_one_by_one(num_tokens):
+    recent = max(min(num_tokens - 1 - WINDOWS.sink_size, WINDOWS.recent_size), 0)
+    pruned = max(num_tokens - 1 - WINDOWS.sink_size - recent, 0)
+    if num_tokens > WINDOWS.sink_size and recent == WINDOWS.recent_size + WINDOWS.flush_size:
+        pruned += WINDOWS.flush_size
+    assert pruned_length(num_tokens, WINDOWS) == pruned
+
+
+def test_pruned_length_flushes_at_once_where_flush_size_is_all_there_is_beside_the_token():
+    assert pruned_length(30, Windows(sink_size=4, recent_size=0, flush_size=1)) == 25
+
+
+def test_exact_attention_is_that_of_its_definition(inputs):
+    query, keys, values = (tensor.double() for tensor in inputs)
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[1] = False
+    sink, pruned = 4, 60
+    truth = attend_exactly(*inputs, mask, sink, pruned)
+    assert truth.rows.tolist() == [0, 1, 2]
+    middle = torch.arange(sink, sink + pruned)
+    for head in range(8):
+        kept = mask[head // 2]
+        cut = keys[:, head // 2].clone()
+        cut[:, middle] *= kept
+        logits = cut @ query[:, head, 0, :, None] / 8
+        if not kept.any():
+            logits[:, middle] = float("-inf")
+        expected = (logits.softmax(1) * values[:, head // 2]).sum(1)
+        torch.testing.assert_close(truth.output[:, head, 0], expected)
+    # Of the order of rounding in the inputs' dtype.
+    assert 0 < truth.torch_error < 64 * torch.finfo(torch.float32).eps
+
+
+def test_the_first_and_last_row_are_among_those_checked():
+    query, keys = torch.randn(40, 2, 1, 8), torch.randn(40, 1, 3, 8)
+    rows = attend_exactly(query, keys, keys, torch.ones(1, 8, dtype=torch.bool), 0, 0).rows.tolist()
+    assert (rows[0], rows[-1], len(set(rows))) == (0, 39, 16)
+
+
+def test_the_tolerance_is_twice_torchs_own_error_and_nan_never_passes():
+    assert Check(2e-3, 1e-3).ok
+    assert not Check(2.1e-3, 1e-3).ok
+    assert not Check(float("nan"), 1e-3).ok
+    assert Check(float("nan"), 1e-3).to_dict()["error"] is None

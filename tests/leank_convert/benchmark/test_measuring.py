@@ -1,0 +1,132 @@
+"""Counts and order of what is timed; never how long it takes. The search for the largest batch."""
+
+import pytest
+import torch
+
+from leank_convert.benchmark import measuring
+from leank_convert.benchmark.measuring import (
+    Stopwatch,
+    copies_needed,
+    measure_host_read_bandwidth,
+    measure_read_bandwidth,
+    outgrow_l2,
+    summarize,
+    time_calls,
+)
+from leank_convert.benchmark.memory import DenseSide, LeanKSide, Trial, find_largest
+from leank_convert.benchmark.models import build_dense, build_model, choose_subject
+from leank_convert.errors import LeanKError
+
+CPU = torch.device("cpu")
+# What a tiny model's dense cache takes: K and V of 2 layers, 4 heads of 64 channels in fp32.
+DENSE_ROW = 2 * 2 * 4 * 64 * 4
+
+
+def test_a_summary_is_the_median_of_rounds_over_the_calls_of_each():
+    timing = summarize([8.0, 2.0, 4.0, 6.0, 100.0], 4, "how")
+    assert timing.milliseconds == 6.0 / 4
+    assert (timing.rounds, timing.calls, timing.method) == (5, 4, "how")
+    assert timing.spread == pytest.approx((8.0 - 4.0) / 2 / 6.0)
+
+
+def test_calls_take_turns_and_warm_up_once():
+    order = []
+    timing = time_calls([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=3)
+    assert order == ["a", "b"] * 4
+    assert (timing.rounds, timing.calls, timing.method) == (3, 2, "wall clock")
+
+
+def test_gaps_lie_between_marks():
+    stopwatch = Stopwatch(CPU)
+    assert stopwatch.gaps() == []
+    for _ in range(4):
+        stopwatch.mark()
+    assert len(stopwatch.gaps()) == 3
+
+
+def test_small_inputs_are_copied_until_l2_cannot_hold_them():
+    l2 = 50 << 20
+    assert [copies_needed(size, l2) for size in (1 << 30, 100 << 20, 1)] == [1, 4, 16]
+    assert copies_needed(1, 0) == 1, "no L2, as on the CPU"
+    assert outgrow_l2(100 << 20, 4, l2)
+    assert not outgrow_l2(1 << 20, 16, l2)
+
+
+def test_bandwidth_counts_the_bytes_of_one_buffer(monkeypatch):
+    threads = []
+
+    def fixed(calls, device, *, rounds):
+        calls[0]()
+        threads.append(torch.get_num_threads())
+        return summarize([2.0], 1, "fixed")
+
+    monkeypatch.setattr(measuring, "time_calls", fixed)
+    assert set(measure_read_bandwidth(CPU, rounds=1).values()) == {(1 << 24) / 2.0 / 1e6}
+    before = threads[-1]
+    assert set(measure_host_read_bandwidth(1004, before + 1, rounds=1).values()) == {1000 / 2.0 / 1e6}
+    assert threads[-1] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_other_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(measuring, "choose_device", lambda device: torch.device("meta"))
+    with pytest.raises(LeanKError, match="not on `meta`"):
+        measuring.choose_benchmark_device("meta")
+
+
+@pytest.mark.parametrize("guess", [1, 17, 500])
+@pytest.mark.parametrize("largest", [0, 1, 18, 100])
+def test_the_search_ends_at_the_largest_that_fits(guess, largest):
+    asked = []
+    found, tried = find_largest(lambda count: asked.append(count) or count <= largest, guess)
+    assert found == largest
+    assert tried == {count: count <= largest for count in asked}
+    assert len(asked) == len(set(asked)), "nothing is tried twice"
+    assert min(asked) >= 1
+    # What is reported was tried: it fits, and one more does not.
+    assert largest == 0 or tried[largest]
+    assert not tried[largest + 1]
+    assert find_largest(lambda count: count <= 40, 40)[1] == {40: True, 41: False}
+
+
+@pytest.fixture(scope="module")
+def sides():
+    subject = choose_subject(None, None, "tiny")
+    torch.manual_seed(0)
+    model = build_model(subject, CPU, torch.float32)
+    with torch.no_grad():
+        yield LeanKSide(model), DenseSide(build_dense(model, subject.geometry))
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["leank", "dense"])
+def test_rows_are_joined_and_decode_as_each_alone(index, sides):
+    side = sides[index]
+    prompts = torch.randint(3, 128, (3, 1, 50), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        alone = [
+            side.model(torch.full((1, 1), 7), past_key_values=side.prefill(prompt, 60)).logits
+            for prompt in prompts
+        ]
+        cache = side.join([side.prefill(prompt, 60) for prompt in prompts], 60)
+        together = side.model(torch.full((3, 1), 7), past_key_values=cache).logits
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert cache.get_seq_length() == 51
+
+
+def test_a_trial_decodes_to_the_last_token_counts_what_is_held_and_keeps_a_limit(sides, monkeypatch):
+    ours, dense = sides
+    weights = sum(weight.nbytes for weight in dense.model.parameters())
+    with torch.no_grad():
+        trial = Trial(dense, 40, 20, limit=weights + 5 * 60 * DENSE_ROW + 1)
+        assert trial.row_bytes == 60 * DENSE_ROW
+        assert trial.predict() == 5
+        assert trial.fits(5)
+        assert not trial.fits(6)
+        # Room for 60 tokens is made in steps of 64.
+        assert 60 * DENSE_ROW / 2 < Trial(ours, 40, 20, limit=None).row_bytes < 64 * DENSE_ROW
+
+    def fail(batch_size):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(trial, "_decode", fail)
+    assert not trial.fits(1)
