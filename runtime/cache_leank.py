@@ -84,9 +84,9 @@ class LeanKCache(Cache):
     def prefill_length(self) -> int | None:
         """Columns of the prompt, padding included; None if unknown.
 
-        `generate` sets it. It tells a `deferred` cache that a chunk of one token still belongs to the prompt
-        (without it, one token on pending input begins decoding), and both modes that columns beyond it in the
-        first forward pass, such as drafted tokens, are decoded against the pruned cache.
+        `generate` sets it. With it a `deferred` cache knows that a chunk of one token still belongs to the
+        prompt (without it, one token on pending input begins decoding), and both modes that columns beyond it
+        in the first forward pass, such as drafted tokens, are decoded against the pruned cache.
         """
         return self.rows.prefill_length
 
@@ -131,7 +131,7 @@ class LeanKCache(Cache):
     def concatenate(cls, caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCache:
         """Make one cache of several, to decode together what was run one prompt at a time.
 
-        Layer by layer, so that what is needed beside the result is one layer. A cache of fewer columns than
+        Layer by layer, so that no more than one layer is held twice. A cache of fewer columns than
         others counts as padded on the left: pass `position_ids`, and if an attention mask then one that has
         this padding.
 
@@ -378,7 +378,7 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
 
 
 def _place_of(cache: LeanKCache) -> dict[str, object]:
-    """Return what caches must have in common beside their model's masks."""
+    """Return what caches must have in common apart from their model's masks."""
     rows = cache.rows
     return {
         "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),

@@ -211,7 +211,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if append.columns is None:
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, None)
-        out = self._attend_in_torch(query, append, softmax_scale, key, value)
+        out = self._attend(query, append, softmax_scale, None, key, value)
         if out.requires_grad:
             store.copy_memory()  # the backward pass needs what was attended to
         store.append(key, value, append)
@@ -250,30 +250,26 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def _attend(
-        self, query: torch.Tensor, append: Append, softmax_scale: float, kernels: DecodeKernels | None
-    ) -> torch.Tensor:
-        if kernels is None:
-            return self._attend_in_torch(query, append, softmax_scale)
-        assert self.store is not None
-        return kernels.attend(
-            query.detach().contiguous(),
-            self.store.tensors,
-            append.lengths,
-            append.pruned_lengths,
-            append.plan(kernels.plan),
-            sink_size=append.sink_size,
-            softmax_scale=softmax_scale,
-        )
-
-    def _attend_in_torch(
         self,
         query: torch.Tensor,
         append: Append,
         softmax_scale: float,
+        kernels: DecodeKernels | None,
         new_keys: torch.Tensor | None = None,
         new_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Attend by these kernels; in plain torch without any, then also to new tokens not stored yet."""
         assert self.store is not None
+        if kernels is not None:
+            return kernels.attend(
+                query.detach().contiguous(),
+                self.store.tensors,
+                append.lengths,
+                append.pruned_lengths,
+                append.plan(kernels.plan),
+                sink_size=append.sink_size,
+                softmax_scale=softmax_scale,
+            )
         with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
             return decode_attention(
                 query,

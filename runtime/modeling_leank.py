@@ -470,7 +470,8 @@ def _columns_to_reserve(
 ) -> int | None:
     """Return the columns that a `generate` call may fill, None if many more than its prompt.
 
-    It may end long before its limit, so only an answer that is short beside the prompt is worth memory.
+    It may end long before its limit, so only for an answer that is short against the prompt memory is
+    reserved.
     """
     answer = _first_given(kwargs, configs, "max_new_tokens")
     limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
