@@ -33,6 +33,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSON-lines file; none if there is no such file.
+
+    A line that is no object is left out: a dying machine tears the one it was writing.
+    """
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file so that it holds the old content or the new whole, whenever the process or machine dies.
 

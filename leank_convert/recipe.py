@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -20,24 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from leank_convert.methods import METHODS, Budget, Method, Part
+
 Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
 Tracker = Literal["tensorboard", "wandb"]
-Method = Literal[
-    "leank",
-    "magnitude-alpha",
-    "static-norm",
-    "double-sparsity",
-    "random",
-    "high-frequency-ratio",
-    "duo-attention",
-    "duo-attention+leank",
-]
-Budget = Literal["uniform", "global"]
-
-_TRAINED_METHODS = ("leank", "magnitude-alpha", "duo-attention", "duo-attention+leank")
-_UNIFORM_METHODS = ("static-norm", "double-sparsity", "random")
-_GATED_METHODS = ("duo-attention", "duo-attention+leank")
-_WHOLE_HEAD_METHODS = ("high-frequency-ratio", "duo-attention")
 
 
 def _refuse_bool(value: object) -> object:
@@ -47,6 +34,18 @@ def _refuse_bool(value: object) -> object:
     return value
 
 
+def _check_method(name: str) -> str:
+    if name not in METHODS:
+        *others, last = map(repr, METHODS)
+        raise ValueError(f"input should be {', '.join(others)} or {last}")
+    return name
+
+
+_MethodName = Annotated[
+    str,
+    AfterValidator(_check_method),
+    Field(json_schema_extra=lambda schema: schema.update(enum=list(METHODS))),
+]
 _PositiveInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 _NonNegativeInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 _PositiveFloat = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
@@ -184,19 +183,20 @@ class Recipe(_Section):
     model: ModelSection = Field(default_factory=ModelSection)
     mask: str | None = Field(None, description="a mask to export instead of training one: path or hub id")
     windows: WindowsSection = Field(default_factory=WindowsSection)
-    method: Method = Field(
+    method: _MethodName = Field(
         "leank",
-        description="what chooses channels; `magnitude-alpha` is `leank` without stage 2, `duo-attention` "
-        "learns a gate for each head and `duo-attention+leank` then channels of the rest, the others train "
-        "nothing",
+        description="what chooses channels: " + "; ".join(f"{m.name} {m.summary}" for m in METHODS.values()),
     )
     budget: Budget | None = Field(
         None,
         description="`uniform`: every head keeps as many channels; `global`: the whole model's best; null: "
-        f"uniform for {', '.join(_UNIFORM_METHODS)}, else global",
+        f"uniform for {', '.join(m.name for m in METHODS.values() if m.budget == 'uniform')}, else global",
     )
     calibration_prompts: _PositiveInt = Field(
-        16, description="prompts that static-norm and double-sparsity average over; others ignore it"
+        16,
+        description="prompts that "
+        + " and ".join(m.name for m in METHODS.values() if m.num_prompts is None)
+        + " average over; others ignore it",
     )
     pruning_ratio: _Fractions = Field(
         0.7,
@@ -228,7 +228,8 @@ class Recipe(_Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_stage2(cls, document: Any) -> Any:
-        if isinstance(document, Mapping) and document.get("method") == "magnitude-alpha":
+        method = METHODS.get(str(document.get("method"))) if isinstance(document, Mapping) else None
+        if method is not None and "stage1" in method.trains and "stage2" not in method.trains:
             stage2 = document.get("stage2") or {}
             if isinstance(stage2, Mapping | Stage2Section):
                 return {**document, "stage2": {**dict(stage2), "steps": 0}}
@@ -236,7 +237,7 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        if self.keeps_whole_heads:
+        if self.method_row.whole_heads:
             if self.budget == "uniform":
                 raise ValueError(
                     f"`budget: uniform` does not go with `method: {self.method}`, whose heads keep all "
@@ -247,7 +248,7 @@ class Recipe(_Section):
                     f"`max_width` {self.max_width} does not go with `method: {self.method}`, whose "
                     "heads keep all channels or none; set it to null"
                 )
-        elif self.has_gates:
+        elif self.method_row.has_gates:
             if self.budget == "uniform":
                 raise ValueError(
                     f"`budget: uniform` does not go with `method: {self.method}`, some of whose heads keep "
@@ -277,33 +278,23 @@ class Recipe(_Section):
         return self.pruning_ratio if isinstance(self.pruning_ratio, tuple) else (self.pruning_ratio,)
 
     @property
-    def has_gates(self) -> bool:
-        """Whether its method has a gate for each head, learned or imported."""
-        return self.method in _GATED_METHODS
+    def method_row(self) -> Method:
+        """The row of its method in the table of methods."""
+        return METHODS[self.method]
 
     @property
-    def learns_gates(self) -> bool:
-        """Whether they are learned."""
-        return self.has_gates and self.heads.pattern is None
-
-    @property
-    def keeps_whole_heads(self) -> bool:
-        """Whether its method lets a head keep all channels or none."""
-        return self.method in _WHOLE_HEAD_METHODS
-
-    def width_unit(self, head_dim: int) -> int:
-        """What a head's kept channels are a multiple of: `width_multiple`, or all that it has."""
-        return head_dim if self.keeps_whole_heads else self.width_multiple
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether its method learns gates or scaling factors, step by step."""
-        return self.learns_gates if self.method == "duo-attention" else self.method in _TRAINED_METHODS
+    def trains(self) -> tuple[Part, ...]:
+        """What is learned, in this order; gates are not where `heads.pattern` brings them."""
+        return tuple(part for part in self.method_row.trains if part != "gates" or self.heads.pattern is None)
 
     @property
     def resolved_budget(self) -> Budget:
         """`budget`, or where it is null the method's own."""
-        return self.budget or ("uniform" if self.method in _UNIFORM_METHODS else "global")
+        return self.budget or self.method_row.budget
+
+    def width_unit(self, head_dim: int) -> int:
+        """What a head's kept channels are a multiple of: `width_multiple`, or all that it has."""
+        return head_dim if self.method_row.whole_heads else self.width_multiple
 
     @property
     def text(self) -> str:

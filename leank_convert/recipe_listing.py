@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import PackagedRecipe, list_recipes, load_recipe
 
-# In a recipe's opening comment. A recipe without it is listed as one that was never run.
-_RUN = "has been run on the real weights"
 _COMMENT_COLUMN = 36
 _LINE_LENGTH = 110
 
 _EXPLANATION = """
 context: tokens of the shortest and the longest sample, template and answer included.
 pruned: the fraction of the model's K channels that is removed.
-real weights: whether the recipe has been run on the model's own weights here.
 
-`leank-convert recipes NAME` prints a recipe, with what to expect of it; `leank-convert recipes --keys` prints
-every key that a recipe may have, with its default.
+`leank-convert recipes NAME` prints a recipe, with what to expect of it and whether it was run on the real
+weights here; `leank-convert recipes --keys` prints every key that a recipe may have, with its default.
 """
 
 
@@ -45,7 +41,6 @@ class ListedRecipe:
         min_length: Tokens of the shortest sample.
         max_length: Tokens of the longest sample.
         pruning_ratios: Every ratio it asks for.
-        run_on_real_weights: Whether its opening comment says that it was.
     """
 
     name: str
@@ -54,7 +49,6 @@ class ListedRecipe:
     min_length: int
     max_length: int
     pruning_ratios: tuple[float, ...]
-    run_on_real_weights: bool
 
 
 def render(name: str | None = None, *, keys: bool = False, as_json: bool = False) -> str:
@@ -73,7 +67,6 @@ def render(name: str | None = None, *, keys: bool = False, as_json: bool = False
 def describe_recipe(packaged: PackagedRecipe) -> ListedRecipe:
     """Read what the listing tells of a packaged recipe."""
     recipe = load_recipe(packaged.name)
-    opening = packaged.text.partition("\n\n")[0]
     return ListedRecipe(
         name=packaged.name,
         model=packaged.model,
@@ -81,7 +74,6 @@ def describe_recipe(packaged: PackagedRecipe) -> ListedRecipe:
         min_length=recipe.data.min_length,
         max_length=recipe.data.max_length,
         pruning_ratios=recipe.pruning_ratios,
-        run_on_real_weights=_RUN in " ".join(opening.replace("#", " ").split()),
     )
 
 
@@ -90,14 +82,13 @@ def render_recipes(*, as_json: bool = False) -> str:
     listed = [describe_recipe(packaged) for packaged in list_recipes()]
     if as_json:
         return json.dumps([asdict(recipe) for recipe in listed])
-    rows = [("recipe", "model", "context", "pruned", "real weights")]
+    rows = [("recipe", "model", "context", "pruned")]
     rows += [
         (
             recipe.name,
             recipe.model or "any",
             f"{_render_length(recipe.min_length)} to {_render_length(recipe.max_length)}",
             ", ".join(f"{100 * ratio:g}%" for ratio in recipe.pruning_ratios),
-            "run" if recipe.run_on_real_weights else "not yet run",
         )
         for recipe in listed
     ]
@@ -125,6 +116,7 @@ def _render_length(tokens: int) -> str:
 
 def _render_section(section: type[BaseModel], depth: int) -> Iterator[str]:
     yield from _comment("", section.__doc__ or "", depth)
+    schema = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield f"{'  ' * depth}{name}:"
@@ -133,20 +125,16 @@ def _render_section(section: type[BaseModel], depth: int) -> Iterator[str]:
             default = field.get_default(call_default_factory=True)
             value = json.dumps(list(default) if isinstance(default, tuple) else default)
             shown = yaml.safe_dump(yaml.safe_load(value), default_flow_style=True).removesuffix("...\n")
-            yield from _comment(f"{'  ' * depth}{name}: {shown.strip()}", _describe_field(field), depth)
+            choices = _find_choices(schema[name])
+            taken = f"choices: {', '.join(choices)}" if choices else ""
+            text = "; ".join(filter(None, (field.description, taken)))
+            yield from _comment(f"{'  ' * depth}{name}: {shown.strip()}", text, depth)
 
 
-def _describe_field(field: FieldInfo) -> str:
-    choices = _find_choices(field.annotation)
-    taken = f"choices: {', '.join(choices)}" if len(choices) > 1 else ""
-    return "; ".join(filter(None, (field.description, taken)))
-
-
-def _find_choices(annotation: object) -> list[str]:
+def _find_choices(schema: Mapping[str, Any]) -> list[str]:
     """The words that a key takes, alone or in a list."""
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in _find_choices(part)]
+    parts = [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())]
+    return [*schema.get("enum", ()), *(choice for part in parts for choice in _find_choices(part))]
 
 
 def _comment(text: str, comment: str, depth: int) -> Iterator[str]:

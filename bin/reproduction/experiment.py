@@ -22,10 +22,10 @@ from leank_convert.evaluate.models import EvaluatedModel, load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, package_versions
-from leank_convert.methods import make_masks
+from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
-from leank_convert.train import TrainingDirectory
+from leank_convert.train.state import TrainingDirectory
 
 # Apart from each other and from the seeds of training, which are small.
 VALIDATION_SEED, TEST_SEED = 2_000_000, 3_000_000
@@ -78,7 +78,7 @@ def _make_run(run: Run, sizes: Sizes, folder: Path, device: torch.device) -> dic
     """Make a run's masks by pruning ratio, go on with making them, or read them.
 
     Raises:
-        LeanKError: As `make_masks`; also if the folder holds masks of another recipe.
+        LeanKError: As `train_masks`; also if the folder holds masks of another recipe.
     """
     ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
     # No trackers: a run's log says enough of it.
@@ -90,13 +90,13 @@ def _make_run(run: Run, sizes: Sizes, folder: Path, device: torch.device) -> dic
         for result in results.values():
             _check_recipe(result.recipe, recipe, folder)
         return {ratio: load_mask(result.mask) for ratio, result in results.items()}
-    if not recipe.is_trained:
+    if not recipe.trains:
         # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
         shutil.rmtree(folder, ignore_errors=True)
     resume = directory.folder.exists()
     if resume:
         _check_recipe(directory.recipe, recipe, folder)
-    made = make_masks(recipe, folder, resume=resume, device=device)
+    made = train_masks(str(recipe.model.id), folder, recipe=recipe, resume=resume, device=device)
     return {ratio: made[result.out] for ratio, result in results.items()}
 
 

@@ -13,7 +13,7 @@ from bin.reproduction.answers import Answers, Masks, Scores
 from bin.reproduction.plan import MAIN, TASK_CHOICES, UNALIGNED, Entry, Plan
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.variants import kept_channels
-from leank_convert.train.results import count_tied
+from leank_convert.train.scaling import count_largest
 
 _MARGIN = 0.01  # a point: what the paper calls near-lossless
 
@@ -323,4 +323,6 @@ def _tied(entry: Entry, masks: Masks) -> tuple[int, int] | None:
     if entry.run is None or entry.dynamic:
         return None
     mask = masks[entry.run][entry.ratio]
-    return None if mask.scaling_factors is None else (count_tied(mask), int(mask.channel_mask.sum()))
+    if mask.scaling_factors is None:
+        return None
+    return count_largest(mask.scaling_factors), int(mask.channel_mask.sum())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from leank_convert.methods import METHODS
 from leank_convert.recipe import Recipe
 
 MAIN = "leank"
@@ -27,8 +28,8 @@ TASK_CHOICES: dict[str, tuple[str, ...]] = {
 _ANY_WIDTH = "width_multiple=1"
 _STAGE1_ALONE = "magnitude-alpha"
 _COMBINED = "duo-attention+leank"
-_HEAD_METHODS = ("high-frequency-ratio", "duo-attention", _COMBINED)
-_STATIC_METHODS = ("static-norm", "double-sparsity", "random")
+_HEAD_METHODS = tuple(m.name for m in METHODS.values() if m.whole_heads or m.has_gates)
+_STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.whole_heads)
 
 
 @dataclass(frozen=True)

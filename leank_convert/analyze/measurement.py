@@ -19,7 +19,7 @@ from leank_convert.methods.statistics import measure_attention
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import DataSection
 from leank_convert.recipe_file import choose_recipe
-from leank_convert.train.subject import find_model, load_subject
+from leank_convert.train.model import find_model, load_model
 
 _MOST_LENGTHS = 4
 
@@ -109,12 +109,13 @@ def measure(
     """
     chosen = choose_recipe(recipe, Path(artifact).expanduser(), model, overrides)
     chosen_device = choose_device(device)
-    check_mask_fits(mask, find_model(chosen, model).facts, mask_origin=artifact, model_origin=model)
+    files = find_model(model, chosen)
+    check_mask_fits(mask, files.facts, mask_origin=artifact, model_origin=model)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    subject = load_subject(chosen, chosen_device, model)
-    prompts = draw_prompts(subject.tokenizer, chosen.data, num_samples=num_samples, seed=seed)
+    loaded = load_model(files, chosen, chosen_device)
+    prompts = draw_prompts(loaded.tokenizer, chosen.data, num_samples=num_samples, seed=seed)
     with progress_bar(progress, "measuring", len(prompts)) as advance:
-        return measure_model(subject.model, mask, prompts, advance=lambda: advance(1))
+        return measure_model(loaded.model, mask, prompts, advance=lambda: advance(1))
 
 
 def measure_model(
@@ -127,7 +128,7 @@ def measure_model(
     """Measure a model on prompts, one dense pass each.
 
     Args:
-        model: As `train.subject.load_subject` loads it.
+        model: As `train.model.load_model` loads it.
         mask: A mask of it.
         prompts: As `draw_prompts` gives them: equally many of every task at every length.
         advance: Called after each.

@@ -36,9 +36,8 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
-from leank_convert.train.objective import l1_penalty
-from leank_convert.train.passes import run_context_pass
-from leank_convert.train.step import Student, distil
+from leank_convert.train.passes import Student, distil, run_context_pass
+from leank_convert.train.scaling import l1_penalty
 
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
 # Standard deviation of q and k; 0.02, transformers' default, gives as much to a hidden size of 4096. With far

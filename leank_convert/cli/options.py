@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
+
+from leank_convert.methods import METHODS, Budget
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -29,19 +31,18 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a che
 
 def method_options(command: _Command) -> _Command:
     """`--method`, `--budget`: the recipe checks what they may be."""
+    uniform = ", ".join(method.name for method in METHODS.values() if method.budget == "uniform")
     command = click.option(
         "--budget",
-        metavar="uniform|global",
-        help="Every head keeps as many channels, or the whole model's best are kept. Default: global for "
-        "leank and magnitude-alpha, and high-frequency-ratio and the duo-attentions (which take no other), "
-        "uniform for the rest.",
+        metavar="|".join(get_args(Budget)),
+        help="Every head keeps as many channels, or the whole model's best are kept. Default: uniform for "
+        f"{uniform}, else global.",
     )(command)
     return click.option(
         "--method",
         metavar="NAME",
-        help="leank (default); magnitude-alpha, which is its stage 1 alone; duo-attention, whole heads by "
-        "learned gates; duo-attention+leank, channels of the heads which that leaves; or without training "
-        "static-norm, double-sparsity, random or high-frequency-ratio.",
+        help="What chooses channels. Default: the recipe's, else leank. "
+        + " ".join(f"{method.name} {method.summary}." for method in METHODS.values()),
     )(command)
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
 from leank_convert.cli.options import hub_options, method_options, recipe_option, set_option, window_options
-
-if TYPE_CHECKING:
-    from leank_convert.recipe import Recipe
 
 
 @click.command()
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print steps, tokens, memory and time by a measured prefill; train nothing.",
+    help="Print steps, tokens, memory and time by one measured context; train nothing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON document.")
 @hub_options
@@ -91,40 +87,20 @@ def train(
     if repo_id and len(recipe.pruning_ratios) > 1:
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     quiet_transformers()
-    from leank_convert.device import is_first_process
-
     if dry_run:
+        from leank_convert.device import is_first_process
+        from leank_convert.train.forecast import forecast
+
         if is_first_process():
-            _print_plan(recipe, device, model, as_json)
+            found = forecast(model, recipe, device=device)
+            click.echo(json.dumps(found.to_dict()) if as_json else found.render(), nl=as_json)
         return
     if out is None:
         raise click.UsageError("Missing option '-o' / '--out'.")
-    from leank_convert.export import check_exportable, export_checkpoint, recover
-    from leank_convert.methods import make_masks
-    from leank_convert.train import TrainingDirectory
+    from leank_convert.convert import convert_model
 
-    directory = TrainingDirectory(out)
-    changed = recipe.model.config_overrides
-    folders = [result.out for result in directory.results(recipe).values()]
-    if is_first_process():
-        # Before hours of training, not after. Only a run that is resumed may replace a checkpoint beside it.
-        for folder in folders:
-            recover(folder)
-        directory.check_usable(recipe, resume=resume)
-        resumed = resume and directory.state.exists()
-        for folder in folders:
-            check_exportable(model, folder, config_overrides=changed, overwrite=resumed)
-    masks = make_masks(recipe, out, resume=resume, device=device, model_override=model)
-    for folder, mask in masks.items():
+    for path in convert_model(model, out, recipe, resume=resume, mask_only=mask_only, device=device):
         if mask_only:
-            click.echo(TrainingDirectory(folder).mask)
-            continue
-        export_checkpoint(model, mask, folder, config_overrides=changed, overwrite=resumed)
-        finish_export(folder, repo_id, private)
-
-
-def _print_plan(recipe: Recipe, device: str | None, model: str, as_json: bool) -> None:
-    from leank_convert.train.dry_run import plan_training
-
-    plan = plan_training(recipe, device=device, model_override=model)
-    click.echo(json.dumps(plan.to_dict()) if as_json else plan.render(), nl=as_json)
+            click.echo(path)
+        else:
+            finish_export(path, repo_id, private)

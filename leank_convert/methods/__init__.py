@@ -1,9 +1,101 @@
-"""Methods that choose a model's channels: LeanK's training, and simpler ones that train nothing.
+"""Methods that choose a model's channels, one row of a table each.
 
-A method gives every channel a score [L, H_kv, D]; one selection (`train.selection`) turns scores into a mask,
-and the mask file is all that comes out.
+A method is LeanK's training or a part of it, or a function that scores channels without training; those with
+the highest scores are kept (`train.selection`). To add one, write a function that takes a
+`calibration.Calibration` and returns scores [L, H_kv, D] in a file of this folder, and give it a row: recipes
+and commands read the table.
+
+Importing this module does not import torch.
 """
 
-from leank_convert.methods.convert import make_masks
+from __future__ import annotations
 
-__all__ = ["make_masks"]
+from dataclasses import dataclass
+from typing import Literal
+
+Budget = Literal["uniform", "global"]
+Part = Literal["gates", "stage1", "stage2"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row.
+
+    Attributes:
+        name: A recipe's `method`.
+        summary: What it does, as the end of "this method ...".
+        score: Where its function is, as `module:function`; None where training finds the scores.
+        num_prompts: How many prompts that function measures; None for the recipe's `calibration_prompts`.
+        trains: What is learned, in this order: gates of heads, scaling factors (stage 1), the mask (stage 2).
+        budget: How channels are shared out where the recipe does not say: every head keeps as many, or the
+            whole model's best are kept.
+        whole_heads: Whether a head keeps all channels or none.
+    """
+
+    name: str
+    summary: str
+    score: str | None = None
+    num_prompts: int | None = 0
+    trains: tuple[Part, ...] = ()
+    budget: Budget = "global"
+    whole_heads: bool = False
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether heads are chosen by gates, learned or imported."""
+        return "gates" in self.trains
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "leank",
+            "learns scaling factors of channels, then the mask itself (the paper's two stages)",
+            trains=("stage1", "stage2"),
+        ),
+        Method(
+            "magnitude-alpha",
+            "learns scaling factors and keeps the largest (stage 1 of leank alone)",
+            trains=("stage1",),
+        ),
+        Method(
+            "static-norm",
+            "keeps channels with the largest part in the norm of q·k, averaged over prompts",
+            score="leank_convert.methods.scores:static_norm",
+            num_prompts=None,
+            budget="uniform",
+        ),
+        Method(
+            "double-sparsity",
+            "keeps channels with the largest |q·k| of a token with itself, averaged over prompts",
+            score="leank_convert.methods.scores:double_sparsity",
+            num_prompts=None,
+            budget="uniform",
+        ),
+        Method(
+            "random",
+            "keeps channels by lot, from the recipe's seed",
+            score="leank_convert.methods.scores:random",
+            budget="uniform",
+        ),
+        Method(
+            "high-frequency-ratio",
+            "keeps whole heads, those that attend least by fast RoPE pairs on one prompt",
+            score="leank_convert.methods.scores:high_frequency_ratio",
+            num_prompts=1,
+            whole_heads=True,
+        ),
+        Method(
+            "duo-attention",
+            "keeps whole heads, by gates that it learns or takes from `heads.pattern`",
+            trains=("gates",),
+            whole_heads=True,
+        ),
+        Method(
+            "duo-attention+leank",
+            "chooses heads as duo-attention does, then channels of these as leank does",
+            trains=("gates", "stage1", "stage2"),
+        ),
+    )
+}

@@ -68,7 +68,7 @@ def measure_attention(model: PreTrainedModel, input_ids: Tensor) -> AttentionSta
     """Measure queries and keys of one dense pass over a prompt.
 
     Args:
-        model: A causal language model, as `train.subject.load_subject` loads it.
+        model: A causal language model, as `train.model.load_model` loads it.
         input_ids: The prompt [N].
 
     Raises:

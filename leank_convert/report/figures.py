@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-    from leank_convert.train.journal import StepRecord
+    from leank_convert.train.log import StepRecord
 
 INK = "#808182"  # of text and lines; no other colour of a figure may be equal
 BLUE, ORANGE, GREEN = "#3d85c6", "#e07b39", "#3f9b6d"

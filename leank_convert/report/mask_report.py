@@ -30,7 +30,7 @@ from leank_convert.report.page import Section, new_figure, render_page, rows_hei
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from leank_convert.train.journal import StepRecord
+    from leank_convert.train.log import StepRecord
 
 REPORT_NAME = "report.html"
 

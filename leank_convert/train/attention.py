@@ -21,9 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from leank_convert.train.context import StoredContext
 from leank_convert.train.fused import attend, fused_kernel
-from leank_convert.train.split_attention import Regions, split_attention
+from leank_convert.train.split_attention import Regions, StoredContext, split_attention
 
 ATTENTION_NAME = "leank_train"
 

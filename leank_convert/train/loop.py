@@ -6,149 +6,64 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
+from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.data import SampleSource, SampleStream
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.recipe import Recipe
-from leank_convert.train.directory import TrainingDirectory
-from leank_convert.train.head_pattern import save_pattern
+from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
-from leank_convert.train.journal import LOG_NAME, Journal, check_trackers
-from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.results import refuse_foreign_masks, refuse_given_mask, write_result
+from leank_convert.train.log import LOG_NAME, TrainingLog, check_trackers, read_log
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
-from leank_convert.train.state import TrainingState, fingerprint_run, load_state, save_state
-from leank_convert.train.subject import load_subject
+from leank_convert.train.scaling import count_largest
+from leank_convert.train.state import (
+    TrainingDirectory,
+    TrainingState,
+    fingerprint_run,
+    load_state,
+    save_state,
+)
 
 _logger = logging.getLogger("leank_convert")
 
 
-def train_masks(
+def train(
+    model: str | Path,
     recipe: Recipe,
-    out: Path,
+    directory: TrainingDirectory,
+    ranks: Ranks,
     *,
     resume: bool = False,
-    device: str | torch.device | None = None,
     progress: bool = True,
-    model_override: str | None = None,
-) -> dict[Path, ChannelMask]:
-    """Learn a model's masks (both stages of the paper, or gates) and write each beside its future checkpoint.
-
-    A recipe of one pruning ratio leaves `out/channel_mask.safetensors`; one of several leaves
-    `out/ratio-0.5/channel_mask.safetensors` and its like, from one stage 1. The run's log, events and
-    resumable state go to `out/leank/`, and gates of heads, if the method has them, to `out/leank/heads/` in
-    DuoAttention's format; a report goes to the folder `leank/` beside each mask. Started by
-    `torchrun` or `accelerate launch`, all processes share the samples of a step, and the first of them
-    writes.
+) -> Run:
+    """Do all steps of a recipe that trains, or all that are left.
 
     Args:
+        model: What to train on.
         recipe: What to train.
-        out: The output folder; created if need be.
-        resume: Go on from the state in `out/leank/`, with a warning from the beginning if none was saved
-            yet. A finished run just gives its masks again.
-        device: Default: CUDA if there is any, else the CPU.
+        directory: Where log, events and state go.
+        ranks: The processes that share the samples of a step; the first of them writes.
+        resume: Go on from the saved state, with a warning from the beginning if there is none.
         progress: Whether to draw a progress bar to stderr.
-        model_override: A model to train on instead of the recipe's: local folder or hub id.
 
     Returns:
-        By folder, the masks with their scaling factors and provenance; nothing on processes but the first.
-        A mask is not written beside a checkpoint, whose `config.json` holds the digest of the one there: that
-        is for an export to replace.
+        The run, which is done.
 
     Raises:
-        LeanKError: If the recipe names a mask or trains nothing, `out/leank/` exists and `resume` is not
-            given, a folder holds a mask of another origin, the saved state belongs to another recipe, model
-            or data, the model cannot be trained on, the device cannot be used, memory does not suffice, or
-            the loss is not finite. Also when Ctrl-C or SIGTERM ends the run, after the step under way and
-            with its state saved (exit code 130 or 143). Processes but the first exit where that one raises.
+        LeanKError: See `methods.make.train_masks`.
     """
-    directory = TrainingDirectory(Path(out))
-    with join_ranks(device) as ranks:
-        ranks.on_first(lambda: check_run(recipe, ranks))
-        saved = ranks.on_first(lambda: _find_state(recipe, directory, resume))
-        run, samples = ranks.on_all(lambda: _set_up(recipe, ranks, saved, directory, model_override))
-        if not run.is_done:
-            ranks.on_first(lambda: refuse_foreign_masks(recipe, directory))
-        _train(run, samples, directory, progress)
-        if not ranks.is_first:
-            return {}
-    masks, gates = run.masks(), run.gates
-    if gates is not None:
-        save_pattern(gates, recipe.windows, directory.pattern)
-    return {
-        result.out: write_result(masks[ratio], result, recipe, directory.folder / LOG_NAME, gates)
-        for ratio, result in directory.results(recipe).items()
-    }
-
-
-def _set_up(
-    recipe: Recipe,
-    ranks: Ranks,
-    saved: TrainingState | None,
-    directory: TrainingDirectory,
-    model_override: str | None,
-) -> tuple[Run, SampleSource]:
-    check_trackers(recipe.trackers)
-    try:
-        subject = load_subject(recipe, ranks.device, model_override)
-    except torch.OutOfMemoryError as error:
-        raise LeanKError(
-            f"memory does not suffice for the weights of model `{model_override or recipe.model.id}`: "
-            f"{first_line(error)}",
-            hint="spread them over all GPUs of one process by `--set model.device_map=auto`; `--dry-run` "
-            "tells what a run needs",
-            exit_code=1,
-        ) from error
-    samples = SampleSource(subject.tokenizer, recipe.data, recipe.seed)
-    samples.check()
-    run = Run(recipe, subject, ranks, fingerprint_run(recipe, subject, samples))
-    if saved is not None:
-        run.restore(saved, directory.state)
-    return run, samples
-
-
-def _train(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:
-    """Do all steps that are left; the first rank keeps log and state."""
-    ranks, num_steps = run.ranks, run.schedule.num_steps
-    journal = None
-    with ExitStack() as stack:
-        if ranks.is_first:
-            directory.state.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(directory.recipe, run.recipe.to_yaml().encode())
-            save_state(run.state(), directory.state)
-            journal = stack.enter_context(
-                Journal(directory.folder, run.recipe, num_steps=num_steps, start=run.step, progress=progress)
-            )
-
-        def save() -> None:
-            if journal is not None:
-                journal.sync()
-                save_state(run.state(), directory.state)
-
-        stream = stack.enter_context(SampleStream(samples, run.sample_indices()))
-        ending = stack.enter_context(Interruption())
-        while not run.is_done and not ranks.any(bool(ending.reason)):
-            try:
-                record = run.advance(stream)
-            except LeanKError:
-                save()
-                raise
-            if journal is not None:
-                journal.write(record)
-            if run.step % run.recipe.save_every == 0 or run.schedule.ends_phase(run.step):
-                save()
-        if not run.is_done:
-            save()
-            ended = LeanKError(
-                f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
-                f"{run.step} of {num_steps}",
-                hint="go on with it by the same command and `--resume`",
-                exit_code=ending.exit_code,
-            )
-            ranks.check(ended if ending.reason else None)
+    ranks.on_first(lambda: check_run(recipe, ranks))
+    saved = ranks.on_first(lambda: _find_state(directory, recipe, resume))
+    run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
+    if not run.is_done:
+        ranks.on_first(lambda: refuse_foreign_masks(recipe, directory))
+    _run_steps(run, samples, directory, progress)
+    return run
 
 
 def check_run(recipe: Recipe, ranks: Ranks) -> None:
@@ -158,7 +73,7 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
         LeanKError: If the recipe brings its mask or trains nothing, or cannot be shared by so many processes.
     """
     refuse_given_mask(recipe)
-    if not recipe.is_trained:
+    if not recipe.trains:
         raise LeanKError(
             f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
             hint="`leank-convert train` without `--dry-run` makes its mask",
@@ -177,7 +92,34 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
         )
 
 
-def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> TrainingState | None:
+def refuse_given_mask(recipe: Recipe) -> None:
+    """Refuse a recipe that brings its mask.
+
+    Raises:
+        LeanKError: If it does.
+    """
+    if recipe.mask is not None:
+        raise LeanKError(
+            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
+            hint="use `leank-convert export`, or remove the key",
+        )
+
+
+def refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
+    """Refuse to write masks where there are some before.
+
+    Raises:
+        LeanKError: If there is one: a run writes its masks when it is done, so it is of another origin.
+    """
+    for result in directory.results(recipe).values():
+        if result.mask.exists():
+            raise LeanKError(
+                f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
+                hint="train into another folder, or move the mask away",
+            )
+
+
+def _find_state(directory: TrainingDirectory, recipe: Recipe, resume: bool) -> TrainingState | None:
     """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
     directory.check_usable(recipe, resume=resume)
     if directory.state.exists():
@@ -186,3 +128,124 @@ def _find_state(recipe: Recipe, directory: TrainingDirectory, resume: bool) -> T
     if resume:
         _logger.warning("no run in `%s`; starting one", directory.out)
     return None
+
+
+def _set_up(
+    model: str | Path,
+    recipe: Recipe,
+    ranks: Ranks,
+    saved: TrainingState | None,
+    directory: TrainingDirectory,
+) -> tuple[Run, SampleSource]:
+    check_trackers(recipe.trackers)
+    loaded = load_model(find_model(model, recipe), recipe, ranks.device)
+    samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    samples.check()
+    run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))
+    if saved is not None:
+        run.restore(saved, directory.state)
+    return run, samples
+
+
+def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, progress: bool) -> None:
+    """Do all steps that are left; the first rank keeps log and state."""
+    ranks, num_steps = run.ranks, run.schedule.num_steps
+    log = None
+    with ExitStack() as stack:
+        if ranks.is_first:
+            directory.state.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(directory.recipe, run.recipe.to_yaml().encode())
+            save_state(run.state(), directory.state)
+            log = stack.enter_context(
+                TrainingLog(
+                    directory.folder, run.recipe, num_steps=num_steps, start=run.step, progress=progress
+                )
+            )
+
+        def save() -> None:
+            if log is not None:
+                log.sync()
+                save_state(run.state(), directory.state)
+
+        stream = stack.enter_context(SampleStream(samples, run.sample_indices()))
+        ending = stack.enter_context(Interruption())
+        while not run.is_done and not ranks.any(bool(ending.reason)):
+            try:
+                record = run.advance(stream)
+            except LeanKError:
+                save()
+                raise
+            if log is not None:
+                log.write(record)
+            if run.step % run.recipe.save_every == 0 or run.schedule.ends_phase(run.step):
+                save()
+        if not run.is_done:
+            save()
+            ended = LeanKError(
+                f"{ending.reason} ended the run; its state is saved in `{directory.folder}` at step "
+                f"{run.step} of {num_steps}",
+                hint="go on with it by the same command and `--resume`",
+                exit_code=ending.exit_code,
+            )
+            ranks.check(ended if ending.reason else None)
+
+
+def write_result(
+    mask: ChannelMask,
+    result: TrainingDirectory,
+    recipe: Recipe,
+    log_folder: Path,
+    gates: Tensor | None = None,
+) -> None:
+    """Write a mask with its recipe and report: whoever finds the checkpoint alone finds out what made it.
+
+    A mask is not written beside a checkpoint, whose `config.json` holds the digest of the one there: that is
+    for an export to replace.
+
+    Args:
+        mask: The mask.
+        result: Where it goes.
+        recipe: The recipe.
+        log_folder: Where the log of its training is, if it had any.
+        gates: Of the heads, learned or imported [L, H_kv, 1], if the method has them.
+    """
+    result.folder.mkdir(parents=True, exist_ok=True)
+    if not (result.out / CONFIG_NAME).exists():
+        save_mask(mask, result.mask)
+    write_atomically(result.recipe, recipe.to_yaml().encode())
+    _warn_of_ties(mask, recipe, gates)
+    write_report(mask, read_log(log_folder / LOG_NAME), result.folder / REPORT_NAME, gates)
+
+
+def _warn_of_ties(mask: ChannelMask, recipe: Recipe, gates: Tensor | None) -> None:
+    kept = int(mask.channel_mask.sum())
+    if not kept:
+        _logger.warning(
+            "no head keeps a channel: only sink and recent window are seen; lower `pruning_ratio`"
+        )
+        return
+    if gates is not None and "gates" in recipe.trains:
+        heads = int(mask.channel_mask.any(-1).sum())
+        if not recipe.method_row.whole_heads:
+            heads = round((1 - recipe.heads.pruning_ratio) * gates.numel())
+        _warn_if_tied("heads", "gate", gates, heads, "heads.l1_weight", recipe.heads.l1_weight)
+    if mask.scaling_factors is not None:
+        weight = recipe.stage1.l1_weight
+        _warn_if_tied("channels", "factor", mask.scaling_factors, kept, "stage1.l1_weight", weight)
+
+
+def _warn_if_tied(what: str, name: str, learned: Tensor, kept: int, key: str, weight: float) -> None:
+    """Warn if more end with the largest value than are kept."""
+    tied = count_largest(learned)
+    if tied > kept:
+        _logger.warning(
+            "%d %s ended with the largest %s and the mask keeps %d: which of them is left to their order; "
+            "`%s` %s %g tells them apart",
+            tied,
+            what,
+            name,
+            kept,
+            key,
+            "above" if learned.max() > 0 else "below",
+            weight,
+        )

@@ -1,4 +1,4 @@
-"""The three forward passes of a step: context, questions with answers, and the answers again, pruned."""
+"""A sample's loss by three forward passes: context, questions with answers, the answers again, pruned."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_convert.data import Question
+from leank_convert.data import Question, TrainingSample
 from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
-from leank_convert.train.context import StoredContext
 from leank_convert.train.fusion import uncompiled
-from leank_convert.train.split_attention import plan_regions
+from leank_convert.train.scaling import distillation_loss
+from leank_convert.train.split_attention import StoredContext, plan_regions
 from leank_convert.windows import Windows
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
@@ -47,6 +47,48 @@ class PackedQuestions:
     def answer_owners(self) -> Tensor:
         """Which question each answer token belongs to [R]."""
         return self.owners[self.num_questions :]
+
+
+@dataclass(frozen=True)
+class Student:
+    """What the answers are computed with.
+
+    Attributes:
+        windows: Sink and recent window.
+        scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
+        sees_middle: Bool [L, H_kv], False for heads without channels; None if every head sees the middle.
+        gates: What a head keeps of the middle [L, H_kv], where gates are learned.
+    """
+
+    windows: Windows
+    scaling_factors: Tensor
+    sees_middle: Tensor | None = None
+    gates: Tensor | None = None
+
+
+def distil(
+    model: PreTrainedModel, sample: TrainingSample, student: Student, *, offload: bool = False
+) -> Tensor:
+    """Loss of a sample: the mean over its questions of the paper's, without the penalty.
+
+    The context is run once, dense; every question sees it and its own tokens alone.
+
+    Args:
+        model: A causal language model loaded with `attention.ATTENTION_NAME`, frozen.
+        sample: Context and questions.
+        student: What the answers are computed with.
+        offload: Keep the context's keys and values in host memory.
+
+    Returns:
+        A scalar, where the scaling factors are.
+    """
+    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    context = run_context_pass(model, sample.prefix_ids, offload=offload)
+    teacher = run_question_pass(model, context, packed)
+    hidden_states = run_answer_pass(model, context, packed, student)
+    loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
+    # Of a model that is spread over devices, the last layer lies elsewhere.
+    return loss.to(student.scaling_factors.device)
 
 
 def pack_questions(questions: Sequence[Question], num_context: int) -> PackedQuestions:
@@ -118,13 +160,7 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
 
 
 def run_answer_pass(
-    model: PreTrainedModel,
-    context: StoredContext,
-    packed: PackedQuestions,
-    windows: Windows,
-    scaling_factors: Tensor,
-    sees_middle: Tensor | None = None,
-    gates: Tensor | None = None,
+    model: PreTrainedModel, context: StoredContext, packed: PackedQuestions, student: Student
 ) -> Tensor:
     """Run the answers alone against what is stored, with gradient.
 
@@ -132,19 +168,16 @@ def run_answer_pass(
         model: The same model.
         context: The stored context and questions.
         packed: What is asked on it.
-        windows: Sink and recent window.
-        scaling_factors: As in `attention.AnswerPass`.
-        sees_middle: The same.
-        gates: The same.
+        student: What the answers are computed with.
 
     Returns:
         The student: final-norm hidden states of the answer tokens [R, hidden_size].
     """
     num_answers = len(packed.answer_owners)
     regions = plan_regions(
-        packed.num_context, packed.positions, packed.owners, num_answers, windows, _device(model)
+        packed.num_context, packed.positions, packed.owners, num_answers, student.windows, _device(model)
     )
-    answers = AnswerPass(context, regions, scaling_factors, sees_middle, gates)
+    answers = AnswerPass(context, regions, student.scaling_factors, student.sees_middle, student.gates)
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
 

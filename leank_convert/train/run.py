@@ -1,4 +1,4 @@
-"""The moving part of a run: scaling factors or gates, optimizer, step."""
+"""A training run between two steps: scaling factors or gates, optimizer, and the step itself."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
-from leank_convert.errors import LeanKError, first_line
-from leank_convert.mask import ChannelMask
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.hub import model_name
+from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
-from leank_convert.train.head_pattern import load_pattern
-from leank_convert.train.journal import StepRecord
-from leank_convert.train.objective import l1_penalty
+from leank_convert.train.gates import load_pattern
+from leank_convert.train.log import StepRecord
+from leank_convert.train.model import LoadedModel
+from leank_convert.train.passes import Student, distil
 from leank_convert.train.ranks import Ranks
-from leank_convert.train.results import describe_origin
-from leank_convert.train.scaling import initial_gates, initial_scaling_factors, straight_through
+from leank_convert.train.scaling import (
+    initial_gates,
+    initial_scaling_factors,
+    l1_penalty,
+    straight_through,
+)
 from leank_convert.train.schedule import Phase, Schedule
-from leank_convert.train.selection import select_channels
+from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
-from leank_convert.train.step import Student, distil
-from leank_convert.train.subject import Subject
 from leank_convert.windows import Windows
 
 
@@ -32,16 +37,16 @@ class Run:
 
     Args:
         recipe: What to train.
-        subject: The model.
+        loaded: The model.
         ranks: The processes that share a step's samples.
         fingerprint: What the run depends on.
     """
 
     def __init__(
-        self, recipe: Recipe, subject: Subject, ranks: Ranks, fingerprint: Mapping[str, str]
+        self, recipe: Recipe, loaded: LoadedModel, ranks: Ranks, fingerprint: Mapping[str, str]
     ) -> None:
         self.recipe = recipe
-        self.subject = subject
+        self.loaded = loaded
         self.ranks = ranks
         self.fingerprint = fingerprint
         self.schedule = Schedule(recipe)
@@ -49,18 +54,18 @@ class Run:
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
         self._gates: Tensor | None = None
         self._retrieval_heads: Tensor | None = None
-        self._factors = initial_scaling_factors(subject.facts, ranks.device)
+        self._factors = initial_scaling_factors(loaded.facts, ranks.device)
         self._stage1_factors: Tensor | None = None
         self._finished: list[Tensor] = []
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
-        if recipe.has_gates:  # how many heads are left does not depend on which
-            self._choose_retrieval_heads(initial_gates(subject.facts, torch.device("cpu")))
-        if recipe.learns_gates:
-            self._factors = initial_gates(subject.facts, ranks.device)
-        elif recipe.has_gates:
-            self._take_gates(load_pattern(recipe, subject.facts))
+        if recipe.method_row.has_gates:  # how many heads are left does not depend on which
+            self._choose_retrieval_heads(initial_gates(loaded.facts, torch.device("cpu")))
+        if "gates" in recipe.trains:
+            self._factors = initial_gates(loaded.facts, ranks.device)
+        elif recipe.method_row.has_gates:
+            self._take_gates(load_pattern(recipe, loaded.facts))
         self._optimizer = self._new_optimizer()
 
     @property
@@ -84,7 +89,7 @@ class Run:
     @property
     def gates(self) -> Tensor | None:
         """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
-        if not self.recipe.has_gates:
+        if not self.recipe.method_row.has_gates:
             return None
         return (self._factors.detach() if self._gates is None else self._gates).cpu()
 
@@ -187,8 +192,8 @@ class Run:
         return {
             ratio: ChannelMask(
                 channel_mask=self._select(learned, ratio).cpu(),
-                scaling_factors=None if self.recipe.keeps_whole_heads else learned.cpu(),
-                provenance=describe_origin(self.recipe, ratio, self.subject.name, self.subject.facts),
+                scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
+                provenance=describe_origin(self.recipe, ratio, self.loaded.name, self.loaded.facts),
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
         }
@@ -198,19 +203,12 @@ class Run:
 
     def _select(self, learned: Tensor, pruning_ratio: float) -> Tensor:
         """The mask of scaling factors [L, H_kv, D], or of gates [L, H_kv, 1]: whole heads."""
-        head_dim = self.subject.facts.head_dim
+        head_dim = self.loaded.facts.head_dim
         scores = learned.detach().expand(-1, -1, head_dim)
         if self._retrieval_heads is not None:
             # Streaming heads come last, after factors of retrieval heads that are 0, too.
             scores = scores.masked_fill(~self._retrieval_heads, -1.0)
-        chosen = select_channels(
-            scores,
-            pruning_ratio=pruning_ratio,
-            width_multiple=self.recipe.width_unit(head_dim),
-            max_width=self.recipe.max_width,
-            rounding=self.recipe.rounding,
-            budget=self.recipe.resolved_budget,
-        )
+        chosen = select_for(self.recipe, scores, pruning_ratio)
         return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
 
     def _take_gates(self, gates: Tensor) -> None:
@@ -220,14 +218,14 @@ class Run:
         if chosen is None:
             return
         self._retrieval_heads = chosen.to(self.ranks.device)
-        factors = initial_scaling_factors(self.subject.facts, self.ranks.device).detach()
+        factors = initial_scaling_factors(self.loaded.facts, self.ranks.device).detach()
         # At 0 neither loss nor penalty has a gradient, so streaming heads' factors stay there.
         self._factors = (factors * self._retrieval_heads).requires_grad_()
         self._optimizer = self._new_optimizer()
 
     def _choose_retrieval_heads(self, gates: Tensor) -> Tensor | None:
         """The heads whose channels are then pruned, bool [L, H_kv, 1]; None if the method ends with heads."""
-        if self.recipe.keeps_whole_heads:
+        if self.recipe.method_row.whole_heads:
             return None
         share = self.recipe.heads.pruning_ratio
         chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
@@ -266,37 +264,32 @@ class Run:
         """
         batch_size = self.recipe.batch_size
         tasks, loss, num_tokens, num_answers = [], 0.0, 0, 0
-        failure = None
+        failure: LeanKError | None = None
         for _ in range(self.ranks.rank, batch_size, self.ranks.num_ranks):
             try:
                 sample = next(samples)
-            except LeanKError as error:  # no text of this length
+                tasks.append(sample.task)
+                num_tokens += sample.num_tokens
+                num_answers += sample.num_answer_tokens
+                with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
+                    share = self._add_gradient(sample, phase)
+                self._check_finite(share, sample)
+            except LeanKError as error:  # also: no text of this length
                 failure = error
                 break
-            tasks.append(sample.task)
-            num_tokens += sample.num_tokens
-            num_answers += sample.num_answer_tokens
-            try:
-                share = self._add_gradient(sample, phase)
-            except torch.OutOfMemoryError as error:
-                failure = self._out_of_memory(sample, error)
-                break
             loss += share.item() / batch_size
-            failure = self._check_finite(share, sample)
-            if failure is not None:
-                break
         self.ranks.check(failure)
         return tasks, (loss, num_tokens, num_answers)
 
     def _add_gradient(self, sample: TrainingSample, phase: Phase) -> Tensor:
         """A sample's loss; without its graph, which would keep the context alive beside the next one."""
-        loss = distil(self.subject.model, sample, self._student(phase), offload=self.recipe.offload_context)
+        loss = distil(self.loaded.model, sample, self._student(phase), offload=self.recipe.offload_context)
         (loss / self.recipe.batch_size).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _student(self, phase: Phase) -> Student:
         if phase.stage == 0:
-            facts = self.subject.facts
+            facts = self.loaded.facts
             shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
             return Student(self._windows, self._factors.new_ones(shape), gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
@@ -305,11 +298,11 @@ class Run:
         kept = straight_through(self._factors, self._channel_mask)
         return Student(self._windows, kept, self._channel_mask.any(-1))
 
-    def _check_finite(self, loss: Tensor, sample: TrainingSample) -> LeanKError | None:
+    def _check_finite(self, loss: Tensor, sample: TrainingSample) -> None:
         gradient = self._factors.grad
         if gradient is not None and bool(torch.isfinite(loss) & torch.isfinite(gradient).all()):
-            return None
-        return LeanKError(
+            return
+        raise LeanKError(
             f"step {self.step + 1}: the loss is {loss.item()} and not finite, or its gradient is not "
             f"({_describe(sample)}); the state before this step is saved",
             hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`; else lower "
@@ -317,7 +310,7 @@ class Run:
             exit_code=1,
         )
 
-    def _out_of_memory(self, sample: TrainingSample, error: Exception) -> LeanKError:
+    def _memory_hint(self, sample: TrainingSample) -> str:
         remedies = ["lower `data.max_length`"]
         if len(sample.questions) > 1:
             remedies.append("lower `data.questions_per_context`")
@@ -325,12 +318,31 @@ class Run:
             remedies.append("keep the context in host memory by `--set offload_context=true`")
         if self.recipe.model.device_map is None and torch.cuda.device_count() > 1:
             remedies.append("spread the model over all GPUs by `--set model.device_map=auto`")
-        return LeanKError(
-            f"step {self.step + 1}: memory does not suffice for {_describe(sample)}: {first_line(error)}; "
-            "the state before this step is saved",
-            hint="; or ".join(remedies),
-            exit_code=1,
-        )
+        return "; or ".join(remedies) + "; the state before this step is saved"
+
+
+def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts) -> MaskProvenance:
+    """Say where a mask comes from.
+
+    Args:
+        recipe: What it was made by.
+        pruning_ratio: Which of the recipe's ratios it is for.
+        model: What the user called the model.
+        facts: The model's facts.
+    """
+    windows = recipe.windows
+    return MaskProvenance.for_model(
+        model_name(model),
+        facts,
+        method=recipe.method,
+        sink_size=windows.sink_size,
+        recent_size=windows.recent_size,
+        flush_size=windows.flush_size,
+        pruning_ratio_asked=pruning_ratio,
+        width_multiple=recipe.width_unit(facts.head_dim),
+        recipe=recipe.text,
+        seed=recipe.seed,
+    )
 
 
 def _describe(sample: TrainingSample) -> str:

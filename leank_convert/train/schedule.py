@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from leank_convert.recipe import Recipe
-from leank_convert.train.objective import learning_rate_factor
+from leank_convert.train.scaling import learning_rate_factor
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,14 @@ class Schedule:
         heads, stage1, stage2 = recipe.heads, recipe.stage1, recipe.stage2
         phases: list[Phase] = []
         stop = 0
-        if recipe.learns_gates:
+        if "gates" in recipe.trains:
             phases.append(Phase(0, None, 0, heads.steps, 0, heads.learning_rate, heads.l1_weight))
             stop = heads.steps
-        if not recipe.keeps_whole_heads:
+        if "stage1" in recipe.trains:
             phases.append(Phase(1, None, stop, stage1.steps, stop, stage1.learning_rate, stage1.l1_weight))
-            stop = first_draw = stop + stage1.steps
+            stop += stage1.steps
+        if "stage2" in recipe.trains:
+            first_draw = stop
             for ratio in recipe.pruning_ratios:
                 phases.append(Phase(2, ratio, stop, stage2.steps, first_draw, stage2.learning_rate, 0.0))
                 stop += stage2.steps

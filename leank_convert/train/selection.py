@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError
+from leank_convert.recipe import Recipe
 
 
 def select_channels(
@@ -88,6 +89,24 @@ def select_channels(
             hint="lower `width_multiple` or `pruning_ratio`, or choose `budget: global`",
         )
     return _ranks(factors) < widths[..., None]
+
+
+def select_for(recipe: Recipe, scores: Tensor, pruning_ratio: float) -> Tensor:
+    """Choose the channels of one of a recipe's ratios, by its rules.
+
+    Args:
+        recipe: Its multiple, rounding, cap and budget.
+        scores: As in `select_channels`.
+        pruning_ratio: Which of its ratios.
+    """
+    return select_channels(
+        scores,
+        pruning_ratio=pruning_ratio,
+        width_multiple=recipe.width_unit(scores.shape[-1]),
+        max_width=recipe.max_width,
+        rounding=recipe.rounding,
+        budget=recipe.resolved_budget,
+    )
 
 
 def _ranks(factors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The resumable state of a run: one file, replaced whole.
+"""The files of a run, and its resumable state: one of them, replaced whole.
 
 There is no random state in it: a step's sample is a function of the recipe's seed and the step, and nothing
 else in training is random.
@@ -20,9 +20,10 @@ from torch import Tensor
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
+from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.recipe import HeadsSection, Recipe
+from leank_convert.train.model import LoadedModel
 from leank_convert.train.schedule import Schedule
-from leank_convert.train.subject import Subject
 
 STATE_FILE_NAME = "training_state.safetensors"
 
@@ -40,6 +41,68 @@ _FREE_SETTINGS = (
     "trackers",
 )
 _GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)
+
+
+@dataclass(frozen=True)
+class TrainingDirectory:
+    """The files of a run under `out/`.
+
+    Args:
+        out: The output folder; with one asked ratio it later becomes the checkpoint.
+    """
+
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        """Log, events, report, recipe, state."""
+        return self.out / "leank"
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.folder / "recipe.yaml"
+
+    @property
+    def state(self) -> Path:
+        """The resumable state."""
+        return self.folder / "state" / STATE_FILE_NAME
+
+    @property
+    def pattern(self) -> Path:
+        """The heads' gates, of a method that has them."""
+        return self.folder / "heads"
+
+    @property
+    def mask(self) -> Path:
+        """The result."""
+        return self.out / MASK_FILE_NAME
+
+    def check_usable(self, recipe: Recipe, *, resume: bool) -> None:
+        """Refuse to begin where there is a run, and to go on with a method that saves no state.
+
+        Raises:
+            LeanKError: If it is either.
+        """
+        if resume and not recipe.trains:
+            raise LeanKError(
+                f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
+                hint="leave `--resume` out: the method begins anew, in seconds to minutes",
+            )
+        if not resume and self.folder.exists():
+            raise LeanKError(
+                f"`{self.folder}` already holds a training run",
+                hint="go on with it by `--resume`, or train into another folder"
+                if recipe.trains
+                else "choose another folder; `leank-convert export` makes a checkpoint of the mask in it",
+            )
+
+    def results(self, recipe: Recipe) -> dict[float, TrainingDirectory]:
+        """Where the mask of each asked ratio goes: `out/`, or `out/ratio-0.5/` and its like of several."""
+        ratios = recipe.pruning_ratios
+        if len(ratios) == 1:
+            return {ratios[0]: self}
+        return {ratio: TrainingDirectory(self.out / f"ratio-{ratio}") for ratio in ratios}
 
 
 @dataclass(frozen=True)
@@ -65,14 +128,14 @@ class TrainingState:
     gates: Tensor | None = None
 
 
-def fingerprint_run(recipe: Recipe, subject: Subject, samples: SampleSource) -> dict[str, str]:
+def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) -> dict[str, str]:
     """Everything that the result depends on: recipe, model and data."""
     settings = _flatten(recipe.model_dump(mode="json"))
-    for key in _FREE_SETTINGS if recipe.has_gates else (*_FREE_SETTINGS, *_GATE_SETTINGS):
+    for key in _FREE_SETTINGS if recipe.method_row.has_gates else (*_FREE_SETTINGS, *_GATE_SETTINGS):
         settings.pop(key, None)
     found = {f"recipe: {key}": value for key, value in settings.items()}
-    found |= {f"model: config.json: {key}": value for key, value in _flatten(subject.config).items()}
-    found["model: weights"] = subject.weights_digest[:16]
+    found |= {f"model: config.json: {key}": value for key, value in _flatten(loaded.config).items()}
+    found["model: weights"] = loaded.weights_digest[:16]
     if Schedule(recipe).num_steps:
         found["data: first sample and haystack"] = samples.fingerprint()
     return found

@@ -8,7 +8,13 @@ from leank_convert.data import Question
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME
-from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
+from leank_convert.train.passes import (
+    Student,
+    pack_questions,
+    run_answer_pass,
+    run_context_pass,
+    run_question_pass,
+)
 from leank_convert.windows import Windows
 from runtime import modeling_leank
 
@@ -97,7 +103,7 @@ def test_answer_pass_equals_decoding_at_flush_size_one(
         context = run_context_pass(trained, prefix)
         teacher = run_question_pass(trained, context, packed)
         windows = Windows(sink_size, recent_size)
-        student = run_answer_pass(trained, context, packed, windows, mask.double(), mask.any(-1))
+        student = run_answer_pass(trained, context, packed, Student(windows, mask.double(), mask.any(-1)))
 
         model_class = getattr(modeling_leank, f"LeanK{family}Model")
         deployed = model_class.from_pretrained(tmp_path / "out", dtype=torch.float64)

@@ -6,6 +6,7 @@ import yaml
 from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.methods import METHODS, Method
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import list_recipes, load_recipe
 
@@ -285,25 +286,28 @@ def test_reading_recipes_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("method", "budget"),
-    [
-        ("leank", "global"),
-        ("magnitude-alpha", "global"),
-        ("static-norm", "uniform"),
-        ("double-sparsity", "uniform"),
-        ("random", "uniform"),
-        ("high-frequency-ratio", "global"),
-    ],
-)
-def test_budget_is_the_methods_own_unless_one_is_given(method, budget):
-    recipe = Recipe(method=method)
-    assert recipe.budget is None
-    assert recipe.resolved_budget == budget
-    assert recipe.is_trained == (method in ("leank", "magnitude-alpha"))
-    if method != "high-frequency-ratio":
-        assert Recipe(method=method, budget="global").resolved_budget == "global"
-        assert Recipe(method=method, budget="uniform").resolved_budget == "uniform"
+def test_budget_is_the_methods_own_unless_one_is_given():
+    for method, budget in {"leank": "global", "random": "uniform", "high-frequency-ratio": "global"}.items():
+        recipe = Recipe(method=method)
+        assert recipe.budget is None
+        assert recipe.resolved_budget == budget
+    assert Recipe(method="random", budget="global").resolved_budget == "global"
+    assert Recipe(method="leank", budget="uniform").resolved_budget == "uniform"
+
+
+def test_a_method_is_a_row_of_the_table_when_the_recipe_is_checked(monkeypatch):
+    with pytest.raises(ValueError, match=r"[Ii]nput should be 'leank', .* or 'duo-attention\+leank'"):
+        Recipe(method="toy")
+    monkeypatch.setitem(METHODS, "toy", Method("toy", "is added by a notebook", score="toy:score"))
+    assert Recipe(method="toy").trains == ()
+    assert "toy" in Recipe.model_json_schema()["properties"]["method"]["enum"]
+
+
+def test_gates_are_trained_unless_a_pattern_brings_them():
+    heads = {"heads": {"pattern": "folder"}}
+    assert Recipe(method="duo-attention").trains == ("gates",)
+    assert Recipe(method="duo-attention", **heads).trains == ()
+    assert Recipe(method="duo-attention+leank", **heads).trains == ("stage1", "stage2")
 
 
 def test_magnitude_alpha_has_no_stage_2_whatever_the_recipe_says():

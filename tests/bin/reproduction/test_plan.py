@@ -1,11 +1,9 @@
 """The plan of experiments: complete, and without two things of one name."""
 
-from typing import get_args
-
 import pytest
 
 from bin.reproduction.plan import ON_CPU, ON_GPU, QUICK, UNALIGNED, make_plan
-from leank_convert.recipe import Method
+from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
 
@@ -22,7 +20,7 @@ def test_every_method_of_a_recipe_is_compared_at_all_ratios(plan):
     ratios = {}
     for label, ratio in plan.tables["comparison"].rows:
         ratios.setdefault(label, set()).add(ratio)
-    assert set(ratios) == {*get_args(Method), "think", "per-head-budget-dynamic", UNALIGNED}
+    assert set(ratios) == {*METHODS, "think", "per-head-budget-dynamic", UNALIGNED}
     for method, compared in ratios.items():
         # Half of the heads are gone before the combined method looks at channels.
         least = 0.5 if method == "duo-attention+leank" else 0

@@ -14,7 +14,7 @@ from bin.reproduction.experiment import reproduce
 from bin.reproduction.plan import Sizes, make_plan
 from leank_convert.errors import LeanKError
 from leank_convert.recipe_file import load_recipe
-from leank_convert.train import results as results_module
+from leank_convert.train import loop
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def done(sizes, tmp_path_factory):
     out = tmp_path_factory.mktemp("reproduce") / "out"
     with pytest.MonkeyPatch.context() as patch:
         # A mask's own report is another command's, and takes longer than its training here.
-        patch.setattr(results_module, "write_report", lambda *_: None)
+        patch.setattr(loop, "write_report", lambda *_: None)
         reproduce(out, sizes, device="cpu")
     return out
 
@@ -97,7 +97,7 @@ def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, sizes, monke
     def refuse(*args, **kwargs):
         raise AssertionError("made again")
 
-    monkeypatch.setattr(experiment, "make_masks", refuse)
+    monkeypatch.setattr(experiment, "train_masks", refuse)
     monkeypatch.setattr(answers_module, "answer_prompts", refuse)
     before = (copied / "results.json").read_text()
     (copied / "report.html").unlink()
@@ -122,14 +122,14 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, mo
     (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
-    original = experiment.make_masks
+    original = experiment.train_masks
 
-    def note(recipe, folder, **options):
+    def note(model, folder, **options):
         made.append(folder.name)
-        return original(recipe, folder, **options)
+        return original(model, folder, **options)
 
-    monkeypatch.setattr(experiment, "make_masks", note)
-    monkeypatch.setattr(results_module, "write_report", lambda *_: None)
+    monkeypatch.setattr(experiment, "train_masks", note)
+    monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")
     assert made == ["static-norm-uniform", "random-uniform", "short"]

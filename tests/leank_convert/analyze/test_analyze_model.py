@@ -80,7 +80,7 @@ def test_what_cannot_be_measured_is_refused(run, mask_file, tmp_path, arguments,
 
 def test_mask_of_another_shape_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch):
     numpy.save(tmp_path / "mask.npy", numpy.ones((4, 2, 64), dtype=bool))
-    monkeypatch.setattr("leank_convert.train.subject._load_model", lambda *_: pytest.fail("loading began"))
+    monkeypatch.setattr("leank_convert.train.model._load_weights", lambda *_: pytest.fail("loading began"))
     result = run("analyze", tmp_path / "mask.npy", "--model", "testbed")
     assert result.exit_code == 2
     assert "has shape [4, 2, 64]; model `testbed` needs [4, 4, 64]" in result.stderr

@@ -10,7 +10,7 @@ from leank_convert.mask import ChannelMask
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import DataSection
 from leank_convert.recipe_file import load_recipe
-from leank_convert.train.subject import load_subject
+from leank_convert.train.model import find_model, load_model
 
 DATA = DataSection(
     tasks=("retrieval", "multi_value", "retrieval"),
@@ -26,7 +26,8 @@ def subject():
     """The shipped model, on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield load_subject(load_recipe("quickstart"), torch.device("cpu"))
+    recipe = load_recipe("quickstart")
+    yield load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
     torch.set_num_threads(before)
 
 

@@ -56,12 +56,12 @@ def test_debug_shows_the_traceback(run, tmp_path):
 
 def test_full_disk_is_told_in_one_line(run, tmp_path, monkeypatch):
     def fill(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.csv")
+        raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.jsonl")
 
-    monkeypatch.setattr("leank_convert.methods.make_masks", fill)
+    monkeypatch.setattr("leank_convert.convert.train_masks", fill)
     result = run("train", "testbed", "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert result.stderr == "error: `out/leank/log.csv`: No space left on device\n"
+    assert result.stderr == "error: `out/leank/log.jsonl`: No space left on device\n"
 
 
 def test_misspelt_recipe_key_is_answered_with_the_right_one(run, tmp_path):
@@ -171,7 +171,7 @@ def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
-    monkeypatch.setattr("leank_convert.methods.make_masks", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
     result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "quantized" in result.stderr
@@ -226,7 +226,7 @@ def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
     assert not (out / "config.json").exists()
     assert run("export", MODEL_DIR, "-o", out).exit_code == 0
     assert (out / "config.json").exists()
-    assert (out / "leank" / "log.csv").exists()
+    assert (out / "leank" / "log.jsonl").exists()
     result = run("train", "testbed", "-o", out, *settings)
     assert result.exit_code == 2
     assert f"`{out / 'leank'}` already holds a training run" in result.stderr

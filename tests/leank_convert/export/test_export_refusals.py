@@ -178,7 +178,7 @@ def test_another_mask_in_the_folder_is_not_lost(
     source, out = source_model(), tmp_path / "out"
     trained = fitting_mask(source)
     (out / "leank").mkdir(parents=True)
-    (out / "leank" / "log.csv").write_text("step\n")
+    (out / "leank" / "log.jsonl").write_text("step\n")
     save_mask(trained, out / "channel_mask.safetensors")
     refused(
         source,
@@ -187,7 +187,7 @@ def test_another_mask_in_the_folder_is_not_lost(
         "is another mask than the one to export",
     )
     export_checkpoint(source, trained, out)
-    assert (out / "leank" / "log.csv").read_text() == "step\n"
+    assert (out / "leank" / "log.jsonl").read_text() == "step\n"
     assert verify_checkpoint(out, source).ok
 
 

@@ -1,8 +1,9 @@
 """What a method takes for a channel's worth."""
 
+from types import SimpleNamespace
+
 import torch
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.methods import scores
 from leank_convert.methods.statistics import AttentionStatistics, mean_statistics
 
@@ -14,16 +15,9 @@ def draw(seed):
     return AttentionStatistics(norms, torch.rand(shape[:2], generator=generator), products)
 
 
-def facts(**changes):
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 32,
-        "vocab_size": 10,
-    }
-    return read_model_facts({**config, **changes}, origin="tiny")
+def calibration(measured=None, seed=0):
+    """What a score reads of a `Calibration`."""
+    return SimpleNamespace(shape=(3, 2, 8), statistics=lambda: measured, recipe=SimpleNamespace(seed=seed))
 
 
 def test_every_prompt_weighs_the_same():
@@ -36,13 +30,13 @@ def test_every_prompt_weighs_the_same():
 
 def test_static_norm_and_double_sparsity_prefer_large_channels():
     measured = draw(0)
-    assert torch.equal(scores.static_norm(measured), measured.channel_norms)
-    assert torch.equal(scores.double_sparsity(measured), measured.product_magnitudes)
+    assert torch.equal(scores.static_norm(calibration(measured)), measured.channel_norms)
+    assert torch.equal(scores.double_sparsity(calibration(measured)), measured.product_magnitudes)
 
 
 def test_high_frequency_ratio_prefers_heads_of_a_low_ratio_and_no_channel_within_one():
     measured = draw(0)
-    found = scores.high_frequency_ratio(measured)
+    found = scores.high_frequency_ratio(calibration(measured))
     assert found.shape == (3, 2, 8)
     assert bool((found == found[..., :1]).all())
     worst_first = found[..., 0].flatten().argsort()
@@ -50,8 +44,8 @@ def test_high_frequency_ratio_prefers_heads_of_a_low_ratio_and_no_channel_within
 
 
 def test_random_scores_are_a_function_of_seed_and_shape():
-    found = scores.random(facts(), 5)
+    found = scores.random(calibration(seed=5))
     assert found.shape == (3, 2, 8)
-    assert torch.equal(found, scores.random(facts(), 5))
-    assert not torch.equal(found, scores.random(facts(), 6))
+    assert torch.equal(found, scores.random(calibration(seed=5)))
+    assert not torch.equal(found, scores.random(calibration(seed=6)))
     assert len(found.unique()) == found.numel()

@@ -25,7 +25,7 @@ from leank_convert.report.figures import (
     draw_width_histogram,
 )
 from leank_convert.report.mask_report import write_report
-from leank_convert.train.journal import Journal, StepRecord, read_log
+from leank_convert.train.log import StepRecord, TrainingLog, read_log
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -118,10 +118,10 @@ def make_records(ratios=(0.7,), steps=(20, 6), gpu_bytes=2_500_000_000):
 
 def write_log(folder, records):
     recipe = Recipe(trackers=())
-    with Journal(folder, recipe, num_steps=len(records), start=0, progress=False) as journal:
+    with TrainingLog(folder, recipe, num_steps=len(records), start=0, progress=False) as journal:
         for record in records:
             journal.write(record)
-    return folder / "log.csv"
+    return folder / "log.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
-from leank_convert.train.passes import run_context_pass
-from leank_convert.train.step import Student, distil
+from leank_convert.train.passes import Student, distil, run_context_pass
 from leank_convert.windows import Windows
 
 

@@ -14,9 +14,15 @@ from transformers import (
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
-from leank_convert.train.context import StoredContext
-from leank_convert.train.passes import pack_questions, run_answer_pass, run_context_pass, run_question_pass
-from leank_convert.train.step import Student, distil
+from leank_convert.train.passes import (
+    Student,
+    distil,
+    pack_questions,
+    run_answer_pass,
+    run_context_pass,
+    run_question_pass,
+)
+from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 
 FAMILIES = {
@@ -65,7 +71,7 @@ def run_passes(model, sample, windows, factors, sees=None, gates=None, *, offloa
     packed = pack_questions(sample.questions, len(sample.prefix_ids))
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
     teacher = run_question_pass(model, context, packed)
-    return teacher, run_answer_pass(model, context, packed, windows, factors, sees, gates)
+    return teacher, run_answer_pass(model, context, packed, Student(windows, factors, sees, gates))
 
 
 def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):

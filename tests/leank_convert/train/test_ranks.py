@@ -1,9 +1,7 @@
 """Several processes of one run, on the CPU: they learn what one learns, and fail as one."""
 
-import csv
-import json
 import os
-import re
+import signal
 import subprocess
 import sys
 
@@ -12,156 +10,105 @@ import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
-from leank_convert.train import TrainingDirectory, train_masks
+from leank_convert.methods.make import train_mask
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.schedule import Schedule
-from leank_convert.train.state import load_state
+from leank_convert.train.state import TrainingDirectory, load_state
 
-# Arguments: recipe as JSON, model, out, what happens on which rank at which step.
+# What launchers are needed for: the rest forks its processes.
 RUN = """
-import json, os, pathlib, signal, sys
-import torch
-torch.set_num_threads(1)
-import leank_convert.train.loop as loop
-from leank_convert.errors import LeanKError
-from leank_convert.recipe import Recipe
-from leank_convert.train import run, train_masks
-
-recipe, model, out, event, rank, at = sys.argv[1:]
-advance = run.Run.advance
-
-def eventful(self, samples):
-    if event and (self.ranks.rank, self.step) == (int(rank), int(at)):
-        if event == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif event == "memory":
-            run.distil = exhaust
-        else:
-            samples = draw_nothing()
-    return advance(self, samples)
-
-def exhaust(*given, **options):
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-def draw_nothing():
-    raise LeanKError("no sample")
-    yield
-
-run.Run.advance = eventful
-try:
-    options = {"resume": True} if pathlib.Path(out).exists() else {}
-    masks = train_masks(
-        Recipe(**json.loads(recipe)), pathlib.Path(out), progress=False, device="cpu", model_override=model,
-        **options,
-    )
-    print("masks", len(masks), flush=True)
-except LeanKError as error:
-    print("told:", error, flush=True)
-    sys.exit(error.exit_code)
+import pathlib, sys
+from leank_convert.methods.make import train_masks
+model, out, recipe = sys.argv[1:]
+print("masks", len(train_masks(model, out, recipe=recipe, device="cpu", progress=False)), flush=True)
 """
+EVENTS = {"signal": 143, "memory": 1, "sample": 2}
 
 
-def launch(recipe, model, out, *, ranks=2, event="", rank=0, at=0):
-    script = out.parent / "run.py"
-    script.write_text(RUN)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        ranks,
-        script,
-    ]
-    arguments = [json.dumps(recipe.model_dump(mode="json")), model, out, event, rank, at]
-    return subprocess.run(
-        [str(part) for part in (*command, *arguments)],
+@pytest.fixture(scope="module")
+def recipe(short_recipe):
+    return short_recipe(batch_size=2, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
+
+
+@pytest.fixture(scope="module")
+def alone(recipe, retriever_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "alone"
+    train_mask(retriever_folder, out, recipe=recipe, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def ended(recipe, run_forked, tmp_path_factory):
+    """Runs of two ranks, and what happens to the second: by event, exit codes and outputs, and the folder."""
+    folder = tmp_path_factory.mktemp("ended")
+    refused = {"mask": {"mask": "a.pth"}, "width": {"width_multiple": 32}, "uneven": {"batch_size": 3}}
+    happens = {"ranks": 2, "rank": 1, "at": 3, "signal": signal.SIGTERM}
+    jobs = {event: {**happens, "event": event, "out": folder / event} for event in EVENTS}
+    for name, changes in refused.items():
+        changed = recipe.model_copy(update=changes).model_dump(mode="json")
+        jobs[name] = {"ranks": 2, "out": folder / name, "recipe": changed}
+    results = run_forked(recipe, *jobs.values())
+    return {name: (ranks, jobs[name]["out"]) for name, ranks in zip(jobs, results, strict=True)}
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_samples(
+    recipe, alone, retriever_folder, tmp_path, read_log
+):
+    out = tmp_path / "two"
+    (tmp_path / "run.py").write_text(RUN)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, tmp_path / "run.py", retriever_folder, out, tmp_path / "recipe.yaml"],
         check=False,
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-@pytest.fixture
-def recipe(short_recipe):
-    return short_recipe(batch_size=2, stage1={"steps": 4, "learning_rate": 0.1}, stage2={"steps": 3})
-
-
-@pytest.fixture
-def alone(recipe, retriever_folder, tmp_path):
-    out = tmp_path / "alone"
-    train_masks(recipe, out, progress=False, model_override=str(retriever_folder))
-    return out
-
-
-def read_log(out):
-    with (out / "leank" / "log.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_two_ranks_learn_what_one_learns_from_the_same_samples(recipe, alone, retriever_folder, tmp_path):
-    out = tmp_path / "two"
-    done = launch(recipe, retriever_folder, out)
     assert done.returncode == 0, done.stderr
-    # The first rank has the mask and writes all files; the other returns nothing.
-    assert sorted(done.stdout.split("\n")) == ["", "masks 0", "masks 1"]
+    # Both have the mask, and the first writes all files.
+    assert done.stdout.split("\n") == ["masks 1", "masks 1", ""]
     expected, found = (load_mask(TrainingDirectory(folder).mask) for folder in (alone, out))
     torch.testing.assert_close(found.scaling_factors, expected.scaling_factors, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.channel_mask, expected.channel_mask)
     for ours, theirs in zip(read_log(out), read_log(alone), strict=True):
-        assert (ours["num_tokens"], ours["num_answer_tokens"]) == (
-            theirs["num_tokens"],
-            theirs["num_answer_tokens"],
-        )
-        assert float(ours["distillation"]) == pytest.approx(float(theirs["distillation"]), rel=1e-4)
+        assert ours["num_tokens"] == theirs["num_tokens"]
+        assert ours["num_answer_tokens"] == theirs["num_answer_tokens"]
+        assert ours["distillation"] == pytest.approx(theirs["distillation"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("event", "rank", "code"), [("signal", 1, 143), ("memory", 1, 1), ("sample", 1, 2)])
-def test_what_ends_one_rank_ends_all_with_the_state_saved(
-    event, rank, code, recipe, alone, retriever_folder, tmp_path
-):
-    out = tmp_path / "two"
-    ended = launch(recipe, retriever_folder, out, event=event, rank=rank, at=3)
-    assert ended.returncode != 0
-    told = re.findall("told: (.*)", ended.stdout)
-    steps = 4 if event == "signal" else 3
-    if event == "signal":
-        assert told == [
-            f"rank 1: SIGTERM ended the run; its state is saved in `{out / 'leank'}` at step 4 of 7"
-        ]
-    else:
-        assert len(told) == 1
-        message = "no sample" if event == "sample" else "step 4: memory does not suffice"
-        assert told[0].startswith(f"rank 1: {message}")
-    assert re.search(rf"exitcode\s*: {code}", ended.stderr)
-    assert load_state(TrainingDirectory(out).state).step == steps
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_ends_one_rank_ends_all_with_the_state_saved(event, ended, recipe, alone, retriever_folder):
+    [(first_code, first), (second_code, second)], out = ended[event]
+    assert first_code == second_code == EVENTS[event], (first, second)
+    told = {
+        "signal": f"SIGTERM ended the run; its state is saved in `{out / 'leank'}` at step 4 of 7",
+        "memory": "memory does not suffice for step 4",
+        "sample": "no sample",
+    }
+    assert first.startswith(f"told: rank 1: {told[event]}")
+    assert "told:" not in second
+    assert load_state(TrainingDirectory(out).state).step == (4 if event == "signal" else 3)
     # Another number of ranks may go on with it.
-    train_masks(recipe, out, resume=True, progress=False, model_override=str(retriever_folder))
-    expected, found = (load_mask(TrainingDirectory(folder).mask) for folder in (alone, out))
+    found = train_mask(retriever_folder, out, recipe=recipe, resume=True, progress=False)
+    expected = load_mask(TrainingDirectory(alone).mask)
     torch.testing.assert_close(found.scaling_factors, expected.scaling_factors, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_of_the_first_rank_is_told_once(recipe, retriever_folder, tmp_path):
-    ended = launch(recipe.model_copy(update={"mask": "a.pth"}), retriever_folder, tmp_path / "out")
-    assert ended.returncode != 0
-    assert len(re.findall("told: the recipe has `mask: a.pth`", ended.stdout)) == 1
-
-
-def test_an_error_that_all_ranks_meet_is_told_once(recipe, retriever_folder, tmp_path):
-    wide = recipe.model_copy(update={"width_multiple": 32})
-    ended = launch(wide, retriever_folder, tmp_path / "out")
-    assert ended.returncode != 0
-    assert re.findall("told: (.*)", ended.stdout)[0].startswith("`width_multiple` 32 exceeds")
-    assert ended.stdout.count("told:") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_batch_that_cannot_be_shared_is_refused(recipe, retriever_folder, tmp_path):
-    uneven = recipe.model_copy(update={"batch_size": 3})
-    ended = launch(uneven, retriever_folder, tmp_path / "out")
-    assert "`batch_size` 3 cannot be shared evenly by 2 processes" in ended.stdout
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mask", "the recipe has `mask: a.pth`"),  # only the first looks
+        ("width", "`width_multiple` 32 exceeds"),  # all meet it
+        ("uneven", "`batch_size` 3 cannot be shared evenly by 2 processes"),
+    ],
+)
+def test_what_is_refused_is_told_once(name, message, ended):
+    [(first_code, first), (second_code, second)], out = ended[name]
+    assert (first_code, second_code) == (2, 2)
+    assert first.startswith(f"told: {message}")
+    assert "told:" not in second
+    assert not out.exists()
 
 
 def test_one_device_for_several_processes_is_refused(monkeypatch):

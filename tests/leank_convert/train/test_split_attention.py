@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from leank_convert.train import fused
-from leank_convert.train.context import StoredContext
-from leank_convert.train.split_attention import plan_regions, split_attention
+from leank_convert.train.split_attention import StoredContext, plan_regions, split_attention
 from leank_convert.windows import Windows
 
 

@@ -1,5 +1,8 @@
 """A whole short run: what it leaves behind, and what it refuses."""
 
+import shutil
+import sys
+
 import pytest
 import torch
 import yaml
@@ -7,26 +10,24 @@ import yaml
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
+from leank_convert.methods import make
+from leank_convert.methods.make import train_mask, train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
-from leank_convert.train import TrainingDirectory, run, step
+from leank_convert.train import passes, selection
 from leank_convert.train.selection import select_channels
-from leank_convert.train.state import load_state
+from leank_convert.train.state import TrainingDirectory, load_state
 
 
-def test_run_leaves_a_mask_a_log_events_a_report_and_the_resolved_recipe(
-    train_one, short_recipe, retriever_folder, tmp_path
-):
-    recipe = short_recipe()
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
-    folder = tmp_path / "leank"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["channel_mask.safetensors", "leank"]
+def test_run_leaves_a_mask_a_log_a_report_and_the_resolved_recipe(finished, short_recipe):
+    assert sorted(path.name for path in finished.iterdir()) == ["channel_mask.safetensors", "leank"]
+    folder = finished / "leank"
+    left = ["log.jsonl", "recipe.yaml", "report.html", "state"]
+    assert sorted(path.name for path in folder.iterdir()) == left
     assert "<html" in (folder / "report.html").read_text()
-    assert Recipe(**yaml.safe_load((folder / "recipe.yaml").read_text())).model_dump() == recipe.model_dump()
+    resolved = Recipe(**yaml.safe_load((folder / "recipe.yaml").read_text()))
+    assert resolved.model_dump() == short_recipe().model_dump()
     assert [path.name for path in (folder / "state").iterdir()] == ["training_state.safetensors"]
-    saved = load_mask(tmp_path / "channel_mask.safetensors")
-    assert torch.equal(saved.channel_mask, mask.channel_mask)
-    assert torch.equal(saved.scaling_factors, mask.scaling_factors)
 
 
 def test_mask_is_the_selection_from_the_final_factors_with_provenance(
@@ -36,10 +37,11 @@ def test_mask_is_the_selection_from_the_final_factors_with_provenance(
         "# a note\nmodel: {id: retriever}\nwidth_multiple: 4\npruning_ratio: 0.6\n"
         "windows: {sink_size: 4, recent_size: 16, flush_size: 2}\nseed: 5\n"
         "data: {wording: testbed, min_length: 200, max_length: 220}\nstage1: {steps: 3}\nstage2: {steps: 2}\n"
+        "trackers: []\n"
     )
     (tmp_path / "r.yaml").write_text(text)
     monkeypatch.chdir(retriever_folder.parent)
-    mask = train_one(load_recipe(tmp_path / "r.yaml"), tmp_path / "out")
+    mask = train_one(tmp_path / "r.yaml", tmp_path / "out", model="retriever")
     expected = select_channels(mask.scaling_factors, pruning_ratio=0.6, width_multiple=4)
     assert torch.equal(mask.channel_mask, expected)
     known = mask.provenance
@@ -49,41 +51,25 @@ def test_mask_is_the_selection_from_the_final_factors_with_provenance(
     assert (known.num_hidden_layers, known.num_attention_heads, known.num_key_value_heads) == (2, 4, 2)
 
 
-def test_log_has_a_row_per_step_of_both_stages(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path, testbed_tokenizer
-):
-    recipe = short_recipe()
-    train_one(recipe, tmp_path, model_override=str(retriever_folder))
-    rows = read_log(tmp_path)
-    assert [int(row["step"]) for row in rows] == list(range(1, 14))
-    assert [row["stage"] for row in rows] == ["1"] * 7 + ["2"] * 6
+def test_log_has_a_row_per_step_of_both_stages(finished, short_recipe, read_log, testbed_tokenizer):
+    recipe, rows = short_recipe(), read_log(finished)
+    assert [row["step"] for row in rows] == list(range(1, 14))
+    assert [row["stage"] for row in rows] == [1] * 7 + [2] * 6
     assert [row["task"] for row in rows[:3]] == ["retrieval", "multi_value", "retrieval"]
-    assert all(150 <= int(row["num_tokens"]) <= 280 for row in rows)
     # A fresh sample at every step, in stage 2 too.
     samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)
-    assert [int(row["num_tokens"]) for row in rows] == [samples.draw(step).num_tokens for step in range(13)]
-    assert all(float(row["distillation"]) >= 0 for row in rows)
-    assert {row["pruning_ratio"] for row in rows[:7]} == {""}
-    assert all(0.6 < float(row["pruning_ratio"]) < 0.8 for row in rows[7:])
-    assert float(rows[0]["mean_factor"]) == 1
-    assert float(rows[0]["distillation"]) < 1e-10
+    assert [row["num_tokens"] for row in rows] == [samples.draw(step).num_tokens for step in range(13)]
+    assert all(row["distillation"] >= 0 for row in rows)
+    assert {row["pruning_ratio"] for row in rows[:7]} == {None}
+    assert all(0.6 < row["pruning_ratio"] < 0.8 for row in rows[7:])
+    assert rows[0]["mean_factor"] == 1
+    assert rows[0]["distillation"] < 1e-10
     # Half of stage 1's rate, and each stage with its own ramp.
-    assert float(rows[3]["learning_rate"]) == pytest.approx(0.1)
-    assert float(rows[-1]["learning_rate"]) == pytest.approx(0.05 / 1.2)
+    assert rows[3]["learning_rate"] == pytest.approx(0.1)
+    assert rows[-1]["learning_rate"] == pytest.approx(0.05 / 1.2)
 
 
-def test_tensorboard_reads_the_events(train_one, short_recipe, retriever_folder, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    train_one(short_recipe(), tmp_path, model_override=str(retriever_folder))
-    events = EventAccumulator(str(tmp_path / "leank" / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("stage1/distillation")] == list(range(1, 8))
-    assert [e.step for e in events.Scalars("stage2/pruning_ratio")] == list(range(8, 14))
-
-
-def test_heads_that_leave_and_enter_are_logged(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path, monkeypatch
-):
+def test_heads_that_leave_and_enter_are_logged(train_one, read_log, short_recipe, tmp_path, monkeypatch):
     """Head 0.1 is made to lose its channels in stage 2's second step and to have them back in the third."""
     calls = 0
 
@@ -96,48 +82,47 @@ def test_heads_that_leave_and_enter_are_logged(
             mask[0, 1] = False
         return mask
 
-    monkeypatch.setattr(run, "select_channels", scripted)
-    train_one(short_recipe(stage1={"steps": 0}), tmp_path, model_override=str(retriever_folder))
+    monkeypatch.setattr(selection, "select_channels", scripted)
+    train_one(short_recipe(stage1={"steps": 0}), tmp_path)
     rows = read_log(tmp_path)
     assert [row["heads_leaving"] for row in rows] == ["", "0.1", "", "", "", ""]
     assert [row["heads_entering"] for row in rows] == ["", "", "0.1", "", "", ""]
-    assert [row["empty_heads"] for row in rows] == ["0", "1", "0", "0", "0", "0"]
+    assert [row["empty_heads"] for row in rows] == [0, 1, 0, 0, 0, 0]
 
 
 def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path
+    train_one, read_log, short_recipe, tmp_path
 ):
     recipe = short_recipe(stage1={"steps": 20, "learning_rate": 0.3, "l1_weight": 5.0})
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path)
     factors = mask.scaling_factors
     assert factors.min() == 0
     assert factors.max() <= 1
-    assert float(read_log(tmp_path)[19]["mean_factor"]) < 0.5
+    assert read_log(tmp_path)[19]["mean_factor"] < 0.5
 
 
-def test_stage_two_is_clamped_too(train_one, short_recipe, retriever_folder, tmp_path):
+def test_stage_two_is_clamped_too(train_one, short_recipe, tmp_path):
     recipe = short_recipe(
         stage1={"steps": 3, "learning_rate": 0.1}, stage2={"steps": 6, "learning_rate": 0.9}
     )
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path)
     assert mask.scaling_factors.min() == 0
     assert mask.scaling_factors.max() == 1
 
 
 def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
+    train_one, short_recipe, tmp_path, monkeypatch
 ):
     """Straight through for heads that see the middle; neither gradient nor penalty for those that do not."""
     kept = torch.zeros(2, 2, 16, dtype=torch.bool)
     kept[0, 0, :4] = kept[1, 1, 8:] = True
-    monkeypatch.setattr(run, "select_channels", lambda factors, **_: kept)
+    monkeypatch.setattr(selection, "select_channels", lambda factors, **_: kept)
     before, after = (
         train_one(
             short_recipe(
                 stage1={"steps": 7, "learning_rate": 0.03}, stage2={"steps": steps, "learning_rate": 0.01}
             ),
             tmp_path / str(steps),
-            model_override=str(retriever_folder),
         ).scaling_factors
         for steps in (0, 4)
     )
@@ -148,19 +133,17 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
     assert not moved[1, 0].any()
 
 
-def test_budget_rounding_never_ends_below_the_asked_ratio(
-    train_one, short_recipe, retriever_folder, tmp_path
-):
+def test_budget_rounding_never_ends_below_the_asked_ratio(train_one, short_recipe, tmp_path):
     recipe = short_recipe(rounding="budget", pruning_ratio=0.55)
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path)
     assert mask.pruning_ratio == 1 - 28 / 64  # 28.8 of 64 channels, in fours
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path, monkeypatch
+    train_one, finished_mask, read_log, short_recipe, tmp_path, monkeypatch
 ):
     steps = 0
-    original = step.distillation_loss
+    original = passes.distillation_loss
 
     def failing(*given):
         nonlocal steps
@@ -169,63 +152,76 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
 
     recipe = short_recipe()
     with monkeypatch.context() as patched:
-        patched.setattr(step, "distillation_loss", failing)
+        patched.setattr(passes, "distillation_loss", failing)
         with pytest.raises(LeanKError, match=r"step 5: the loss is nan and not finite") as caught:
-            train_one(recipe, tmp_path / "a", model_override=str(retriever_folder))
+            train_one(recipe, tmp_path)
     assert caught.value.exit_code == 1
-    state = load_state(TrainingDirectory(tmp_path / "a").state)
+    state = load_state(TrainingDirectory(tmp_path).state)
     assert state.step == 4
     assert torch.isfinite(state.scaling_factors).all()
-    assert len(read_log(tmp_path / "a")) == 4
-    train_one(recipe, tmp_path / "a", resume=True, model_override=str(retriever_folder))
-    train_one(recipe, tmp_path / "b", model_override=str(retriever_folder))
-    assert (tmp_path / "a/channel_mask.safetensors").read_bytes() == (
-        tmp_path / "b/channel_mask.safetensors"
-    ).read_bytes()
+    assert len(read_log(tmp_path)) == 4
+    resumed = train_one(recipe, tmp_path, resume=True)
+    assert torch.equal(resumed.scaling_factors, finished_mask.scaling_factors)
 
 
 def test_config_overrides_apply_to_the_model_and_the_provenance(
-    train_one, short_recipe, retriever_folder, tmp_path
+    train_one, finished_mask, short_recipe, tmp_path
 ):
     overrides = {
         "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
     }
-    plain = train_one(short_recipe(), tmp_path / "a", model_override=str(retriever_folder))
     recipe = short_recipe(model={"config_overrides": overrides})
-    yarn = train_one(recipe, tmp_path / "b", model_override=str(retriever_folder))
+    yarn = train_one(recipe, tmp_path)
     assert yarn.provenance.rope_parameters["rope_type"] == "yarn"
     assert yarn.provenance.rope_parameters["factor"] == 2.0
-    assert plain.provenance.rope_parameters["rope_type"] == "default"
-    assert not torch.equal(plain.scaling_factors, yarn.scaling_factors)
+    assert finished_mask.provenance.rope_parameters["rope_type"] == "default"
+    assert not torch.equal(finished_mask.scaling_factors, yarn.scaling_factors)
 
 
-def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, retriever_folder, tmp_path):
+def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, tmp_path):
     recipe = short_recipe(model={"dtype": "bfloat16"})
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path)
     assert mask.scaling_factors.dtype == torch.float32
     assert (mask.scaling_factors != mask.scaling_factors.bfloat16()).any()
 
 
-def test_progress_goes_to_stderr_alone(train_one, short_recipe, retriever_folder, tmp_path, capfd):
-    train_one(short_recipe(), tmp_path, progress=True, model_override=str(retriever_folder))
+def test_progress_goes_to_stderr_alone(train_one, short_recipe, tmp_path, capfd):
+    train_one(short_recipe(stage1={"steps": 0}), tmp_path, progress=True)
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert "13/13" in captured.err
+    assert "6/6" in captured.err
     assert "pruned" in captured.err
 
 
-def test_mask_of_a_checkpoint_is_left_to_the_export(train_one, short_recipe, retriever_folder, tmp_path):
+def test_mask_of_a_checkpoint_is_left_to_the_export(
+    train_one, finished, finished_mask, short_recipe, tmp_path
+):
     """config.json holds the mask's digest; a resumed run returns what it would have written."""
-    recipe = short_recipe()
-    model = str(retriever_folder)
-    first = train_one(recipe, tmp_path, model_override=model)
-    (tmp_path / "config.json").write_text("{}")
-    path = tmp_path / "channel_mask.safetensors"
+    recipe, out = short_recipe(), shutil.copytree(finished, tmp_path / "out")
+    (out / "config.json").write_text("{}")
+    path = out / "channel_mask.safetensors"
     path.write_bytes(b"with other provenance")
-    again = train_one(recipe, tmp_path, resume=True, model_override=model)
+    again = train_one(recipe, out, resume=True)
     assert path.read_bytes() == b"with other provenance"
-    assert torch.equal(again.channel_mask, first.channel_mask)
-    (tmp_path / "config.json").unlink()
-    train_one(recipe, tmp_path, resume=True, model_override=model)
-    assert torch.equal(load_mask(path).channel_mask, first.channel_mask)
+    assert torch.equal(again.channel_mask, finished_mask.channel_mask)
+    (out / "config.json").unlink()
+    train_one(recipe, out, resume=True)
+    assert torch.equal(load_mask(path).channel_mask, finished_mask.channel_mask)
+
+
+def test_the_recipe_is_an_object_a_file_a_name_or_the_models_own(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(make, "train", lambda model, recipe, *_, **__: asked.append(recipe) or sys.exit())
+    recipe = load_recipe("quickstart")
+    (tmp_path / "mine.yaml").write_text("seed: 7\n")
+    for given in (recipe, "quickstart", None, tmp_path / "mine.yaml"):
+        with pytest.raises(SystemExit):
+            train_masks("testbed", tmp_path / "out", recipe=given)
+    assert asked[:3] == [recipe] * 3
+    assert asked[3].seed == 7
+
+
+def test_one_mask_is_not_asked_of_a_recipe_of_several(short_recipe, tmp_path):
+    with pytest.raises(LeanKError, match=r"asks for 2 masks, by `pruning_ratio` \[0.5, 0.7\]"):
+        train_mask("testbed", tmp_path / "out", recipe=short_recipe(pruning_ratio=[0.5, 0.7]))

@@ -6,31 +6,24 @@ import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.train import loop, step
+from leank_convert.train import model, passes
 
 
-def test_data_longer_than_the_models_positions_is_refused(
-    train_one, short_recipe, retriever_folder, tmp_path
-):
+def test_data_longer_than_the_models_positions_is_refused(train_one, short_recipe, tmp_path):
     recipe = short_recipe(data={"wording": "testbed", "min_length": 200, "max_length": 513})
     with pytest.raises(LeanKError, match=r"`data.max_length` 513 exceeds the 512 positions") as caught:
-        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out")
     assert "config_overrides" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
 
 def test_length_without_room_for_a_task_is_refused_before_anything_is_written(
-    train_one, short_recipe, retriever_folder, tmp_path
+    train_one, short_recipe, tmp_path
 ):
     recipe = short_recipe(data={"wording": "testbed", "min_length": 64, "max_length": 500})
     with pytest.raises(LeanKError, match="no sample of 64 tokens"):
-        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_recipe_without_a_model_is_refused(train_one, short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match="names no model"):
-        train_one(short_recipe(), tmp_path / "out")
 
 
 def test_unsupported_family_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
@@ -39,7 +32,7 @@ def test_unsupported_family_is_refused(train_one, short_recipe, retriever_folder
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     with pytest.raises(LeanKError, match="unknown architecture"):
-        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
 
 
 def test_model_with_a_tensor_missing_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
@@ -51,24 +44,21 @@ def test_model_with_a_tensor_missing_is_refused(train_one, short_recipe, retriev
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LeanKError, match=r"`model.layers.1.self_attn.k_proj.weight`"):
-        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
 
 
 def test_model_without_tokenizer_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((retriever_folder / name).read_bytes())
     with pytest.raises(LeanKError, match="tokenizer of model"):
-        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
 
 
-def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(
-    train_one, short_recipe, retriever_folder, tmp_path
-):
+def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(train_one, short_recipe, tmp_path):
     with pytest.raises(LeanKError, match="`width_multiple` 32 exceeds"):
         train_one(
             short_recipe(width_multiple=32),
             tmp_path / "out",
-            model_override=str(retriever_folder),
         )
     assert not (tmp_path / "out").exists()
 
@@ -85,11 +75,11 @@ def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(
 )
 @pytest.mark.filterwarnings("ignore")
 def test_config_that_transformers_refuses_is_told_with_the_overrides(
-    train_one, overrides, reason, short_recipe, retriever_folder, tmp_path
+    train_one, overrides, reason, short_recipe, tmp_path
 ):
     recipe = short_recipe(model={"config_overrides": overrides})
     with pytest.raises(LeanKError, match=f"^the config of model `.*` is refused: {reason}") as caught:
-        train_one(recipe, tmp_path / "out", model_override=str(retriever_folder))
+        train_one(recipe, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert caught.value.hint == f"see `model.config_overrides` (`{next(iter(overrides))}`)"
     assert not (tmp_path / "out").exists()
@@ -101,20 +91,18 @@ def test_config_of_other_weights_is_refused(train_one, short_recipe, retriever_f
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     with pytest.raises(LeanKError, match=r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"):
-        train_one(short_recipe(), tmp_path / "out", model_override=str(tmp_path))
+        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
 
 
 def test_weights_that_cannot_be_read_are_refused(
     train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
 ):
     """The shard is cut between the check of its header and its reading."""
-    from leank_convert.train import subject
-
     folder = tmp_path / "cut"
     folder.mkdir()
     for path in retriever_folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    original = subject.open_checkpoint
+    original = model.open_checkpoint
 
     def cut_after(path):
         opened = original(path)
@@ -122,67 +110,64 @@ def test_weights_that_cannot_be_read_are_refused(
         shard.write_bytes(shard.read_bytes()[:-100])
         return opened
 
-    monkeypatch.setattr(subject, "open_checkpoint", cut_after)
+    monkeypatch.setattr(model, "open_checkpoint", cut_after)
     with pytest.raises(LeanKError, match=r"the weights of model `.*cut` cannot be read: ."):
-        train_one(short_recipe(), tmp_path / "out", model_override=str(folder))
+        train_one(short_recipe(), tmp_path / "out", model=folder)
 
 
-def test_device_that_cannot_be_used_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
+def test_device_that_cannot_be_used_is_refused(train_one, short_recipe, tmp_path):
     with pytest.raises(LeanKError, match="device `foo` cannot be used"):
         train_one(
             short_recipe(),
             tmp_path / "out",
             device="foo",
-            model_override=str(retriever_folder),
         )
     assert not (tmp_path / "out").exists()
 
 
-def test_recipe_with_a_mask_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
+def test_recipe_with_a_mask_is_refused(train_one, short_recipe, tmp_path):
     with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained") as caught:
         train_one(
             short_recipe(mask="a.pth"),
             tmp_path / "out",
-            model_override=str(retriever_folder),
         )
     assert "leank-convert export" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe, retriever_folder, tmp_path):
+def test_mask_of_another_origin_is_not_replaced(train_one, resume, short_recipe, tmp_path):
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
     with pytest.raises(LeanKError, match=r"channel_mask.safetensors` exists and is not of a run") as caught:
-        train_one(short_recipe(), tmp_path, resume=resume, model_override=str(retriever_folder))
+        train_one(short_recipe(), tmp_path, resume=resume)
     assert "another folder" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["channel_mask.safetensors"]
     assert path.read_bytes() == b"somebody's"
 
 
-def test_mask_laid_beside_an_unfinished_run_is_not_replaced(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
-):
-    model = str(retriever_folder)
+def test_mask_laid_beside_an_unfinished_run_is_not_replaced(train_one, short_recipe, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(step, "distillation_loss", lambda *_: torch.tensor(float("nan"), requires_grad=True))
+        patched.setattr(
+            passes, "distillation_loss", lambda *_: torch.tensor(float("nan"), requires_grad=True)
+        )
         with pytest.raises(LeanKError, match="step 1: the loss is nan"):
-            train_one(short_recipe(), tmp_path, model_override=model)
+            train_one(short_recipe(), tmp_path)
     path = tmp_path / "channel_mask.safetensors"
     path.write_bytes(b"somebody's")
     with pytest.raises(LeanKError, match="exists and is not of a run"):
-        train_one(short_recipe(), tmp_path, resume=True, model_override=model)
+        train_one(short_recipe(), tmp_path, resume=True)
     assert path.read_bytes() == b"somebody's"
 
 
 def test_weights_that_memory_does_not_hold_are_told_with_what_to_change(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
+    train_one, short_recipe, tmp_path, monkeypatch
 ):
     def exhaust(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(loop, "load_subject", exhaust)
+    monkeypatch.setattr(model, "_load_weights", exhaust)
     with pytest.raises(LeanKError, match=r"for the weights of model `.*`: CUDA out of memory") as caught:
-        train_one(short_recipe(), tmp_path / "out", model_override=str(retriever_folder))
+        train_one(short_recipe(), tmp_path / "out")
     assert "model.device_map=auto" in caught.value.hint
     assert not (tmp_path / "out").exists()

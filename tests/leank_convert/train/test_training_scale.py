@@ -13,18 +13,19 @@ import yaml
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
+from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
-from leank_convert.train import TrainingDirectory, loop, run, step, train_masks
-from leank_convert.train.state import load_state
-from leank_convert.train.subject import load_subject
+from leank_convert.train import loop, passes, run
+from leank_convert.train.model import load_model
+from leank_convert.train.state import TrainingDirectory, load_state
 
 SHORT_DATA = {"wording": "testbed", "min_length": 240, "max_length": 300}
 
 
 def test_memory_that_does_not_suffice_is_told_with_the_sample_and_what_to_change(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
+    train_one, short_recipe, tmp_path, monkeypatch
 ):
-    original, calls = step.run_question_pass, 0
+    original, calls = passes.run_question_pass, 0
 
     def failing(*given):
         nonlocal calls
@@ -34,27 +35,23 @@ def test_memory_that_does_not_suffice_is_told_with_the_sample_and_what_to_change
         return original(*given)
 
     recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 2})
-    model = str(retriever_folder)
     with monkeypatch.context() as patched:
-        patched.setattr(step, "run_question_pass", failing)
+        patched.setattr(passes, "run_question_pass", failing)
         with pytest.raises(
-            LeanKError, match=r"step 5: memory does not suffice for task `retrieval`"
+            LeanKError, match=r"memory does not suffice for step 5, task `retrieval`"
         ) as caught:
-            train_one(recipe, tmp_path / "a", model_override=model)
+            train_one(recipe, tmp_path / "a")
     assert re.search(r"\d{3} tokens of context, 2 questions: CUDA out of memory", str(caught.value))
     for key in ("data.max_length", "data.questions_per_context", "offload_context=true"):
         assert key in caught.value.hint
-    train_one(recipe, tmp_path / "a", resume=True, model_override=model)
-    train_one(recipe, tmp_path / "b", model_override=model)
+    train_one(recipe, tmp_path / "a", resume=True)
+    train_one(recipe, tmp_path / "b")
     one, other = (load_state(TrainingDirectory(tmp_path / name).state) for name in "ab")
     assert torch.equal(one.scaling_factors, other.scaling_factors)
 
 
-def test_a_step_of_several_contexts_averages_their_gradients(
-    train_one, short_recipe, retriever_folder, tmp_path
-):
+def test_a_step_of_several_contexts_averages_their_gradients(train_one, short_recipe, tmp_path):
     """After one step, Adam's `exp_avg` is a tenth of the gradient."""
-    model = str(retriever_folder)
     one_step = {"steps": 1, "learning_rate": 0.1, "l1_weight": 0.0}
 
     def gradient(seed_of_sample, batch_size):
@@ -67,18 +64,16 @@ def test_a_step_of_several_contexts_averages_their_gradients(
             patched.setattr(
                 run, "initial_scaling_factors", lambda *_: torch.full((2, 2, 16), 0.5, requires_grad=True)
             )
-            train_one(recipe, out, model_override=model)
+            train_one(recipe, out)
         return load_state(TrainingDirectory(out).state).optimizer["exp_avg"]
 
     together = gradient(0, 3)
     torch.testing.assert_close(together, sum(gradient(index, 1) for index in range(3)) / 3)
 
 
-def test_a_context_is_gone_before_the_next_one_is_run(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
-):
+def test_a_context_is_gone_before_the_next_one_is_run(train_one, short_recipe, tmp_path, monkeypatch):
     """At once: nothing waits for the garbage collector."""
-    original, contexts = step.run_context_pass, []
+    original, contexts = passes.run_context_pass, []
 
     def watching(*given, **options):
         assert not [context for context in contexts if context() is not None]
@@ -86,10 +81,10 @@ def test_a_context_is_gone_before_the_next_one_is_run(
         contexts.append(weakref.ref(context))
         return context
 
-    monkeypatch.setattr(step, "run_context_pass", watching)
+    monkeypatch.setattr(passes, "run_context_pass", watching)
     gc.disable()
     try:
-        train_one(short_recipe(batch_size=2), tmp_path, model_override=str(retriever_folder))
+        train_one(short_recipe(batch_size=2), tmp_path)
     finally:
         gc.enable()
     assert len(contexts) == 26
@@ -97,50 +92,43 @@ def test_a_context_is_gone_before_the_next_one_is_run(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_layers_on_two_devices_train_the_same_mask(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
-):
+def test_layers_on_two_devices_train_the_same_mask(train_one, short_recipe, tmp_path, monkeypatch):
     def load_spread(*given):
-        subject = load_subject(*given)
+        loaded = load_model(*given)
         places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
         places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
-        return replace(subject, model=accelerate.dispatch_model(subject.model, device_map=places))
+        return replace(loaded, model=accelerate.dispatch_model(loaded.model, device_map=places))
 
-    recipe, model = short_recipe(batch_size=2), str(retriever_folder)
+    recipe = short_recipe(batch_size=2)
     for name in ("a", "b"):
-        train_one(recipe, tmp_path / name, device="cuda", model_override=model)
-        monkeypatch.setattr(loop, "load_subject", load_spread)
+        train_one(recipe, tmp_path / name, device="cuda")
+        monkeypatch.setattr(loop, "load_model", load_spread)
     one, other = (load_state(TrainingDirectory(tmp_path / name).state) for name in "ab")
     torch.testing.assert_close(one.scaling_factors, other.scaling_factors, rtol=1e-3, atol=1e-4)
 
 
-def test_context_in_host_memory_trains_the_same_mask(train_one, short_recipe, retriever_folder, tmp_path):
-    model = str(retriever_folder)
-    first = train_one(short_recipe(), tmp_path / "a", model_override=model)
-    second = train_one(short_recipe(offload_context=True), tmp_path / "b", model_override=model)
-    assert torch.equal(first.scaling_factors, second.scaling_factors)
+def test_context_in_host_memory_trains_the_same_mask(train_one, finished_mask, short_recipe, tmp_path):
+    mask = train_one(short_recipe(offload_context=True), tmp_path)
+    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
 
 
-def test_model_spread_over_devices_trains_the_same_mask(train_one, short_recipe, retriever_folder, tmp_path):
-    model = str(retriever_folder)
-    first = train_one(short_recipe(), tmp_path / "a", model_override=model)
-    spread = short_recipe(model={"device_map": "auto"})
-    second = train_one(spread, tmp_path / "b", device="cpu", model_override=model)
-    assert torch.equal(first.scaling_factors, second.scaling_factors)
+def test_model_spread_over_devices_trains_the_same_mask(train_one, finished_mask, short_recipe, tmp_path):
+    mask = train_one(short_recipe(model={"device_map": "auto"}), tmp_path, device="cpu")
+    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
 
 
 def test_several_ratios_share_stage_one_and_are_what_each_would_be_alone(
     train_one, read_log, short_recipe, retriever_folder, tmp_path
 ):
-    model, ratios = str(retriever_folder), [0.5, 0.75]
+    ratios = [0.5, 0.75]
     masks = train_masks(
-        short_recipe(pruning_ratio=ratios), tmp_path / "all", progress=False, model_override=model
+        retriever_folder, tmp_path / "all", recipe=short_recipe(pruning_ratio=ratios), progress=False
     )
     assert list(masks) == [tmp_path / "all" / "ratio-0.5", tmp_path / "all" / "ratio-0.75"]
     rows = read_log(tmp_path / "all")
-    assert [row["pruning_ratio_asked"] for row in rows] == [""] * 7 + ["0.5"] * 6 + ["0.75"] * 6
+    assert [row["pruning_ratio_asked"] for row in rows] == [None] * 7 + [0.5] * 6 + [0.75] * 6
     for ratio, (folder, mask) in zip(ratios, masks.items(), strict=True):
-        alone = train_one(short_recipe(pruning_ratio=ratio), tmp_path / f"{ratio}", model_override=model)
+        alone = train_one(short_recipe(pruning_ratio=ratio), tmp_path / f"{ratio}")
         assert torch.equal(mask.scaling_factors, alone.scaling_factors)
         assert torch.equal(mask.channel_mask, alone.channel_mask)
         assert mask.provenance.pruning_ratio_asked == ratio
@@ -154,24 +142,24 @@ def test_several_ratios_share_stage_one_and_are_what_each_would_be_alone(
 
 def test_a_step_of_stage_one_is_not_needed_for_several_ratios(short_recipe, retriever_folder, tmp_path):
     recipe = short_recipe(pruning_ratio=[0.5, 0.75], stage1={"steps": 0}, stage2={"steps": 0})
-    masks = train_masks(recipe, tmp_path, progress=False, model_override=str(retriever_folder))
+    masks = train_masks(retriever_folder, tmp_path, recipe=recipe, progress=False)
     assert [mask.pruning_ratio for mask in masks.values()] == [0.5, 0.75]
 
 
-def test_cap_on_widths_reaches_the_mask(train_one, short_recipe, retriever_folder, tmp_path):
+def test_cap_on_widths_reaches_the_mask(train_one, short_recipe, tmp_path):
     recipe = short_recipe(max_width=8, pruning_ratio=0.2)
-    mask = train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    mask = train_one(recipe, tmp_path)
     assert mask.channel_mask.sum(-1).max() == 8
 
 
 def test_questions_per_context_are_counted_in_the_log(
-    train_one, read_log, short_recipe, retriever_folder, tmp_path, testbed_tokenizer
+    train_one, read_log, short_recipe, tmp_path, testbed_tokenizer
 ):
     recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 3}, batch_size=2)
-    train_one(recipe, tmp_path, model_override=str(retriever_folder))
+    train_one(recipe, tmp_path)
     samples = SampleSource(testbed_tokenizer, recipe.data, recipe.seed)
     for number, row in enumerate(read_log(tmp_path)):
         drawn = [samples.draw(2 * number + place) for place in range(2)]
         assert row["task"] == "retrieval+multi_value"
-        assert int(row["num_tokens"]) == sum(sample.num_tokens for sample in drawn)
-        assert int(row["num_answer_tokens"]) == sum(sample.num_answer_tokens for sample in drawn)
+        assert row["num_tokens"] == sum(sample.num_tokens for sample in drawn)
+        assert row["num_answer_tokens"] == sum(sample.num_answer_tokens for sample in drawn)

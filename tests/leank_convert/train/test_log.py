@@ -1,6 +1,6 @@
 """What a run's log, trackers and progress bar hold, row by row."""
 
-import csv
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.train.journal import Journal, StepRecord, check_trackers, read_log
+from leank_convert.train.log import StepRecord, TrainingLog, check_trackers, read_log
 
 
 def record(step, stage=1, **changes):
@@ -45,7 +45,7 @@ def write(folder):
 
     def run(*records, start=0, progress=False, trackers=(), **settings):
         recipe = Recipe(trackers=trackers, **settings)
-        with Journal(folder, recipe, num_steps=4, start=start, progress=progress) as journal:
+        with TrainingLog(folder, recipe, num_steps=4, start=start, progress=progress) as journal:
             for each in records:
                 journal.write(each)
 
@@ -91,29 +91,28 @@ def read_scalars(folder):
 def test_log_gives_back_what_was_written(write, folder):
     records = [record(1), record(2, gpu_bytes=12_345), record(3, stage=2, task="retrieval+passkey")]
     write(*records)
-    assert read_log(folder / "log.csv") == records
-    with (folder / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["gpu_bytes"] for row in rows] == ["", "12345", ""]
-    assert [row["pruning_ratio_asked"] for row in rows] == ["", "", "0.7"]
+    assert read_log(folder / "log.jsonl") == records
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [row["gpu_bytes"] for row in rows] == [None, 12345, None]
+    assert [row["pruning_ratio_asked"] for row in rows] == [None, None, 0.7]
 
 
 def test_a_log_that_is_not_there_is_empty(tmp_path):
-    assert read_log(tmp_path / "log.csv") == []
+    assert read_log(tmp_path / "log.jsonl") == []
 
 
-@pytest.mark.parametrize("torn", ["3,1,,retr", "3,1,,a,1,1,0.1,1.2e-,0.5,,,,,0.1,", "\0\0", '3,"'])
-def test_torn_rows_are_left_out(torn, write, folder):
+@pytest.mark.parametrize("torn", [b'{"step": 3, "sta', b'{"step": 3}\n', b"\0\0\xff", b"3"])
+def test_a_torn_line_is_left_out(torn, write, folder):
     write(record(1), record(2))
-    with (folder / "log.csv").open("a") as file:
+    with (folder / "log.jsonl").open("ab") as file:
         file.write(torn)
-    assert read_log(folder / "log.csv") == [record(1), record(2)]
+    assert read_log(folder / "log.jsonl") == [record(1), record(2)]
 
 
 def test_steps_beyond_the_one_that_is_resumed_are_dropped_everywhere(write, folder):
     write(record(1), record(2), record(3), trackers=("tensorboard",))
     write(record(2, distillation=0.5), record(3, distillation=0.25), start=1, trackers=("tensorboard",))
-    assert [each.distillation for each in read_log(folder / "log.csv")] == [0.01, 0.5, 0.25]
+    assert [each.distillation for each in read_log(folder / "log.jsonl")] == [0.01, 0.5, 0.25]
     scalars = read_scalars(folder)
     assert scalars["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
 
@@ -149,7 +148,7 @@ def test_stage_two_of_several_ratios_has_tags_of_its_own(write, folder):
 
 def test_without_trackers_there_is_the_log_alone(write, folder):
     write(record(1))
-    assert [path.name for path in folder.iterdir()] == ["log.csv"]
+    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
 
 
 def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb):
@@ -169,12 +168,12 @@ def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb
 def test_wandb_is_told_that_a_run_failed(folder, wandb):
     with (
         pytest.raises(LeanKError, match="the loss is nan"),
-        Journal(folder, Recipe(trackers=("wandb",)), num_steps=4, start=0, progress=False) as journal,
+        TrainingLog(folder, Recipe(trackers=("wandb",)), num_steps=4, start=0, progress=False) as journal,
     ):
         journal.write(record(1))
         raise LeanKError("the loss is nan")
     assert wandb.runs[0].exit_code == 1
-    assert read_log(folder / "log.csv") == [record(1)]
+    assert read_log(folder / "log.jsonl") == [record(1)]
 
 
 def test_a_resumed_run_goes_on_with_its_wandb_run(write, wandb, monkeypatch):

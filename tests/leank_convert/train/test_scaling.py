@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from leank_convert.train.objective import distillation_loss, l1_penalty, learning_rate_factor
-from leank_convert.train.scaling import straight_through
+from leank_convert.train.scaling import distillation_loss, l1_penalty, learning_rate_factor, straight_through
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5, 10, 37, 2000])

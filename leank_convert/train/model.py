@@ -19,34 +19,13 @@ from transformers import (
 
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
 from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import Recipe
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.passes import BLOCK_SIZE
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model made ready for training.
-
-    Attributes:
-        name: What the user called it.
-        model: Frozen, in eval mode, with training's attention.
-        tokenizer: Its tokenizer.
-        facts: Its architecture, overrides applied.
-        config: Its config.json, overrides applied.
-        weights_digest: Tells its weights from others of the same shapes.
-    """
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    facts: ModelFacts
-    config: Mapping[str, Any]
-    weights_digest: str
 
 
 @dataclass(frozen=True)
@@ -66,45 +45,67 @@ class ModelFiles:
     config: Mapping[str, Any]
 
 
-def find_model(recipe: Recipe, model_override: str | None = None) -> ModelFiles:
-    """Find the model of a recipe, and download it if need be.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model made ready for training.
+
+    Attributes:
+        name: What the user called it.
+        model: Frozen, in eval mode, with training's attention.
+        tokenizer: Its tokenizer.
+        facts: Its architecture, overrides applied.
+        config: Its config.json, overrides applied.
+        weights_digest: Tells its weights from others of the same shapes.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    facts: ModelFacts
+    config: Mapping[str, Any]
+    weights_digest: str
+
+
+def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
+    """Find a model, and download it if need be.
 
     Args:
-        recipe: Names the model and its config's overrides.
-        model_override: A model to take instead of the recipe's.
+        model: A local folder, a hub id, or `testbed`.
+        recipe: Says what of its config is changed.
 
     Raises:
-        LeanKError: If no model is named, it cannot be found or read, its family is not supported, or the
-            recipe's lengths exceed its positions.
+        LeanKError: If it cannot be found or read, its family is not supported, or the recipe's lengths exceed
+            its positions.
     """
-    name = model_override or recipe.model.id
-    if name is None:
-        raise LeanKError(
-            "the recipe names no model", hint="set `model.id`, or name a model on the command line"
-        )
-    checkpoint = open_checkpoint(resolve_model(name))
+    name = str(model)
+    checkpoint = open_checkpoint(resolve_model(model))
     config = apply_config_overrides(checkpoint.config, recipe.model.config_overrides)
     facts = read_model_facts(config, origin=name)
     _check_positions(config, facts, recipe, name)
     return ModelFiles(name, checkpoint, facts, config)
 
 
-def load_subject(recipe: Recipe, device: torch.device, model_override: str | None = None) -> Subject:
-    """Load the model of a recipe.
+def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> LoadedModel:
+    """Load a model that was found.
 
     Args:
-        recipe: Names the model, its config's overrides and its dtype.
+        files: As `find_model` gives them for this recipe.
+        recipe: Its dtype, and whether it is spread over GPUs.
         device: Where the weights go, unless the recipe spreads them.
-        model_override: A model to take instead of the recipe's.
 
     Raises:
-        LeanKError: As `find_model`, or if weights or tokenizer cannot be loaded.
+        LeanKError: If weights or tokenizer cannot be loaded, or memory does not suffice.
     """
-    files = find_model(recipe, model_override)
     folder = files.checkpoint.folder
-    return Subject(
+    with out_of_memory(
+        f"the weights of model `{files.name}`",
+        "spread them over all GPUs of one process by `--set model.device_map=auto`; `--dry-run` says what a "
+        "run needs",
+    ):
+        model = _load_weights(files, recipe, device)
+    return LoadedModel(
         name=files.name,
-        model=_load_model(folder, files.config, files.facts, recipe, device, files.name),
+        model=model,
         tokenizer=_load_tokenizer(folder, files.name),
         facts=files.facts,
         config=files.config,
@@ -112,16 +113,10 @@ def load_subject(recipe: Recipe, device: torch.device, model_override: str | Non
     )
 
 
-def _load_model(
-    folder: Path,
-    config: Mapping[str, Any],
-    facts: ModelFacts,
-    recipe: Recipe,
-    device: torch.device,
-    name: str,
-) -> PreTrainedModel:
+def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> PreTrainedModel:
+    name = files.name
     try:
-        built = CONFIG_MAPPING[facts.model_type].from_dict(dict(config))
+        built = CONFIG_MAPPING[files.facts.model_type].from_dict(dict(files.config))
         # Without weights, so that what fails here is the config's fault alone.
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
@@ -129,7 +124,7 @@ def _load_model(
         raise _refused_config(error, recipe, name) from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            files.checkpoint.folder,
             config=built,
             dtype=recipe.model.dtype,
             device_map=recipe.model.device_map,
@@ -177,9 +172,8 @@ def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
         raise LeanKError(
-            f"the tokenizer of model `{name}` cannot be loaded: {reason}",
+            f"the tokenizer of model `{name}` cannot be loaded: {first_line(error)}",
             hint="samples are made with the model's own tokenizer: put its files into the model's folder",
         ) from error
     return tokenizer

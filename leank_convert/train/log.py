@@ -1,46 +1,34 @@
-"""What a run tells while it goes on: log.csv, trackers (TensorBoard, W&B), a progress bar."""
+"""Training log: every step in log.jsonl, in trackers (TensorBoard, W&B) and on the progress bar."""
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.files import write_atomically
+from leank_convert.files import read_json_lines, write_atomically
+from leank_convert.progress import Advance, progress_bar
 from leank_convert.recipe import Recipe
 
-LOG_NAME = "log.csv"
+LOG_NAME = "log.jsonl"
 _DEFAULT_PROJECT = "leank"
 _WANDB_REMEDY = "or drop `wandb` from the recipe's `trackers`"
-# The remaining time is judged by the steps of so many seconds; at 96K tokens a step takes several.
-_ESTIMATE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One row of log.csv, empty where a value does not exist.
+    """One line of log.jsonl; null where a value does not exist.
 
     Attributes:
         step: Steps done, over all stages.
@@ -78,7 +66,7 @@ class StepRecord:
     gpu_bytes: int | None
 
 
-_COLUMNS = tuple(field.name for field in fields(StepRecord))
+_KEYS = StepRecord.__dataclass_fields__.keys()
 _TRACKED = (
     "learning_rate",
     "distillation",
@@ -108,18 +96,10 @@ def check_trackers(trackers: Sequence[str]) -> None:
         ) from error
 
 
-class _TwoLines(Progress):
-    """A bar, and the last step's figures below it: beside it they would not fit into 80 columns."""
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield from (Text(task.fields["figures"]) for task in self.tasks)
-
-
-class Journal:
+class TrainingLog:
     """Writes each step's record; a context manager, on one rank alone.
 
-    Rows and events beyond the step that a run resumes from are dropped: those steps are run again. W&B keeps
+    Lines and events beyond the step that a run resumes from are dropped: those steps are run again. W&B keeps
     what it has and ignores them, which is the same, for they come out the same.
 
     Args:
@@ -138,33 +118,23 @@ class Journal:
         self._seconds = 0.0
         self._trackers: list[Any] = []
         self._stack = ExitStack()
-        self._progress = _TwoLines(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not progress,
-            speed_estimate_period=_ESTIMATE_SECONDS,
-        )
-        self._bar = self._progress.add_task("training", total=num_steps, completed=start, figures="")
+        self._num_steps = num_steps
+        self._shown = progress
+        self._advance: Advance
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> TrainingLog:
         # What is open already is closed again if a tracker does not start.
         with ExitStack() as stack:
             path = self._folder / LOG_NAME
-            kept = io.StringIO(newline="")
-            rows = [row for row in _read_rows(path) if int(row[0]) <= self._start]
-            csv.writer(kept).writerows([_COLUMNS, *rows])
-            write_atomically(path, kept.getvalue().encode())
-            self._file = stack.enter_context(path.open("a", newline="", encoding="utf-8"))
-            self._csv = csv.writer(self._file)
+            kept = [record for record in read_log(path) if record.step <= self._start]
+            write_atomically(path, map(_to_line, kept))
+            self._file = stack.enter_context(path.open("ab"))
             for name in self._recipe.trackers:
                 self._trackers.append(self._start_tracker(name))
                 stack.push(partial(_finish, self._trackers[-1]))
-            stack.enter_context(self._progress)
+            self._advance = stack.enter_context(
+                progress_bar(self._shown, "training", self._num_steps, done=self._start, stays=True)
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -204,7 +174,7 @@ class Journal:
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
-        self._csv.writerow("" if (v := getattr(record, name)) is None else v for name in _COLUMNS)
+        self._file.write(_to_line(record))
         stage = f"stage{record.stage}" if record.stage else "gates"
         if len(self._recipe.pruning_ratios) > 1 and record.pruning_ratio_asked is not None:
             stage = f"{stage}-{record.pruning_ratio_asked}"
@@ -216,15 +186,13 @@ class Journal:
             )
         self._tokens += record.num_tokens
         self._seconds += record.seconds
-        self._progress.update(
-            self._bar,
-            completed=record.step,
-            description=stage.replace("stage", "stage "),
+        self._advance(
+            what=stage.replace("stage", "stage "),
             figures=_render_figures(record, self._tokens / max(self._seconds, sys.float_info.min)),
         )
 
     def sync(self) -> None:
-        """Bring all rows to disk; called before a state is saved, so that no row it counts on can be lost."""
+        """Bring all lines to disk; called before a state is saved, so that none it counts on can be lost."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -255,27 +223,9 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
 
 
 def read_log(path: Path) -> list[StepRecord]:
-    """Read a run's log; none if there is no such file. A row that was torn is left out."""
-    return [record for row in _read_rows(path) if (record := _parse_row(row)) is not None]
+    """Read a run's log; empty if there is no such file. A line that was torn is left out."""
+    return [StepRecord(**line) for line in read_json_lines(path) if line.keys() == _KEYS]
 
 
-def _parse_row(row: Sequence[str]) -> StepRecord | None:
-    values: dict[str, Any] = {}
-    try:
-        for field, text in zip(fields(StepRecord), row, strict=True):
-            # Annotations are text here: `int`, `float | None` and so on.
-            kind, _, optional = str(field.type).partition(" | ")
-            absent = optional and not text
-            values[field.name] = None if absent else {"str": str, "int": int, "float": float}[kind](text)
-    except ValueError:
-        return None
-    return StepRecord(**values)
-
-
-def _read_rows(path: Path) -> list[list[str]]:
-    if not path.is_file():
-        return []
-    # A row that a dying machine tore may hold anything, NUL included: each line is read by itself.
-    text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
-    rows = [row for line in text.splitlines() for row in csv.reader([line])]
-    return [row for row in rows if len(row) == len(_COLUMNS) and row[0].isdecimal()]
+def _to_line(record: StepRecord) -> bytes:
+    return json.dumps(asdict(record)).encode() + b"\n"

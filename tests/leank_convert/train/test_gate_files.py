@@ -9,7 +9,7 @@ import torch
 from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.train.head_pattern import load_pattern, save_pattern
+from leank_convert.train.gates import load_pattern, save_pattern
 
 # As numpy writes it: two layers of three heads, one number below 0 and one above 1.
 GATES = (

@@ -1,0 +1,65 @@
+"""Calibration: what a method that trains nothing may measure, loaded when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.data import SampleSource
+from leank_convert.methods.statistics import AttentionStatistics, mean_statistics, measure_attention
+from leank_convert.progress import progress_bar
+from leank_convert.recipe import Recipe
+from leank_convert.train.model import LoadedModel, ModelFiles, load_model
+
+
+class Calibration:
+    """A model and the prompts of a recipe, the first of what training would take.
+
+    Args:
+        files: The model.
+        recipe: Its data, and how many prompts are measured, unless the method's row says so.
+        device: Where the model goes.
+        progress: Whether to draw a progress bar to stderr.
+    """
+
+    def __init__(
+        self, files: ModelFiles, recipe: Recipe, device: torch.device, *, progress: bool = False
+    ) -> None:
+        self.recipe = recipe
+        self._files = files
+        self._device = device
+        self._progress = progress
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's architecture; does not load it."""
+        return self._files.facts
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the scores: [L, H_kv, D]."""
+        return self.facts.num_hidden_layers, self.facts.num_key_value_heads, self.facts.head_dim
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model, dense and frozen, with its tokenizer."""
+        return load_model(self._files, self.recipe, self._device)
+
+    def prompts(self) -> Iterator[Tensor]:
+        """Token ids [N] of each prompt: context and question, through the model's chat template."""
+        samples = SampleSource(self.loaded.tokenizer, self.recipe.data, self.recipe.seed)
+        samples.check()
+        num_prompts = self.recipe.method_row.num_prompts
+        total = self.recipe.calibration_prompts if num_prompts is None else num_prompts
+        with progress_bar(self._progress, "measuring prompts", total) as advance:
+            for place in range(total):
+                yield samples.draw(place).prompt_ids()
+                advance()
+
+    def statistics(self) -> AttentionStatistics:
+        """Statistics of queries and keys after RoPE, the mean over all prompts."""
+        return mean_statistics([measure_attention(self.loaded.model, ids) for ids in self.prompts()])

@@ -1,0 +1,156 @@
+"""Masks by any method: train or measure, select, write."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.mask import ChannelMask
+from leank_convert.methods.calibration import Calibration
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import find_recipe, load_recipe
+from leank_convert.train.gates import load_pattern, save_pattern
+from leank_convert.train.loop import refuse_foreign_masks, refuse_given_mask, train, write_result
+from leank_convert.train.model import find_model
+from leank_convert.train.ranks import Ranks, join_ranks
+from leank_convert.train.run import describe_origin
+from leank_convert.train.selection import select_for
+from leank_convert.train.state import TrainingDirectory
+
+
+def train_mask(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> ChannelMask:
+    """Make a model's channel mask, by a recipe of one pruning ratio; everything else as `train_masks`.
+
+    Raises:
+        LeanKError: As `train_masks`; also if the recipe asks for several ratios.
+    """
+    chosen = _choose_recipe(recipe, model)
+    if len(chosen.pruning_ratios) > 1:
+        raise LeanKError(
+            f"the recipe asks for {len(chosen.pruning_ratios)} masks, by `pruning_ratio` "
+            f"{list(chosen.pruning_ratios)}",
+            hint="call `train_masks`, or set one ratio",
+        )
+    masks = train_masks(model, out, recipe=chosen, resume=resume, device=device, progress=progress)
+    return next(iter(masks.values()))
+
+
+def train_masks(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipe: Recipe | str | Path | None = None,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> dict[Path, ChannelMask]:
+    """Make a model's channel masks by a recipe's method, and write each beside its future checkpoint.
+
+    A recipe of one pruning ratio leaves `out/channel_mask.safetensors`; one of several leaves
+    `out/ratio-0.5/channel_mask.safetensors` and its like, from one stage 1. The run's log, events and
+    resumable state go to `out/leank/`, and gates of heads, if the method has them, to `out/leank/heads/` in
+    DuoAttention's format; a report goes to the folder `leank/` beside each mask. Started by `torchrun` or
+    `accelerate launch`, all processes share the samples of a training step, and the first of them writes.
+
+    Args:
+        model: A local folder, a hub id, or `testbed`, the small model that ships with leank-convert.
+        out: The output folder; created if need be.
+        recipe: A recipe, or its name or file; None for the model's packaged one.
+        resume: Go on from the state in `out/leank/`, with a warning from the beginning if none was saved
+            yet. A finished run just gives its masks again.
+        device: Default: CUDA if there is any, else the CPU.
+        progress: Whether to draw a progress bar to stderr.
+
+    Returns:
+        By folder, the masks with their provenance, and with scaling factors where some were learned. A mask
+        is not written beside a checkpoint, whose `config.json` holds the digest of the one there: that is for
+        an export to replace.
+
+    Raises:
+        LeanKError: If the recipe names a mask, `out/leank/` exists and `resume` is not given, a folder holds
+            a mask of another origin, the saved state belongs to another recipe, model or data, the model
+            cannot be trained on, the device cannot be used, memory does not suffice, or the loss is not
+            finite; if a method that trains nothing is to be resumed or shared by several processes. Also when
+            Ctrl-C or SIGTERM ends a training run, after the step under way and with its state saved (exit
+            code 130 or 143). Processes but the first exit where that one raises.
+    """
+    chosen = _choose_recipe(recipe, model)
+    directory = TrainingDirectory(Path(out))
+    results = directory.results(chosen)
+    with join_ranks(device) as ranks:
+        if chosen.trains:
+            run = train(model, chosen, directory, ranks, resume=resume, progress=progress)
+            masks, gates = run.masks(), run.gates
+        else:
+            ranks.on_first(lambda: _check(chosen, ranks, directory, resume))
+            masks, gates = _measure(model, chosen, ranks.device, progress)
+        is_first = ranks.is_first
+    if is_first:
+        if gates is not None and chosen.trains:
+            save_pattern(gates, chosen.windows, directory.pattern)
+        for ratio, result in results.items():
+            write_result(masks[ratio], result, chosen, directory.folder, gates)
+    return {result.out: masks[ratio] for ratio, result in results.items()}
+
+
+def _choose_recipe(recipe: Recipe | str | Path | None, model: str | Path) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    return load_recipe(find_recipe(str(model)) if recipe is None else recipe)
+
+
+def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: bool) -> None:
+    if ranks.num_ranks > 1:
+        raise LeanKError(
+            f"`method: {recipe.method}` trains nothing that {ranks.num_ranks} processes could share",
+            hint="start one process; `--set model.device_map=auto` spreads a large model over all GPUs",
+        )
+    refuse_given_mask(recipe)
+    directory.check_usable(recipe, resume=resume)
+    refuse_foreign_masks(recipe, directory)
+
+
+def _measure(
+    model: str | Path, recipe: Recipe, device: torch.device, progress: bool
+) -> tuple[dict[float, ChannelMask], Tensor | None]:
+    """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
+    files = find_model(model, recipe)
+    calibration = Calibration(files, recipe, device, progress=progress)
+    for ratio in recipe.pruning_ratios:
+        # Refuses a recipe that no channels can be selected by, before a prompt is run.
+        select_for(recipe, torch.zeros(calibration.shape), ratio)
+    gates = None
+    if recipe.method_row.score is None:
+        gates = load_pattern(recipe, files.facts)
+        scores = gates.expand(calibration.shape)
+    else:
+        module, _, name = recipe.method_row.score.partition(":")
+        with out_of_memory(
+            f"prompts of up to {recipe.data.max_length} tokens in model `{files.name}`",
+            "lower `data.max_length`, or spread the weights over all GPUs by `--set model.device_map=auto`",
+        ):
+            scores = getattr(import_module(module), name)(calibration)
+        if scores.shape != calibration.shape:
+            raise LeanKError(
+                f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "
+                f"{list(calibration.shape)} (layers, KV heads, channels)"
+            )
+    return {
+        ratio: ChannelMask(
+            select_for(recipe, scores, ratio),
+            provenance=describe_origin(recipe, ratio, files.name, files.facts),
+        )
+        for ratio in recipe.pruning_ratios
+    }, gates

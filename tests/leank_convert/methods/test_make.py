@@ -1,0 +1,219 @@
+"""Masks without training, and with stage 1 alone: what is chosen, what is left behind, what is refused."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import yaml
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import load_mask
+from leank_convert.methods import METHODS, Method, calibration, make
+from leank_convert.methods.make import train_mask, train_masks
+from leank_convert.methods.statistics import measure_attention
+from leank_convert.recipe import Recipe
+from leank_convert.train.forecast import forecast
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.selection import select_channels
+from leank_convert.train.state import TrainingDirectory
+from leank_convert.verify import verify_checkpoint
+
+UNTRAINED = ["static-norm", "double-sparsity", "random", "high-frequency-ratio"]
+
+
+@pytest.fixture
+def make_one(short_recipe, retriever_folder, tmp_path):
+    """Makes the masks of a method: `make_one("random", seed=3)` gives the only one."""
+
+    def run(method, out="out", **changes):
+        recipe = short_recipe(method=method, calibration_prompts=3, **changes)
+        masks = train_masks(retriever_folder, tmp_path / out, recipe=recipe, progress=False)
+        return masks if len(masks) > 1 else masks[tmp_path / out]
+
+    return run
+
+
+@pytest.fixture
+def measured(short_recipe, retriever_folder):
+    """Statistics of the recipe's first three prompts."""
+    recipe = short_recipe()
+    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+    samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    return [measure_attention(loaded.model, samples.draw(place).prompt_ids()) for place in range(3)]
+
+
+def keep_best(scores, width):
+    """Every head's best channels, one head at a time."""
+    mask = torch.zeros(scores.shape, dtype=torch.bool)
+    for layer in range(scores.shape[0]):
+        for head in range(scores.shape[1]):
+            mask[layer, head, scores[layer, head].topk(width).indices] = True
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("method", "statistic"), [("static-norm", "channel_norms"), ("double-sparsity", "product_magnitudes")]
+)
+def test_measuring_methods_keep_the_best_channels_of_the_mean_over_prompts(
+    make_one, measured, method, statistic
+):
+    scores = sum(getattr(one, statistic) for one in measured) / 3
+    assert torch.equal(make_one(method, pruning_ratio=0.5).channel_mask, keep_best(scores, 8))
+    over_all = select_channels(scores, pruning_ratio=0.5, width_multiple=4)
+    assert torch.equal(make_one(method, "global", pruning_ratio=0.5, budget="global").channel_mask, over_all)
+    assert not torch.equal(over_all, keep_best(scores, 8))
+
+
+@pytest.mark.parametrize(("ratio", "num_whole"), [(0.25, 3), (0.7, 1)])
+def test_high_frequency_ratio_empties_the_heads_of_the_highest_ratio_by_one_prompt(
+    make_one, measured, ratio, num_whole
+):
+    mask = make_one("high-frequency-ratio", pruning_ratio=ratio)
+    lowest = measured[0].high_frequency_ratio.flatten().argsort()[:num_whole].tolist()
+    widths = [width for layer in mask.widths for width in layer]
+    assert widths == [16 if head in lowest else 0 for head in range(4)]
+    assert mask.provenance.width_multiple == 16
+
+
+def test_random_depends_on_the_seed_and_loads_no_model(make_one, monkeypatch):
+    monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    first, same, other = (make_one("random", str(place), seed=seed) for place, seed in enumerate([3, 3, 4]))
+    assert torch.equal(first.channel_mask, same.channel_mask)
+    assert not torch.equal(first.channel_mask, other.channel_mask)
+    assert first.widths == other.widths == ((4, 4), (4, 4))
+
+
+@pytest.mark.parametrize("budget", ["uniform", "global"])
+def test_magnitude_alpha_is_leank_without_stage_2(make_one, short_recipe, retriever_folder, tmp_path, budget):
+    stage1_only = short_recipe(stage2={"steps": 0}, budget=budget)
+    out = tmp_path / "leank"
+    expected = train_mask(retriever_folder, out, recipe=stage1_only, progress=False)
+    found = make_one("magnitude-alpha", budget=budget)
+    assert torch.equal(found.channel_mask, expected.channel_mask)
+    assert torch.equal(found.scaling_factors, expected.scaling_factors)
+    assert (found.provenance.method, expected.provenance.method) == ("magnitude-alpha", "leank")
+    assert TrainingDirectory(tmp_path / "out").state.exists()
+    assert (len({width for layer in found.widths for width in layer}) == 1) == (budget == "uniform")
+
+
+@pytest.mark.parametrize("method", UNTRAINED)
+def test_mask_recipe_and_report_are_left_and_a_checkpoint_of_them_verifies(
+    make_one, retriever_folder, tmp_path, method
+):
+    out = tmp_path / "out"
+    mask = make_one(method, seed=2)
+    assert sorted(path.name for path in out.iterdir()) == ["channel_mask.safetensors", "leank"]
+    assert sorted(path.name for path in (out / "leank").iterdir()) == ["recipe.yaml", "report.html"]
+    saved = load_mask(out / "channel_mask.safetensors")
+    assert torch.equal(saved.channel_mask, mask.channel_mask)
+    assert (saved.provenance.method, saved.provenance.seed) == (method, 2)
+    assert saved.provenance.pruning_ratio_asked == 0.7
+    assert Recipe(**yaml.safe_load((out / "leank" / "recipe.yaml").read_text())).method == method
+    assert f"<dt>made by</dt><dd>{method}</dd>" in (out / "leank" / "report.html").read_text()
+    export_checkpoint(str(retriever_folder), mask, out)
+    report = verify_checkpoint(out, str(retriever_folder))
+    assert report.ok, report.checks
+    assert (out / "leank" / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize("method", ["static-norm", "random"])
+def test_every_asked_ratio_gets_its_mask(make_one, tmp_path, method):
+    masks = make_one(method, pruning_ratio=(0.25, 0.5))
+    assert list(masks) == [tmp_path / "out" / "ratio-0.25", tmp_path / "out" / "ratio-0.5"]
+    assert [mask.pruning_ratio for mask in masks.values()] == [0.25, 0.5]
+    assert [mask.provenance.pruning_ratio_asked for mask in masks.values()] == [0.25, 0.5]
+    for folder in masks:
+        assert (folder / "leank" / "recipe.yaml").exists()
+
+
+def test_leank_itself_learns_under_a_uniform_budget_if_asked_to(make_one):
+    mask = make_one("leank", budget="uniform")
+    assert mask.widths == ((4, 4), (4, 4))
+    assert mask.provenance.method == "leank"
+
+
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(make_one, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained"):
+        make_one("static-norm", mask="a.pth")
+    with pytest.raises(LeanKError, match=r"`width_multiple` 32 exceeds the model's `head_dim` 16"):
+        make_one("static-norm", width_multiple=32)
+    with pytest.raises(LeanKError, match=r"`width_multiple` 8 rounds to none") as caught:
+        make_one("static-norm", width_multiple=8, pruning_ratio=0.9)
+    assert "`budget: global`" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_masks_that_are_there_are_not_replaced(make_one):
+    make_one("random")
+    with pytest.raises(LeanKError, match="already holds a training run") as caught:
+        make_one("random")
+    assert "choose another folder" in caught.value.hint
+    make_one("random", "several", pruning_ratio=(0.25, 0.5))
+    with pytest.raises(LeanKError, match=r"ratio-0.25.*exists"):
+        make_one("random", "several", pruning_ratio=(0.25, 0.5))
+
+
+def test_nothing_is_resumed_planned_or_shared_where_nothing_is_trained(
+    short_recipe, retriever_folder, tmp_path
+):
+    recipe, out = short_recipe(method="random"), tmp_path / "out"
+    with pytest.raises(LeanKError, match="`method: random` trains nothing") as caught:
+        train_masks(retriever_folder, out, recipe=recipe, resume=True, progress=False)
+    assert "leave `--resume` out" in caught.value.hint
+    with pytest.raises(LeanKError, match="`method: random` trains nothing") as caught:
+        forecast(retriever_folder, recipe)
+    assert "without `--dry-run`" in caught.value.hint
+    ranks = Ranks(torch.device("cpu"), 0, 2)
+    with pytest.raises(LeanKError, match="nothing that 2 processes could share") as caught:
+        make._check(recipe, ranks, TrainingDirectory(out), False)
+    assert "start one process" in caught.value.hint
+    assert not out.exists()
+
+
+def test_memory_that_does_not_suffice_is_told_with_a_remedy(make_one, tmp_path, monkeypatch):
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(calibration, "measure_attention", exhaust)
+    with pytest.raises(LeanKError, match=r"prompts of up to 280 tokens in model .*: CUDA out") as caught:
+        make_one("static-norm")
+    assert "`data.max_length`" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def toy_score(calibration):
+    """The first channels are the best."""
+    return torch.arange(16, 0, -1.0).expand(calibration.shape)
+
+
+def test_a_method_is_a_function_and_a_row(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    row = Method("toy", "keeps the first channels", score=f"{__name__}:toy_score", budget="uniform")
+    monkeypatch.setitem(METHODS, row.name, row)
+    mask = train_mask(
+        retriever_folder, tmp_path, recipe=short_recipe(method="toy", pruning_ratio=0.5), progress=False
+    )
+    assert torch.equal(mask.channel_mask, (torch.arange(16) < 8).expand(2, 2, 16))
+    saved = load_mask(tmp_path / "channel_mask.safetensors")
+    assert saved.provenance.method == "toy"
+    export_checkpoint(retriever_folder, mask, tmp_path)
+    assert verify_checkpoint(tmp_path, retriever_folder).ok
+
+
+def test_scores_of_another_shape_are_refused(short_recipe, retriever_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "flat", Method("flat", "forgets the heads", score=f"{__name__}:toy_score"))
+    monkeypatch.setattr(f"{__name__}.toy_score", lambda calibration: torch.ones(2, 16))
+    with pytest.raises(LeanKError, match=r"`method: flat` gives scores of shape \[2, 16\].*\[2, 2, 16\]"):
+        train_mask(retriever_folder, tmp_path, recipe=short_recipe(method="flat"), progress=False)
+
+
+@pytest.mark.parametrize("row", METHODS.values(), ids=lambda row: row.name)
+def test_every_row_trains_something_or_names_a_function(row):
+    assert METHODS[row.name] is row
+    assert bool(row.trains) != bool(row.score)
+    if row.score:
+        module, _, name = row.score.partition(":")
+        assert callable(getattr(import_module(module), name))
