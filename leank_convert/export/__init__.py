@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from leank_convert.architectures import ModelFacts, apply_config_overrides, read
 from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
+from leank_convert.export.choose import Choice, MaskLike, RecipeLike, choose
 from leank_convert.export.companions import copy_companions
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.model_card import build_model_card
@@ -39,8 +40,12 @@ from leank_convert.mask import (
 from leank_convert.windows import Windows
 
 __all__ = [
+    "Choice",
+    "MaskLike",
+    "RecipeLike",
     "check_exportable",
     "check_replaceable",
+    "choose",
     "export_checkpoint",
     "recover",
     "refuse_overlap",
@@ -75,9 +80,12 @@ def check_exportable(
 
 def export_checkpoint(
     model: str | Path,
-    mask: ChannelMask,
-    out: Path,
+    mask: MaskLike,
+    out: str | Path,
     *,
+    recipe: RecipeLike = None,
+    overrides: Sequence[str] = (),
+    all_channels: bool = False,
     sink_size: int | None = None,
     recent_size: int | None = None,
     flush_size: int | None = None,
@@ -90,25 +98,48 @@ def export_checkpoint(
 
     Args:
         model: A local folder or a hub id.
-        mask: Which channels are kept, in the model's own head order.
+        mask: Which channels are kept, in the model's own head order: a mask, its file, the folder of a
+            training run or checkpoint, or a hub id. None takes the one that training left in `out`, else the
+            recipe's.
         out: The folder to write. A training run that lies there is kept.
-        sink_size: First tokens that keep every channel; by default the mask's, else 128.
-        recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
-        flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
+        recipe: Whose config overrides, mask and windows are taken where nothing else gives them: a recipe,
+            its file or a packaged one's name. None for that of the run in `out`, else the packaged one of
+            `model`, if there is one.
+        overrides: `key=value` strings that change the recipe; its windows then come before the mask's.
+        all_channels: Keep every channel instead of a mask's.
+        sink_size: First tokens that keep every channel; by default the mask's, the recipe's, else 128.
+        recent_size: Last tokens that keep every channel; by default the mask's, the recipe's, else 1024.
+        flush_size: Tokens that leave the recent window at once; by default the mask's, the recipe's, else 32.
         prune: `eager` or `deferred`.
-        config_overrides: Keys of config.json to replace, such as `rope_parameters`.
+        config_overrides: Keys of config.json to replace, such as `rope_parameters`; None for the recipe's.
         overwrite: Whether to replace a checkpoint in `out`.
-        mask_origin: The mask's file, for messages.
+        mask_origin: For messages, the file of a `mask` that has been read.
 
     Returns:
         `out`.
 
     Raises:
-        LeanKError: If anything about the source, the mask or the target is wrong; `out` is then as before.
+        LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
+            as before.
     """
-    checkpoint, config, facts = _open_source(model, out, config_overrides)
-    check_mask_fits(mask, facts, mask_origin=str(mask_origin), model_origin=str(model))
-    windows = _choose_windows(mask, sink_size, recent_size, flush_size, prune)
+    out = Path(out)
+    choice = choose(
+        model,
+        mask,
+        out,
+        recipe=recipe,
+        overrides=overrides,
+        all_channels=all_channels,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        flush_size=flush_size,
+        prune=prune,
+        config_overrides=config_overrides,
+        mask_origin=mask_origin,
+    )
+    mask, windows = choice.mask, choice.windows
+    checkpoint, config, facts = _open_source(model, out, choice.config_overrides)
+    check_mask_fits(mask, facts, mask_origin=choice.mask_origin, model_origin=str(model))
     plan = plan_export(checkpoint, mask, facts)
     refuse_to_lose_mask(out, mask, overwrite=overwrite)
 
@@ -159,16 +190,6 @@ def _open_source(
         )
     config = apply_config_overrides(checkpoint.config, config_overrides or {})
     return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
-
-
-def _choose_windows(
-    mask: ChannelMask, sink_size: int | None, recent_size: int | None, flush_size: int | None, prune: str
-) -> Windows:
-    given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    known = mask.provenance
-    trained = {key: getattr(known, key) for key in given} if known is not None else {}
-    return Windows(**{**trained, **chosen}, prune=prune)
 
 
 def refuse_overlap(folder: Path, out: Path) -> None:

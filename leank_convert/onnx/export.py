@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.checkpoint_io import COMPANION_PATTERNS, ONNX_DESCRIPTION_NAME, read_leank_config
+from leank_convert.checkpoint_io import COMPANION_PATTERNS, ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
-from leank_convert.export import check_exportable, export_checkpoint, refuse_overlap, refuse_to_lose_mask
+from leank_convert.export import (
+    MaskLike,
+    check_exportable,
+    choose,
+    export_checkpoint,
+    refuse_overlap,
+    refuse_to_lose_mask,
+)
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.publish import MARKER_NAME, staged_folder
 from leank_convert.files import sha256_of, write_atomically
 from leank_convert.hub import model_name, resolve_model
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.onnx import leank_onnx
 from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
 from leank_convert.onnx.description import describe
@@ -47,18 +54,14 @@ _logger = logging.getLogger("leank_convert")
 
 def export_onnx(
     model: str | Path,
-    mask: ChannelMask | None,
-    out: Path,
+    mask: MaskLike,
+    out: str | Path,
     *,
     opset: int = DEFAULT_OPSET,
     dtype: str = "float32",
     weights: str | None = None,
-    sink_size: int | None = None,
-    recent_size: int | None = None,
-    flush_size: int | None = None,
-    config_overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    mask_origin: str | Path = "mask",
+    **choices: Any,
 ) -> Path:
     """Write a folder that decodes with a pruned cache by onnxruntime: graph, description, runner, tokenizer.
 
@@ -66,18 +69,15 @@ def export_onnx(
     more afterwards.
 
     Args:
-        model: A local folder or a hub id; without a mask, a converted checkpoint's folder.
-        mask: Which channels are kept, in the model's own head order; None for a converted checkpoint.
+        model: A local folder or a hub id, of a model or of a checkpoint that was converted before.
+        mask: As for `export_checkpoint`; None for a checkpoint, which has one.
         out: The folder to write. A training run that lies there is kept.
         opset: The graph's version of the ONNX operators.
         dtype: Of weights and cache: `float32` or `float16`.
         weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
-        sink_size: First tokens that keep every channel; by default the mask's, else 128.
-        recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
-        flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
-        config_overrides: Keys of config.json to replace, such as `rope_parameters`.
         overwrite: Whether to replace a checkpoint or a graph in `out`.
-        mask_origin: The mask's file, for messages.
+        choices: Of a model, `export_checkpoint`'s `recipe`, `overrides`, `all_channels`, window sizes,
+            `config_overrides` and `mask_origin`.
 
     Returns:
         `out`.
@@ -88,27 +88,32 @@ def export_onnx(
     """
     check_available(opset)
     check_quantizer(weights)
+    out = Path(out)
     checkpoint = resolve_model(model)
-    if mask is None:
-        read_leank_config(checkpoint)
+    choice = None
+    if "leank" in read_config(checkpoint):
+        if mask is not None or any(value not in (None, (), False) for value in choices.values()):
+            raise LeanKError(
+                f"`{model}` already is a LeanK checkpoint, with a mask and windows of its own",
+                hint="leave out --mask, --all-channels, --recipe, --set and the window sizes, or start from "
+                "the original model",
+            )
         refuse_overlap(checkpoint, out)
         refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)
     else:
-        check_exportable(model, out, config_overrides=config_overrides, overwrite=overwrite)
-        refuse_to_lose_mask(out, mask, overwrite=overwrite)
+        choice = choose(model, mask, out, prune="deferred", **choices)
+        check_exportable(model, out, config_overrides=choice.config_overrides, overwrite=overwrite)
+        refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"
-        if mask is not None:
+        if choice is not None:
             checkpoint = export_checkpoint(
                 model,
-                mask,
+                choice.mask,
                 temporary,
-                sink_size=sink_size,
-                recent_size=recent_size,
-                flush_size=flush_size,
-                prune="deferred",
-                config_overrides=config_overrides,
-                mask_origin=mask_origin,
+                **vars(choice.windows),
+                config_overrides=choice.config_overrides,
+                mask_origin=choice.mask_origin,
             )
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         write_graph(pruned, partial / MODEL_FILE, opset=opset)

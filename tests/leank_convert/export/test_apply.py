@@ -66,7 +66,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
 
 
-@pytest.mark.parametrize("buffer", [1, 24, 60, 1 << 20])
+@pytest.mark.parametrize("buffer", [1, 60, 1 << 20])
 def test_rows_and_columns_are_permuted_whatever_fits_the_buffer(
     buffer: int, tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +74,7 @@ def test_rows_and_columns_are_permuted_whatever_fits_the_buffer(
     assert_equal(run(tmp_path, tensors), permute(tensors))
 
 
-@pytest.mark.parametrize("copies", [0, 1, 3])
+@pytest.mark.parametrize("copies", [0, 3])
 def test_a_kernel_that_cannot_copy_is_made_do_without(
     copies: int, tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

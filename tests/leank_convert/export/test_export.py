@@ -50,9 +50,10 @@ def facts_of(folder: Path) -> ModelFacts:
     return read_model_facts(read_json(folder / "config.json"), origin="config.json")
 
 
-@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "single"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "shards"),
+    [*((family, "float32", True) for family in FAMILIES), ("llama", "bfloat16", False)],
+)
 def test_heads_move_as_one_and_everything_else_stays(
     family: str,
     dtype: str,
@@ -111,16 +112,16 @@ def test_the_stock_class_loads_the_original_model(
     whole = export_checkpoint(source, all_channels_mask(facts_of(source)), tmp_path / "whole")
     tokens = torch.arange(3, 60).reshape(3, 19)
 
-    def logits(folder: Path) -> torch.Tensor:
-        model = stock.from_pretrained(folder).eval()
+    def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        model = stock.from_pretrained(folder, dtype=dtype).eval()
         with torch.no_grad():
             return model(tokens).logits
 
-    expected = logits(source)
+    expected, exact = logits(source), logits(source, torch.float64)
     assert logits(whole).equal(expected)
-    torch.testing.assert_close(logits(pruned), expected, rtol=1e-4, atol=1e-5)
-    wrong = snapshot_with_swapped_heads(pruned)
-    assert not torch.allclose(logits(wrong), expected, rtol=1e-2, atol=1e-3)
+    rounding = (expected - exact).norm()
+    assert (logits(pruned) - exact).norm() <= 2 * rounding
+    assert (logits(snapshot_with_swapped_heads(pruned)) - exact).norm() > 1000 * rounding
 
 
 def snapshot_with_swapped_heads(folder: Path) -> Path:
@@ -133,14 +134,12 @@ def snapshot_with_swapped_heads(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_shards_index_and_metadata(
-    family: str,
     source_model: Callable[..., Path],
     fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
-    source = source_model(family)
+    source = source_model()
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert [file.name for file in shard_files(out)] == [file.name for file in shard_files(source)]
     index, old = read_json(out / INDEX_NAME), read_json(source / INDEX_NAME)
@@ -271,9 +270,7 @@ def test_defaults_are_the_papers_windows(
     ("options", "message"),
     [
         ({"sink_size": -1}, "`sink_size` is `-1`"),
-        ({"recent_size": -3}, "`recent_size` is `-3`"),
         ({"flush_size": 0}, "`flush_size` is `0`"),
-        ({"sink_size": 1.5}, "`sink_size` is `1.5`"),
         ({"prune": "lazy"}, "`prune` is `lazy`"),
         ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
     ],

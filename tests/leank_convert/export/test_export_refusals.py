@@ -36,8 +36,6 @@ ATTENTION = "model.layers.1.self_attn."
         ("llama", ATTENTION + "q_proj.weight", [96, 32]),
         ("llama", ATTENTION + "k_proj.bias", [48]),
         ("llama", ATTENTION + "o_proj.weight", [32, 96]),
-        ("llama", ATTENTION + "o_proj.bias", [32]),
-        ("qwen2", ATTENTION + "v_proj.bias", [16]),
         ("qwen3", ATTENTION + "q_norm.weight", [6]),
     ],
 )
@@ -61,10 +59,8 @@ def test_tensors_of_another_shape_are_named(
     ("family", "name"),
     [
         ("llama", ATTENTION + "k_proj.weight"),
-        ("llama", "model.layers.2.mlp.up_proj.weight"),
         ("llama", "lm_head.weight"),
         ("mistral", "model.embed_tokens.weight"),
-        ("qwen2", ATTENTION + "q_proj.bias"),
         ("qwen3", ATTENTION + "k_norm.weight"),
     ],
 )
@@ -139,7 +135,7 @@ def test_a_checkpoint_of_ours_is_no_source(
     assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
 
 
-@pytest.mark.parametrize("keep", [0.5, 0.001, 0], ids=["data", "header", "empty"])
+@pytest.mark.parametrize("keep", [0.5, 0.001], ids=["data", "header"])
 def test_a_truncated_shard_is_refused_by_name(
     keep: float,
     source_model: Callable[..., Path],
@@ -155,7 +151,7 @@ def test_a_truncated_shard_is_refused_by_name(
     refused(source, mask, tmp_path / "out", f"`{shard}` is truncated or damaged")
 
 
-@pytest.mark.parametrize("where", ["", "inside", "inside/deep", ".."])
+@pytest.mark.parametrize("where", ["", "inside/deep", ".."])
 def test_the_source_is_never_written_to(
     where: str,
     source_model: Callable[..., Path],

@@ -60,8 +60,9 @@ def change_leank(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "single"])
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("family", "shards"), [*((family, True) for family in ARCHITECTURES), ("llama", False)]
+)
 def test_an_export_verifies_against_its_source(
     family: str, shards: bool, export: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -75,11 +76,12 @@ def test_an_export_verifies_against_its_source(
     assert not [check for check in verify_checkpoint(out).checks if check.name.startswith("source")]
 
 
-@pytest.mark.parametrize("buffer", [1, 100, 1 << 20])
-@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize(
+    ("projection", "buffer"), [("q_proj", 1), ("k_proj", 100), ("v_proj", 1 << 20), ("o_proj", 100)]
+)
 def test_one_wrong_number_is_found(
-    buffer: int,
     projection: str,
+    buffer: int,
     export: Callable[..., tuple[Path, Path]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,9 +108,7 @@ def test_heads_in_the_sources_order_are_found(name: str, export: Callable[..., t
     assert [*failed(out, source).values()] == [f"tensor `{name}` is not the permutation of its source"]
 
 
-@pytest.mark.parametrize(
-    "name", ["model.norm.weight", "lm_head.weight", LAYER + "o_proj.bias", "model.layers.2.mlp.up_proj.bias"]
-)
+@pytest.mark.parametrize("name", ["lm_head.weight", LAYER + "o_proj.bias"])
 def test_a_changed_tensor_that_should_have_stayed_is_found(
     name: str, export: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -174,17 +174,11 @@ def rotate(rows: list[list[int]]) -> list[list[int]]:
         ("widths", lambda rows: [[row[0], row[1] - 1, *row[2:]] for row in rows], "`leank.pruning_ratio` is"),
         ("widths", lambda rows: rows[:-1], "`leank.widths` is no table of 3 layers and 4 KV heads"),
         ("widths", lambda rows: [[-1, *rows[0][1:]], *rows[1:]], "`leank.widths[0]` is"),
-        ("widths", lambda rows: [[*rows[0][:-1], 13], *rows[1:]], "`leank.widths[0]` is"),
         ("head_permutation", lambda rows: [[0, 0, 1, 2], *rows[1:]], "[0, 0, 1, 2], no permutation"),
-        ("head_permutation", lambda rows: [[1, 2, 3, 4], *rows[1:]], "[1, 2, 3, 4], no permutation"),
-        ("head_permutation", lambda _: "none", "`leank.head_permutation` is no table"),
         ("pruning_ratio", lambda _: 0.25, "`leank.pruning_ratio` is 0.25"),
-        ("pruning_ratio", lambda _: None, "`leank.pruning_ratio` is None"),
         ("format_version", lambda _: 2, "`leank.format_version` is 2"),
         ("sink_size", lambda _: -1, "`sink_size` is `-1`"),
-        ("prune", lambda _: "never", "`prune` is `never`"),
         ("extra", lambda _: 1, "missing or unknown keys: extra"),
-        ("files", lambda _: {}, "does not name `channel_mask.safetensors`"),
         ("files", lambda _: None, "does not name `channel_mask.safetensors`"),
     ],
 )

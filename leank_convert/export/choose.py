@@ -1,0 +1,126 @@
+"""Choice of a mask, windows and config changes: by arguments, a training run in the target, or a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leank_convert.architectures import apply_config_overrides, read_model_facts
+from leank_convert.checkpoint_io import TRAINING_FOLDER, read_config
+from leank_convert.errors import LeanKError
+from leank_convert.hub import resolve_model
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, resolve_mask
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import find_recipe, load_recipe
+from leank_convert.windows import Windows
+
+MaskLike = ChannelMask | str | Path | None
+RecipeLike = Recipe | str | Path | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is exported of a model.
+
+    Attributes:
+        mask: Which channels are kept.
+        mask_origin: The mask's file or option, for messages.
+        windows: Window sizes, and when to prune.
+        config_overrides: Keys of config.json to replace.
+    """
+
+    mask: ChannelMask
+    mask_origin: str
+    windows: Windows
+    config_overrides: Mapping[str, Any]
+
+
+def choose(
+    model: str | Path,
+    mask: MaskLike,
+    out: Path,
+    *,
+    recipe: RecipeLike = None,
+    overrides: Sequence[str] = (),
+    all_channels: bool = False,
+    sink_size: int | None = None,
+    recent_size: int | None = None,
+    flush_size: int | None = None,
+    prune: str = "eager",
+    config_overrides: Mapping[str, Any] | None = None,
+    mask_origin: str | Path = "mask",
+) -> Choice:
+    """Choose what to export; arguments are `export_checkpoint`'s.
+
+    Raises:
+        LeanKError: If there is no mask, or one that cannot be read, the recipe is wrong, or a size makes no
+            sense.
+    """
+    chosen = _choose_recipe(model, out, recipe, overrides)
+    if config_overrides is None:
+        config_overrides = chosen.model.config_overrides if chosen else {}
+    if isinstance(mask, ChannelMask):
+        taken, origin = mask, str(mask_origin)
+    elif all_channels:
+        config = apply_config_overrides(read_config(resolve_model(model)), config_overrides)
+        taken, origin = all_channels_mask(read_model_facts(config, origin=str(model))), "--all-channels"
+    else:
+        origin = _find_mask(model, mask, out, chosen)
+        taken = load_mask(resolve_mask(origin))
+    given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+    set_keys = [override.partition("=")[0].strip() for override in overrides]
+    sizes = _choose_sizes(given, set_keys, taken, chosen)
+    return Choice(taken, origin, Windows(**sizes, prune=prune), config_overrides)
+
+
+def _choose_recipe(
+    model: str | Path, out: Path, recipe: RecipeLike, overrides: Sequence[str]
+) -> Recipe | None:
+    """The recipe given, else that of the training run in `out`, else the model's packaged one, if any."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    trained = out / TRAINING_FOLDER / "recipe.yaml"
+    if recipe is None and trained.exists():
+        recipe = trained
+    if recipe is None:
+        try:
+            recipe = find_recipe(str(model))
+        except LeanKError:
+            if overrides:
+                raise
+            return None
+    return load_recipe(recipe, overrides)
+
+
+def _find_mask(model: str | Path, mask: str | Path | None, out: Path, recipe: Recipe | None) -> str:
+    """The mask given, else the one that training left in `out`, else the recipe's."""
+    trained = out / MASK_FILE_NAME
+    if mask is None and trained.exists():
+        mask = trained
+    if mask is None and recipe is not None:
+        mask = recipe.mask
+    if mask is None:
+        raise LeanKError(
+            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe",
+            hint=f"pass `--mask FILE`, or learn one with `leank-convert train {model} -o {out}`",
+        )
+    return str(mask)
+
+
+def _choose_sizes(
+    given: Mapping[str, int | None], set_keys: Sequence[str], mask: ChannelMask, recipe: Recipe | None
+) -> dict[str, int]:
+    """Each size as given, else by an override, else the mask's training, the recipe's, or the default."""
+    sizes: dict[str, int] = {}
+    for name, value in given.items():
+        is_set = "windows" in set_keys or f"windows.{name}" in set_keys
+        in_recipe = recipe is not None and name in recipe.windows.model_fields_set
+        if value is not None:
+            sizes[name] = value
+        elif recipe is not None and (is_set or (in_recipe and mask.provenance is None)):
+            sizes[name] = getattr(recipe.windows, name)
+        elif mask.provenance is not None:
+            sizes[name] = getattr(mask.provenance, name)
+    return sizes

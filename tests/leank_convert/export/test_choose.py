@@ -1,0 +1,96 @@
+"""What an export takes: arguments before overrides, then the mask's training, then a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.errors import LeanKError
+from leank_convert.export import choose, export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.recipe import Recipe
+
+RECIPE = "windows: {sink_size: 5, recent_size: 7}\nmodel: {config_overrides: {max_position_embeddings: 99}}\n"
+
+
+@pytest.fixture
+def source(source_model: Callable[..., Path]) -> Path:
+    return source_model(shards=False)
+
+
+@pytest.fixture
+def trained(source: Path, fitting_mask: Callable[[Path], ChannelMask]) -> ChannelMask:
+    """A mask that was trained with windows of 1, 2 and 3 tokens."""
+    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+    sizes = {"sink_size": 1, "recent_size": 2, "flush_size": 3}
+    known = MaskProvenance.for_model("m", facts, method="leank", **sizes)
+    return ChannelMask(fitting_mask(source).channel_mask, None, known)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "options", "expected"),
+    [
+        (True, {}, (1, 2, 3)),
+        (False, {}, (5, 7, 32)),
+        (True, {"overrides": ["windows.sink_size=6"]}, (6, 2, 3)),
+        (True, {"overrides": ["windows.sink_size=6"], "sink_size": 8}, (8, 2, 3)),
+        (False, {"recipe": Recipe(windows={"flush_size": 9})}, (128, 1024, 9)),
+    ],
+)
+def test_sizes_are_arguments_then_overrides_then_trainings_then_the_recipes(
+    is_trained: bool,
+    options: dict[str, Any],
+    expected: tuple[int, int, int],
+    source: Path,
+    trained: ChannelMask,
+    recipe: Path,
+    tmp_path: Path,
+) -> None:
+    mask = trained if is_trained else ChannelMask(trained.channel_mask)
+    windows = choose(source, mask, tmp_path / "out", **{"recipe": recipe, **options}).windows
+    assert (windows.sink_size, windows.recent_size, windows.flush_size) == expected
+
+
+def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
+    source: Path, trained: ChannelMask, recipe: Path, tmp_path: Path
+) -> None:
+    out, files = tmp_path / "out", [tmp_path / f"{name}.safetensors" for name in ("given", "recipes")]
+    for number, path in enumerate(files):
+        save_mask(ChannelMask(trained.channel_mask.roll(number, -1)), path)
+    overrides = [f"mask={files[1]}"]
+    assert choose(source, None, out, recipe=recipe, overrides=overrides).mask_origin == str(files[1])
+    out.mkdir()
+    save_mask(trained, out / "channel_mask.safetensors")
+    kept = choose(source, None, out, recipe=recipe, overrides=overrides)
+    assert kept.mask_origin == str(out / "channel_mask.safetensors")
+    given = choose(source, files[0], out, recipe=recipe, overrides=overrides)
+    assert given.mask.channel_mask.equal(trained.channel_mask)
+    assert choose(source, None, out, all_channels=True).mask.pruning_ratio == 0
+    with pytest.raises(LeanKError, match="no mask for"):
+        choose(source, None, tmp_path / "elsewhere", recipe=recipe)
+
+
+def test_a_runs_own_recipe_changes_the_config_unless_told_otherwise(
+    source: Path, trained: ChannelMask, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (out / "leank").mkdir(parents=True)
+    (out / "leank" / "recipe.yaml").write_text(RECIPE)
+    assert choose(source, trained, out).config_overrides == {"max_position_embeddings": 99}
+    assert choose(source, trained, out, config_overrides={}).config_overrides == {}
+
+
+def test_a_mask_may_be_a_file_of_any_kind(source: Path, trained: ChannelMask, tmp_path: Path) -> None:
+    torch.save(trained.channel_mask, tmp_path / "mask.pth")
+    out = export_checkpoint(str(source), str(tmp_path / "mask.pth"), str(tmp_path / "out"))
+    assert read_json(out / "config.json")["leank"]["sink_size"] == 128
