@@ -1,1 +1,58 @@
-"""Learn which K cache channels an LLM needs, and write checkpoints that keep only those."""
+"""Learn which K cache channels an LLM needs, and write checkpoints that keep only those.
+
+The functions here are what the command line calls. Nothing heavy is imported before one of them is used:
+
+    from leank_convert import export_checkpoint, train_mask
+
+    mask = train_mask("meta-llama/Llama-3.2-1B-Instruct", "run")
+    export_checkpoint("meta-llama/Llama-3.2-1B-Instruct", mask, "out")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leank_convert.evaluate import evaluate_checkpoint
+    from leank_convert.export import export_checkpoint
+    from leank_convert.mask import load_mask
+    from leank_convert.methods.make import train_mask, train_masks
+    from leank_convert.onnx import export_onnx
+    from leank_convert.recipe import Recipe
+    from leank_convert.recipe_file import load_recipe
+    from leank_convert.verify import verify_checkpoint
+
+__all__ = [
+    "Recipe",
+    "evaluate_checkpoint",
+    "export_checkpoint",
+    "export_onnx",
+    "load_mask",
+    "load_recipe",
+    "train_mask",
+    "train_masks",
+    "verify_checkpoint",
+]
+
+_HOMES = {
+    "Recipe": "recipe",
+    "evaluate_checkpoint": "evaluate",
+    "export_checkpoint": "export",
+    "export_onnx": "onnx",
+    "load_mask": "mask",
+    "load_recipe": "recipe_file",
+    "train_mask": "methods.make",
+    "train_masks": "methods.make",
+    "verify_checkpoint": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

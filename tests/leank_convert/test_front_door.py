@@ -1,0 +1,36 @@
+"""The Python API: every name is there, none is a submodule's, and importing the package loads nothing heavy."""
+
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import leank_convert
+
+
+@pytest.mark.parametrize("name", leank_convert.__all__)
+def test_every_name_is_a_documented_typed_object_and_no_submodule(name):
+    found = getattr(leank_convert, name)
+    assert inspect.getdoc(found)
+    assert importlib.util.find_spec(f"leank_convert.{name}") is None, "the import would give the module"
+    if inspect.isfunction(found):
+        hints = inspect.get_annotations(found)
+        assert set(inspect.signature(found).parameters) | {"return"} == set(hints)
+
+
+def test_importing_the_package_loads_no_library():
+    program = (
+        "import json, sys; before = set(sys.modules); import leank_convert; "
+        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    seen = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    loaded = set(json.loads(seen)) - set(sys.stdlib_module_names)
+    assert loaded == {"leank_convert"}
+
+
+def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
+    with pytest.raises(AttributeError, match="no attribute `prune`"):
+        leank_convert.prune  # noqa: B018
