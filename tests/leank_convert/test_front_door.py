@@ -1,4 +1,4 @@
-"""The Python API: every name is there, none is a submodule's, and importing the package loads nothing heavy."""
+"""The Python API: every name is there and no submodule, and importing the package loads nothing heavy."""
 
 import importlib.util
 import inspect
