@@ -30,48 +30,28 @@ OUTLIER_RULE = (
 
 @dataclass(frozen=True)
 class OutlierPair:
-    """A RoPE pair of which far more or less is kept than of its neighbours.
+    """A RoPE pair of which far more or less is kept than of its neighbours."""
 
-    Attributes:
-        pair: Its index i: channels i and i + D/2.
-        kept: Share of its channels that is kept, over all heads.
-        neighbours: The median share of its neighbours.
-        score: How far out it is, in robust standard deviations.
-    """
-
-    pair: int
-    kept: float
-    neighbours: float
-    score: float
+    pair: int  # its index i: channels i and i + D/2
+    kept: float  # share of its channels that is kept, over all heads
+    neighbours: float  # the median share of its neighbours
+    score: float  # how far out it is, in robust standard deviations
 
 
 @dataclass(frozen=True)
 class MaskAnalysis:
-    """The distribution of a mask's channels; heads in the model's own order, shares in [0, 1].
+    """The distribution of a mask's channels; heads in the model's own order, shares in [0, 1]."""
 
-    Attributes:
-        model: What the mask was made for, None if that is not known.
-        head_dim: D.
-        element_bytes: Bytes of one number in the cache.
-        kept: Share of all channels.
-        kept_by_pair: Of each RoPE pair's two channels in all heads [D/2].
-        neighbours_by_pair: The median of each pair's neighbours [D/2].
-        outliers: Pairs that `OUTLIER_RULE` names, the farthest first.
-        kept_by_layer: [L].
-        widths: Kept channels of each head [L][H_kv].
-        cache: Bytes of one token.
-    """
-
-    model: str | None
-    head_dim: int
-    element_bytes: int
-    kept: float
-    kept_by_pair: tuple[float, ...]
-    neighbours_by_pair: tuple[float, ...]
-    outliers: tuple[OutlierPair, ...]
-    kept_by_layer: tuple[float, ...]
-    widths: tuple[tuple[int, ...], ...]
-    cache: BytesPerToken
+    model: str | None  # what the mask was made for, None if that is not known
+    head_dim: int  # D
+    element_bytes: int  # bytes of one number in the cache
+    kept: float  # share of all channels
+    kept_by_pair: tuple[float, ...]  # of each RoPE pair's two channels in all heads [D/2]
+    neighbours_by_pair: tuple[float, ...]  # the median of each pair's neighbours [D/2]
+    outliers: tuple[OutlierPair, ...]  # pairs that `OUTLIER_RULE` names, the farthest first
+    kept_by_layer: tuple[float, ...]  # [L]
+    widths: tuple[tuple[int, ...], ...]  # kept channels of each head [L][H_kv]
+    cache: BytesPerToken  # bytes of one token
 
     @property
     def num_heads(self) -> int:

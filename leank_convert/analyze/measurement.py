@@ -26,43 +26,28 @@ _MOST_LENGTHS = 4
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
-    """One prompt of a task.
+    """One prompt of a task."""
 
-    Attributes:
-        task: The task it was drawn from.
-        length: The length asked for, in tokens; it comes close to it.
-        input_ids: The prompt, int64 [N].
-    """
-
-    task: str
-    length: int
-    input_ids: Tensor
+    task: str  # the task it was drawn from
+    length: int  # the length asked for, in tokens; it comes close to it
+    input_ids: Tensor  # the prompt, int64 [N]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Statistics of a model over prompts of several tasks and lengths; heads in the model's own order.
+    """Statistics of a model over prompts of several tasks and lengths; heads in the model's own order."""
 
-    Attributes:
-        tasks: The tasks, in the order of the rows below.
-        lengths: The prompts' lengths in tokens, ascending.
-        num_samples: Prompts of each task at each length.
-        between_tasks: Pearson correlation of the tasks' channel norm ratios, each the mean over all lengths
-            [tasks][tasks] (the paper's section "Quantifying K Channel Staticity").
-        between_lengths: The same of the lengths, each the mean over all tasks [lengths][lengths].
-        high_frequency_ratio: The paper's w_hf of every KV head, mean over all prompts [L, H_kv].
-        ratio_of_empty: The mean w_hf of the heads of width 0, None if there are none.
-        ratio_of_others: The mean w_hf of the heads that keep channels, None if there are none.
-    """
-
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...]
-    num_samples: int
+    tasks: tuple[str, ...]  # the tasks, in the order of the rows below
+    lengths: tuple[int, ...]  # the prompts' lengths in tokens, ascending
+    num_samples: int  # prompts of each task at each length
+    # Pearson correlation of the tasks' channel norm ratios, each the mean over all lengths [tasks][tasks]
+    # (the paper's section "Quantifying K Channel Staticity").
     between_tasks: tuple[tuple[float, ...], ...]
+    # The same of the lengths, each the mean over all tasks [lengths][lengths].
     between_lengths: tuple[tuple[float, ...], ...]
-    high_frequency_ratio: Tensor
-    ratio_of_empty: float | None
-    ratio_of_others: float | None
+    high_frequency_ratio: Tensor  # the paper's w_hf of every KV head, mean over all prompts [L, H_kv]
+    ratio_of_empty: float | None  # the mean w_hf of the heads of width 0, None if there are none
+    ratio_of_others: float | None  # the mean w_hf of the heads that keep channels, None if there are none
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement as JSON-ready data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from leank_convert.report.figures import draw_kept_by_head, draw_kept_by_layer, 
 from leank_convert.report.page import Section, new_figure, render_page, rows_height
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAGE_NAME = "analysis.html"
@@ -193,39 +195,25 @@ def _describe_outlier(outlier: OutlierPair) -> str:
 
 def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
     channels = mask.channel_mask
-
-    def pairs() -> Figure:
-        figure = new_figure(3.8)
-        draw_pairs(figure.subplots(), channels, analysis)
-        return figure
+    height = rows_height(len(channels))
 
     def layers() -> Figure:
-        figure = new_figure(rows_height(len(channels)))
-        by_head, by_layer, empty = figure.subplots(1, 3, width_ratios=[1.4, 1, 0.7])
-        draw_kept_by_head(by_head, channels)
-        draw_kept_by_layer(by_layer, channels)
-        draw_empty_by_layer(empty, analysis)
-        for axes in (by_layer, empty):
+        figure = _panels(
+            height,
+            lambda axes: draw_kept_by_head(axes, channels),
+            lambda axes: draw_kept_by_layer(axes, channels),
+            lambda axes: draw_empty_by_layer(axes, analysis),
+            width_ratios=[1.4, 1, 0.7],
+        )
+        for axes in figure.axes[1:3]:
             axes.set_ylabel("")
-        return figure
-
-    def layers_by_pair() -> Figure:
-        figure = new_figure(rows_height(len(channels)))
-        draw_layers_by_pair(figure.subplots(), channels)
-        return figure
-
-    def widths() -> Figure:
-        figure = new_figure(3.2)
-        histogram, cache = figure.subplots(1, 2)
-        draw_width_histogram(histogram, channels)
-        draw_cache(cache, analysis)
         return figure
 
     return [
         Section(
             "RoPE pairs",
             "pairs",
-            pairs,
+            lambda: _panels(3.8, lambda axes: draw_pairs(axes, channels, analysis)),
             "A pair is two channels that RoPE turns together, at a frequency that falls with i. "
             + OUTLIER_RULE,
         ),
@@ -238,13 +226,17 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "Pairs in each layer",
             "layers-by-pair",
-            layers_by_pair,
+            lambda: _panels(height, lambda axes: draw_layers_by_pair(axes, channels)),
             "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
         ),
         Section(
             "Widths and bytes",
             "widths",
-            widths,
+            lambda: _panels(
+                3.2,
+                lambda axes: draw_width_histogram(axes, channels),
+                lambda axes: draw_cache(axes, analysis),
+            ),
             "A head keeps as many K channels as its width and all of V; a head of width 0 keeps neither. "
             "Tokens in sink and recent window stay whole.",
         ),
@@ -252,36 +244,43 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
 
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:
-    def staticity() -> Figure:
-        rows = max(len(measured.tasks), len(measured.lengths))
-        figure = new_figure(0.5 * rows + 1.2)
-        tasks, lengths = figure.subplots(1, 2)
-        draw_correlation(tasks, measured.between_tasks, measured.tasks, "Between tasks")
-        names = [f"{length:,}" for length in measured.lengths]
-        draw_correlation(lengths, measured.between_lengths, names, "Between lengths (tokens)")
-        return figure
-
-    def frequencies() -> Figure:
-        figure = new_figure(rows_height(len(mask.channel_mask)))
-        by_head, by_width = figure.subplots(1, 2)
-        draw_ratio_by_head(by_head, measured.high_frequency_ratio)
-        draw_ratio_by_width(by_width, measured.high_frequency_ratio, mask.channel_mask.sum(-1))
-        return figure
-
+    names = [f"{length:,}" for length in measured.lengths]
+    ratios = measured.high_frequency_ratio
     return [
         Section(
             "Are the same channels large everywhere?",
             "staticity",
-            staticity,
+            lambda: _panels(
+                0.5 * max(len(measured.tasks), len(names)) + 1.2,
+                lambda axes: draw_correlation(axes, measured.between_tasks, measured.tasks, "Between tasks"),
+                lambda axes: draw_correlation(
+                    axes, measured.between_lengths, names, "Between lengths (tokens)"
+                ),
+            ),
             "Pearson correlation of the channels' norm ratios over all layers and heads: a channel's part in "
             "the products of the last 32 queries with all keys. Near 1, one mask can serve all.",
         ),
         Section(
             "High frequencies",
             "frequencies",
-            frequencies,
+            lambda: _panels(
+                rows_height(len(mask.channel_mask)),
+                lambda axes: draw_ratio_by_head(axes, ratios),
+                lambda axes: draw_ratio_by_width(axes, ratios, mask.channel_mask.sum(-1)),
+            ),
             "The norm of a head's attention logits from the faster half of the RoPE pairs alone, against "
             "that of all. By the paper, heads with a high ratio look at what is near and matter little far "
             "away.",
         ),
     ]
+
+
+def _panels(
+    height: float, *draw: Callable[[Axes], None], width_ratios: Sequence[float] | None = None
+) -> Figure:
+    """A figure of panels side by side, each drawn by a function of its axes."""
+    figure = new_figure(height)
+    row = figure.subplots(1, len(draw), squeeze=False, width_ratios=width_ratios)[0]
+    for axes, draw_panel in zip(row, draw, strict=True):
+        draw_panel(axes)
+    return figure

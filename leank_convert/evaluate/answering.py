@@ -29,27 +29,16 @@ AGAINST = "against"
 
 @dataclass(frozen=True)
 class Answer:
-    """What one variant made of one prompt.
-
-    Attributes:
-        task: The prompt's, as are `length` and `index`.
-        length: Tokens that were asked for.
-        index: Its place among the prompts of one task and length.
-        prompt: The prompt's digest.
-        num_tokens: Tokens of the prompt.
-        variant: Who answered.
-        text: The answer, up to the end of the turn.
-        score: From 0 to 1.
-    """
+    """What one variant made of one prompt."""
 
     task: str
-    length: int
-    index: int
-    prompt: str
-    num_tokens: int
-    variant: str
-    text: str
-    score: float
+    length: int  # tokens that were asked for
+    index: int  # its place among the prompts of one task and length
+    prompt: str  # the prompt's digest
+    num_tokens: int  # tokens of the prompt
+    variant: str  # what answered
+    text: str  # the answer, up to the end of the turn
+    score: float  # from 0 to 1
 
 
 def answer_prompts(
@@ -60,7 +49,7 @@ def answer_prompts(
     Args:
         evaluated: Its model runs the prefill.
         prompts: What is asked.
-        variants: Who answers.
+        variants: What answers.
         batch_size: Prompts run together, padded on the left.
 
     Yields:
@@ -127,15 +116,7 @@ def answer_against(
 def answer_densely(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
 ) -> Iterator[list[Answer]]:
-    """Answer prompts by a stock model with its own dense cache, as `answer_prompts` does.
-
-    Args:
-        model: A causal language model of transformers.
-        tokenizer: Of these prompts.
-        prompts: What is asked.
-        name: What its column is called.
-        batch_size: Prompts run together, padded on the left.
-    """
+    """Answer prompts by a stock model of transformers with its own dense cache, as `answer_prompts` does."""
     for batch in _batches(prompts, batch_size):
         with out_of_memory_for(batch):
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
@@ -147,15 +128,7 @@ def answer_densely(
 def answer_by_graph(
     graph: LeanKOnnx, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
 ) -> Iterator[list[Answer]]:
-    """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does.
-
-    Args:
-        graph: The exported folder, loaded.
-        tokenizer: Of these prompts.
-        prompts: What is asked.
-        name: What its column is called.
-        batch_size: Prompts run together.
-    """
+    """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does."""
     ends = graph.description.eos_token_ids
     for batch in _batches(prompts, batch_size):
         num_steps = max(prompt.max_new_tokens for prompt in batch)

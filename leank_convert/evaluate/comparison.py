@@ -24,51 +24,31 @@ _Z_95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prompt and how well each variant answered it.
-
-    Attributes:
-        task: The task it was drawn from.
-        length: The tokens that were asked for.
-        num_tokens: Prompt tokens.
-        scores: From 0 to 1, by variant.
-    """
+    """One prompt and how well each variant answered it."""
 
     task: str
-    length: int
-    num_tokens: int
-    scores: Mapping[str, float]
+    length: int  # tokens that were asked for
+    num_tokens: int  # of the prompt
+    scores: Mapping[str, float]  # from 0 to 1, by variant
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A variant's scores against the baseline's, over the same prompts.
+    """A variant's scores against the baseline's, over the same prompts."""
 
-    Attributes:
-        lost: Prompts with a lower score than the baseline's.
-        gained: Prompts with a higher one.
-        mean: Of `variant - baseline`.
-        interval: 95% interval of the mean.
-    """
-
-    lost: int
-    gained: int
-    mean: float
-    interval: tuple[float, float]
+    lost: int  # prompts with a lower score than the baseline's
+    gained: int  # prompts with a higher one
+    mean: float  # of `variant - baseline`
+    interval: tuple[float, float]  # of the mean, 95%
 
 
 @dataclass(frozen=True)
 class PairedScore:
-    """Mean scores over prompts that all variants answered.
+    """Mean scores over prompts that all variants answered."""
 
-    Attributes:
-        n: Prompts.
-        means: By variant.
-        differences: By variant, the baseline's own left out.
-    """
-
-    n: int
-    means: dict[str, float]
-    differences: dict[str, Difference]
+    n: int  # prompts
+    means: dict[str, float]  # by variant
+    differences: dict[str, Difference]  # by variant, the baseline's own left out
 
 
 @dataclass(frozen=True)
@@ -84,31 +64,18 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of an evaluation.
-
-    Attributes:
-        checkpoint: What was evaluated.
-        baseline: What the others are compared with: `dense`, or `against` for another model.
-        variants: All that answered, the baseline first.
-        measure: What a score is.
-        seed: Of the prompts.
-        pruning_ratio_asked: None if the mask was imported.
-        pruning_ratio: Reached.
-        num_whole: Prompts so short that nothing of them is pruned.
-        outcomes: One per prompt.
-        cache: Bytes at the longest prompt.
-    """
+    """The result of an evaluation."""
 
     checkpoint: str
-    baseline: str
-    variants: tuple[str, ...]
-    measure: str
-    seed: int
-    pruning_ratio_asked: float | None
-    pruning_ratio: float
-    num_whole: int
-    outcomes: tuple[Outcome, ...]
-    cache: CacheBytes
+    baseline: str  # what the others are compared with: `dense`, or `against` for another model
+    variants: tuple[str, ...]  # all that answered, the baseline first
+    measure: str  # what a score is
+    seed: int  # of the prompts
+    pruning_ratio_asked: float | None  # none if the mask was imported
+    pruning_ratio: float  # reached
+    num_whole: int  # prompts so short that nothing of them is pruned
+    outcomes: tuple[Outcome, ...]  # one per prompt
+    cache: CacheBytes  # bytes at the longest prompt
 
     @property
     def total(self) -> PairedScore:
@@ -159,11 +126,7 @@ class Comparison:
 
 
 def score_pairs(outcomes: Sequence[Outcome], baseline: str) -> PairedScore:
-    """Score prompts that every variant answered.
-
-    Args:
-        outcomes: One per prompt, of the same variants.
-        baseline: What the others are compared with.
+    """Score prompts that every variant answered against a baseline among them.
 
     Raises:
         ValueError: If there are none.
@@ -252,11 +215,7 @@ def _title(variant: str) -> str:
 
 
 def write_results(result: Comparison, folder: Path) -> list[Path]:
-    """Write `results.json`, `results.csv` and `results.png`.
-
-    Returns:
-        What was written.
-    """
+    """Write `results.json`, `results.csv` and `results.png`; return their paths."""
     contents = {
         JSON_NAME: (json.dumps(result.to_dict(), indent=2) + "\n").encode(),
         CSV_NAME: _to_csv(result).encode(),

@@ -25,21 +25,13 @@ _logger = logging.getLogger("leank_convert")
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A checkpoint, and the dense model that it is without its cache.
+    """A checkpoint, and the dense model that it is without its cache."""
 
-    Attributes:
-        model: The LeanK model.
-        dense: The stock class on the same weights.
-        tokenizer: The checkpoint's.
-        leank: The `leank` block of its config.json.
-        facts: Its shape.
-    """
-
-    model: Any
-    dense: Any
-    tokenizer: Any
-    leank: dict[str, Any]
-    facts: ModelFacts
+    model: Any  # the LeanK model
+    dense: Any  # the stock class on the same weights
+    tokenizer: Any  # the checkpoint's
+    leank: dict[str, Any]  # the `leank` block of its config.json
+    facts: ModelFacts  # its shape
 
     @property
     def channel_masks(self) -> list[Tensor]:

@@ -24,20 +24,14 @@ from leank_convert.windows import Windows
 
 @dataclass(frozen=True)
 class Prefill:
-    """A batch of prompts, run once.
+    """A batch of prompts, run once."""
 
-    Attributes:
-        model: The LeanK model that ran it.
-        cache: Its LeanK cache, every layer's keys and values [B, H_kv, S, D] pending; is never decoded on.
-        attention_mask: 1 where a column is real [B, S]; padding is on the left.
-        next_token: The greedy token after each prompt [B, 1].
-        queries: Per layer the last queries after RoPE [B, H, W, D]; none if they were not asked for.
-    """
-
-    model: Any
+    model: Any  # the LeanK model that ran it
+    # Its LeanK cache, every layer's keys and values [B, H_kv, S, D] pending; is never decoded on.
     cache: Any
-    attention_mask: Tensor
-    next_token: Tensor
+    attention_mask: Tensor  # 1 where a column is real [B, S]; padding is on the left
+    next_token: Tensor  # the greedy token after each prompt [B, 1]
+    # Per layer the last queries after RoPE [B, H, W, D]; none if they were not asked for.
     queries: tuple[Tensor, ...] = ()
 
     def fork(self, windows: Windows | None = None) -> Any:

@@ -20,27 +20,18 @@ _EXTRA_TOKENS = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with what its answer should hold.
+    """A prompt with what its answer should hold."""
 
-    Attributes:
-        task: The task it was drawn from.
-        length: The tokens that were asked for, room for the answer included.
-        index: Its place among the prompts of one task and length.
-        input_ids: The tokens as they are fed, template included, int64 [N].
-        references: What the answer should be, or should hold.
-        scoring: `exact`: the stripped answer is the one reference. `all`: the share of references that it
-            holds, whatever their case (RULER's `string_match_all`). `any`: whether it holds one of them
-            (RULER's `string_match_part`).
-        max_new_tokens: Where an answer ends at the latest.
-    """
-
-    task: str
-    length: int
-    index: int
-    input_ids: Tensor
-    references: tuple[str, ...]
+    task: str  # the task it was drawn from
+    length: int  # the tokens that were asked for, room for the answer included
+    index: int  # its place among the prompts of one task and length
+    input_ids: Tensor  # the tokens as they are fed, template included, int64 [N]
+    references: tuple[str, ...]  # what the answer should be, or should hold
+    # `exact`: the stripped answer is the one reference. `all`: the share of references that it holds,
+    # whatever their case (RULER's `string_match_all`). `any`: whether it holds one of them (RULER's
+    # `string_match_part`).
     scoring: Scoring
-    max_new_tokens: int
+    max_new_tokens: int  # where an answer ends at the latest
 
     @cached_property
     def digest(self) -> str:

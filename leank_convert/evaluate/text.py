@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,66 +41,38 @@ _FLOOR = 1e-7  # of a divergence, in nats: below, float32 tells nothing
 
 @dataclass(frozen=True)
 class VariantLogits:
-    """What one variant predicts after every fed token, against the dense model.
-
-    Attributes:
-        name: The variant's.
-        num_whole: Fed tokens, the first ones, at which nothing of the cache was pruned yet.
-        divergence: KL(dense || variant) of the next token, in nats, one per fed token.
-        agrees: Whether the most likely next token is the dense model's.
-        nll: Negative log-likelihood of the text's next token, in nats.
-    """
+    """What one variant predicts after every fed token, against the dense model."""
 
     name: str
-    num_whole: int
-    divergence: tuple[float, ...]
-    agrees: tuple[bool, ...]
-    nll: tuple[float, ...]
+    num_whole: int  # fed tokens, the first ones, at which nothing of the cache was pruned yet
+    divergence: tuple[float, ...]  # KL(dense || variant) of the next token, in nats, one per fed token
+    agrees: tuple[bool, ...]  # whether the most likely next token is the dense model's
+    nll: tuple[float, ...]  # negative log-likelihood of the text's next token, in nats
 
 
 @dataclass(frozen=True)
 class LogitMeans:
-    """Means over some fed tokens, those at `first` to `last` of the text, counted from 0.
-
-    Attributes:
-        first: The first of them.
-        last: The last of them.
-        divergence: Of KL(dense || variant), in nats.
-        agreement: Share whose most likely next token is the dense model's.
-        dense_nll: Of the dense model's negative log-likelihood, in nats.
-        nll: Of the variant's.
-    """
+    """Means over some fed tokens, those at `first` to `last` of the text, counted from 0."""
 
     first: int
     last: int
-    divergence: float
-    agreement: float
-    dense_nll: float
-    nll: float
-
-    @property
-    def n(self) -> int:
-        """How many."""
-        return self.last - self.first + 1
+    n: int
+    kl: float  # KL(dense || variant), in nats
+    greedy_agreement: float  # share whose most likely next token is the dense model's
+    dense_nll: float  # the dense model's negative log-likelihood, in nats
+    nll: float  # the variant's
 
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Predictions on one text, of which all tokens between the prefix and the last one were fed.
-
-    Attributes:
-        checkpoint: What was evaluated.
-        num_tokens: Tokens of the text.
-        prefix_tokens: How many of them were prefilled.
-        dense_nll: The dense model's negative log-likelihood of the text's next token, one per fed token.
-        variants: What was compared with it.
-    """
+    """Predictions on one text, of which all tokens between the prefix and the last one were fed."""
 
     checkpoint: str
-    num_tokens: int
-    prefix_tokens: int
+    num_tokens: int  # tokens of the text
+    prefix_tokens: int  # how many of them were prefilled
+    # The dense model's negative log-likelihood of the text's next token, one per fed token.
     dense_nll: tuple[float, ...]
-    variants: tuple[VariantLogits, ...]
+    variants: tuple[VariantLogits, ...]  # what was compared with it
 
     def mean(self, variant: VariantLogits) -> LogitMeans:
         """Over all fed tokens."""
@@ -119,8 +91,9 @@ class TextComparison:
         return LogitMeans(
             first=self.prefix_tokens + start,
             last=self.prefix_tokens + end - 1,
-            divergence=mean(variant.divergence),
-            agreement=mean(variant.agrees),
+            n=end - start,
+            kl=mean(variant.divergence),
+            greedy_agreement=mean(variant.agrees),
             dense_nll=mean(self.dense_nll),
             nll=mean(variant.nll),
         )
@@ -134,8 +107,8 @@ class TextComparison:
             "dense_nll": list(self.dense_nll),
             "variants": {
                 variant.name: {
-                    "mean": _to_dict(self.mean(variant)),
-                    "by_position": [_to_dict(means) for means in self.by_position(variant)],
+                    "mean": asdict(self.mean(variant)),
+                    "by_position": [asdict(means) for means in self.by_position(variant)],
                     "num_whole": variant.num_whole,
                     "kl": list(variant.divergence),
                     "agrees": list(variant.agrees),
@@ -196,7 +169,7 @@ def compare_text(
     checkpoint: str = "",
     progress: bool = False,
 ) -> TextComparison:
-    """Compare the predictions of variants with the dense model's on a text.
+    """Compare the predictions of variants with the dense model's on a text; see `evaluate_text`.
 
     Args:
         evaluated: Its model runs the prefix, its dense model is what variants are compared with.
@@ -272,7 +245,7 @@ def render_text_comparison(result: TextComparison) -> str:
         rows = [(f"tokens {m.first}-{m.last}", m) for m in result.by_position(variant)]
         for label, means in (*rows, ("all", result.mean(variant))):
             lines.append(
-                f"{label:<{width + 14}}{means.n:>6}{means.divergence:>12.3g}{means.agreement:>12.2%}"
+                f"{label:<{width + 14}}{means.n:>6}{means.kl:>12.3g}{means.greedy_agreement:>12.2%}"
                 f"{means.dense_nll:>11.4f}{means.nll:>9.4f}{means.nll - means.dense_nll:>+12.4f}"
             )
         if variant.num_whole:
@@ -280,18 +253,6 @@ def render_text_comparison(result: TextComparison) -> str:
         lines.append("")
     lines.append("means; KL(dense || variant); NLL of the text's own next token, in nats")
     return "\n".join(lines) + "\n"
-
-
-def _to_dict(means: LogitMeans) -> dict[str, float]:
-    return {
-        "first": means.first,
-        "last": means.last,
-        "n": means.n,
-        "kl": means.divergence,
-        "greedy_agreement": means.agreement,
-        "dense_nll": means.dense_nll,
-        "nll": means.nll,
-    }
 
 
 def _feed(
@@ -352,11 +313,11 @@ def _draw(result: TextComparison) -> Figure:
     for place, variant in enumerate(result.variants):
         values = [max(value, _FLOOR) for value in variant.divergence]
         divergence.scatter(places, values, s=5, alpha=0.35, linewidths=0, color=f"C{place}")
-    _draw_means(divergence, result, lambda means: max(means.divergence, _FLOOR))
+    _draw_means(divergence, result, lambda means: max(means.kl, _FLOOR))
     divergence.set(
         title="KL(dense || variant) of the next token: each, and means", ylabel="nats", yscale="log"
     )
-    _draw_means(agreement, result, lambda means: 100 * means.agreement)
+    _draw_means(agreement, result, lambda means: 100 * means.greedy_agreement)
     agreement.set(title="Most likely next token is the dense model's", ylabel="fed tokens (%)")
     agreement.set_ylim(top=101)
     likelihood.axhline(0, color=INK, linewidth=0.8)

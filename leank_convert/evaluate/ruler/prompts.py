@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def draw_prompts(
             return draft_question(asked, questions, seed, index, rng)
         return draft_common_words(rng, length) if task == "cwe" else draft_frequent_words(rng, length)
 
-    prompts = []
+    prompts: list[Prompt] = []
     for task in tasks:
         for length in sorted(set(lengths)):
             drafts = [draft(task, length, index) for index in range(num_samples)]
@@ -106,45 +106,35 @@ def _choose_tasks(tasks: Sequence[str], haystack: str | None, questions: Path | 
 
 def _fill(
     tokenizer: PreTrainedTokenizerBase, task: str, length: int, drafts: Sequence[Draft]
-) -> list[Prompt]:
+) -> Iterator[Prompt]:
     """Fill every draft up to the length."""
-    encode = _encoder(tokenizer)
     prefixes = [_encode(tokenizer, draft.answer_prefix) for draft in drafts]
-    shortest = encode([draft.render(0) for draft in drafts])
+    shortest = _encode_messages(tokenizer, [draft.render(0) for draft in drafts])
     rooms = [length - draft.max_new_tokens - len(p) for draft, p in zip(drafts, prefixes, strict=True)]
     longest = length + max((len(ids) - room for ids, room in zip(shortest, rooms, strict=True)), default=0)
     if longest > length:
         raise LeanKError(
             f"{length} tokens leave no room for `{task}`, which takes {longest} without any filler",
-            hint=f"ask for lengths of {longest} tokens or more, most of them far longer, or leave "
-            f"`{task}` out",
+            hint=f"ask for {longest} tokens or more, most of them far more, or leave `{task}` out",
         )
-    prompts = []
     for index, (draft, prefix, room) in enumerate(zip(drafts, prefixes, rooms, strict=True)):
 
         def render(num_pieces: int, draft: Draft = draft) -> list[int]:
-            return encode([draft.render(num_pieces)])[0]
+            return _encode_messages(tokenizer, [draft.render(num_pieces)])[0]
 
         ids = torch.tensor([*fit(render, shortest[index], room)[1], *prefix])
-        prompt = Prompt(
-            task, length, index, ids, draft.references, draft.scoring, draft.max_new_tokens
-        )  # fmt: skip
+        prompt = Prompt(task, length, index, ids, draft.references, draft.scoring, draft.max_new_tokens)
         _check_answer(tokenizer, prompt)
-        prompts.append(prompt)
-    return prompts
+        yield prompt
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[str]], list[list[int]]]:
-    """What turns user messages into prompts, up to where the answer begins."""
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        if getattr(tokenizer, "chat_template", None) is not None or not texts:
-            return encode_prompts(tokenizer, texts)
-        # The beginning of the answer stands on a line of its own.
-        rows: list[list[int]] = tokenizer([f"{text}\n" for text in texts])["input_ids"]
-        return rows
-
-    return encode
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """User messages as prompts, up to where the answer begins."""
+    if getattr(tokenizer, "chat_template", None) is not None or not texts:
+        return encode_prompts(tokenizer, texts)
+    # The beginning of the answer stands on a line of its own.
+    rows: list[list[int]] = tokenizer([f"{text}\n" for text in texts])["input_ids"]
+    return rows
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

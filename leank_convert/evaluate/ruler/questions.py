@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from leank_convert.data.records import read_records
 from leank_convert.errors import LeanKError
@@ -22,8 +21,7 @@ _INSTRUCTION = (
 )
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question, each of whose answers is right, and the documents that a prompt must hold."""
 
     text: str

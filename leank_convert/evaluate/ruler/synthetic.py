@@ -7,9 +7,8 @@ import random
 import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from leank_convert.data.drafts import strew
 from leank_convert.data.haystack import Haystack
@@ -23,63 +22,30 @@ _Kind = Literal["words", "numbers", "uuids"]
 _SINGULAR = {"numbers": "number", "uuids": "code"}
 _NUM_DEPTHS = 40
 _NUM_HOPS = 4
-# The solved example has shorter names than the question, as RULER's has.
-_NAME_LENGTH, _EXAMPLE_NAME_LENGTH = 5, 3
-_EXAMPLE_LINES = 10
-_WORDS = ADJECTIVES + NOUNS + VERBS
 _NUM_COMMON = 10
-# RULER counts to less, and gives a smaller example, below this length: `freq_cw` and `freq_ucw`, then the
-# example's words and their frequencies.
-_FULL_LENGTH = 4096
-_FREQUENCIES, _SHORT_FREQUENCIES = (30, 3), (6, 1)
-_EXAMPLE, _SHORT_EXAMPLE = (40, 10, 3), (20, 3, 1)
-_ALPHA = 2.0
-_ZETA_OF_ALPHA = math.pi**2 / 6
-_NUM_FREQUENT = 3
-_CODED_LENGTH = 6
-_TOKENS_PER_CODED_WORD = 50
-# From here on the third answer comes up more often than the word after it, rounded down as both are.
-_FEWEST_CODED = 80
+_WORDS = ADJECTIVES + NOUNS + VERBS
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A question with everything but the amount of filler decided.
+class Draft(NamedTuple):
+    """A question with everything but the amount of filler decided."""
 
-    Attributes:
-        render: The user's message with this many pieces of filler; with more it grows and is otherwise alike.
-        answer_prefix: How the model's answer begins; follows the chat template.
-        references: What the answer should hold.
-        max_new_tokens: RULER's `tokens_to_generate` of the task.
-        scoring: Whether all references count, or any one.
-    """
-
+    # The user's message with this many pieces of filler; with more it grows and is otherwise alike.
     render: Callable[[int], str]
-    answer_prefix: str
-    references: tuple[str, ...]
-    max_new_tokens: int
+    answer_prefix: str  # how the model's answer begins; follows the chat template
+    references: tuple[str, ...]  # what the answer should hold
+    max_new_tokens: int  # RULER's `tokens_to_generate`
     scoring: Scoring = "all"
 
 
-@dataclass(frozen=True)
-class NeedleTask:
-    """A row of RULER's `synthetic.yaml`.
+class NeedleTask(NamedTuple):
+    """A row of RULER's `synthetic.yaml`."""
 
-    Attributes:
-        haystack: `noise` repeats one line, `essay` is running text, `needle` more needles.
-        keys: What keys are.
-        values: What values are.
-        num_keys: Keys in the text (`num_needle_k`).
-        num_values: Values of each (`num_needle_v`).
-        num_queries: Keys that are asked for (`num_needle_q`).
-    """
-
-    haystack: Literal["noise", "essay", "needle"]
+    haystack: Literal["noise", "essay", "needle"]  # a line repeated, running text, or more needles
     keys: _Kind = "words"
     values: _Kind = "numbers"
-    num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
+    num_keys: int = 1  # `num_needle_k`
+    num_values: int = 1  # of each key, `num_needle_v`
+    num_queries: int = 1  # keys that are asked for, `num_needle_q`
 
 
 NEEDLE_TASKS = {
@@ -150,9 +116,10 @@ def draft_needles(task: NeedleTask, rng: random.Random, haystack: Haystack) -> D
 def draft_tracking(rng: random.Random) -> Draft:
     """A chain of assignments in noise, all names of which hold its number; before it a solved example."""
     number, example_number = map(str, rng.sample(range(10**4, 10**5), 2))
-    names, places = _draw_chain(rng, _NAME_LENGTH)
-    example_names, example_places = _draw_chain(rng, _EXAMPLE_NAME_LENGTH)
-    example = _ask_chain(example_number, example_names, example_places, _EXAMPLE_LINES)
+    names, places = _draw_chain(rng, 5)
+    # Shorter names than the question's, as in RULER.
+    example_names, example_places = _draw_chain(rng, 3)
+    example = _ask_chain(example_number, example_names, example_places, 10)
     solved = f"{example}\n{_begin_chain(example_number)} {' '.join(example_names)}"
 
     def render(num_lines: int) -> str:
@@ -163,20 +130,20 @@ def draft_tracking(rng: random.Random) -> Draft:
 
 def draft_common_words(rng: random.Random, length: int) -> Draft:
     """Common and rarer words in a numbered list, and before them a solved example of other words."""
-    short = length < _FULL_LENGTH
-    common_frequency, rare_frequency = _SHORT_FREQUENCIES if short else _FREQUENCIES
-    num_words, *example_frequencies = _SHORT_EXAMPLE if short else _EXAMPLE
+    # RULER counts to less, and gives a smaller example, below 4096 tokens: `freq_cw` and `freq_ucw`, then the
+    # example's words and their frequencies.
+    if length < 4096:
+        common_frequency, rare_frequency, num_words, shown_common, shown_rare = 6, 1, 20, 3, 1
+    else:
+        common_frequency, rare_frequency, num_words, shown_common, shown_rare = 30, 3, 40, 10, 3
     drawn = rng.sample(_WORDS, len(_WORDS))
     common, rest = drawn[:_NUM_COMMON], drawn[_NUM_COMMON:]
     shown = rest[:num_words]
     rare = first_pieces(_go_on(rest[num_words:], rest, random.Random(rng.getrandbits(64))))
     order, example_order = rng.getrandbits(64), rng.getrandbits(64)
-    example = _shuffle(
-        shown[:_NUM_COMMON] * example_frequencies[0] + shown[_NUM_COMMON:] * example_frequencies[1],
-        example_order,
-    )
+    example = shown[:_NUM_COMMON] * shown_common + shown[_NUM_COMMON:] * shown_rare
     prefix = f"Answer: The {_NUM_COMMON} words that come up most often in this list are:"
-    solved = f"{_ask_common(example)}\n{prefix} {_number(shown[:_NUM_COMMON])}"
+    solved = f"{_ask_common(_shuffle(example, example_order))}\n{prefix} {_number(shown[:_NUM_COMMON])}"
 
     def render(num_rare: int) -> str:
         words = common * common_frequency + rare(num_rare) * rare_frequency
@@ -187,19 +154,18 @@ def draft_common_words(rng: random.Random, length: int) -> Draft:
 
 def draft_frequent_words(rng: random.Random, length: int) -> Draft:
     """Coded words whose frequencies fall as a zeta distribution's; the most frequent is dots."""
-    max_new_tokens = 50
-    num_coded = max((length - max_new_tokens) // _TOKENS_PER_CODED_WORD, _NUM_FREQUENT + 2)
-    coded = _draw_distinct(
-        lambda: "".join(rng.choices(string.ascii_lowercase, k=_CODED_LENGTH)), num_coded - 1
-    )
+    max_new_tokens, num_asked = 50, 3
+    num_coded = max((length - max_new_tokens) // 50, num_asked + 2)
+    coded = _draw_distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), num_coded - 1)
     order = rng.getrandbits(64)
 
     def render(num_more: int) -> str:
-        total = _FEWEST_CODED + num_more
+        # From 80 on the third answer comes up more often than the word after it, rounded down as both are.
+        total = 80 + num_more
         words = [
             word
             for rank, word in enumerate(["...", *coded], start=1)
-            for _ in range(int(total * rank**-_ALPHA / _ZETA_OF_ALPHA))
+            for _ in range(int(total * rank**-2.0 / (math.pi**2 / 6)))
         ]
         return (
             "The text below is written in code. Keep count of its code words.\n\n"
@@ -209,7 +175,7 @@ def draft_frequent_words(rng: random.Random, length: int) -> Draft:
         )
 
     prefix = "Answer: The three code words that come up most often in this text are:"
-    return Draft(render, prefix, tuple(coded[:_NUM_FREQUENT]), max_new_tokens)
+    return Draft(render, prefix, tuple(coded[:num_asked]), max_new_tokens)
 
 
 def _draw_distinct(draw: Callable[[], str], count: int) -> list[str]:

@@ -100,12 +100,12 @@ def test_means_are_over_the_tokens_they_name(evaluated):
     (found,) = result.variants
     bins = result.by_position(found, 4)
     assert [(means.first, means.last) for means in bins] == [(24, 31), (32, 40), (41, 49), (50, 58)]
-    assert bins[1].divergence == pytest.approx(sum(found.divergence[8:17]) / 9)
+    assert bins[1].kl == pytest.approx(sum(found.divergence[8:17]) / 9)
     assert bins[1].nll == pytest.approx(sum(found.nll[8:17]) / 9)
-    assert bins[1].agreement == sum(found.agrees[8:17]) / 9
+    assert bins[1].greedy_agreement == sum(found.agrees[8:17]) / 9
     total = result.mean(found)
     assert total.n == sum(means.n for means in bins) == len(found.divergence)
-    assert total.divergence == pytest.approx(sum(m.divergence * m.n for m in bins) / total.n)
+    assert total.kl == pytest.approx(sum(m.kl * m.n for m in bins) / total.n)
 
 
 def test_of_fewer_tokens_than_stretches_each_is_one(evaluated):
