@@ -119,7 +119,10 @@ def test_a_short_run_writes_a_model_folder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(train.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(train, "_HELD_OUT_COUNT", 1)
     monkeypatch.setattr(held_out, "HELD_OUT_LENGTHS", (256,))
-    plan = TrainingPlan(steps=20, tokens_per_step=256, learning_rate=1e-2, warmup_steps=1)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    plan = TrainingPlan(
+        **shape, hidden_size=64, steps=20, tokens_per_step=256, learning_rate=2e-2, warmup_steps=1
+    )
     train.train_testbed(plan, tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["plan"] == asdict(plan)
