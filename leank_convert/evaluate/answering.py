@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.variants import Masked, Variant
 from leank_convert.hub import resolve_model
+from leank_convert.onnx.description import host_errors
 from leank_convert.onnx.libraries import check_available
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def find_opponent(name: str, tokenizer: Any) -> Path:
         check_available()
         from leank_convert.onnx.leank_onnx import Description
 
-        with _host_errors():
+        with host_errors():
             Description.read(folder)
     is_checkpoint = not graph and "leank" in read_config(folder)
     other = load_tokenizer(folder, trust_remote_code=is_checkpoint)
@@ -102,7 +103,7 @@ def answer_against(
     if _is_graph(folder):
         from leank_convert.onnx.leank_onnx import LeanKOnnx
 
-        with _host_errors():
+        with host_errors():
             graph = LeanKOnnx(folder, threads=torch.get_num_threads())
             yield from answer_by_graph(graph, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
     elif "leank" in read_config(folder):
@@ -167,17 +168,6 @@ def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Pr
 
 def _is_graph(folder: Path) -> bool:
     return (folder / ONNX_DESCRIPTION_NAME).is_file()
-
-
-@contextmanager
-def _host_errors() -> Iterator[None]:
-    """Turn the errors of the graph's own host into the command line's."""
-    from leank_convert.onnx.leank_onnx import LeanKOnnxError
-
-    try:
-        yield
-    except LeanKOnnxError as error:
-        raise LeanKError(str(error)) from error
 
 
 def _score_rows(

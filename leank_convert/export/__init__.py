@@ -1,6 +1,6 @@
 """Write a self-describing checkpoint from a model and a mask.
 
-Plan on headers alone, then stream shard by shard into a folder beside the target, check it, rename it.
+Plan on headers alone, then stream shard by shard into a folder next to the target, check it, rename it.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def export_checkpoint(
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
             # Loading a tokenizer is processor time, writing weights is the disk's.
-            with ThreadPoolExecutor(max_workers=1) as beside:
-                companions = beside.submit(copy_companions, checkpoint.folder, partial)
+            with ThreadPoolExecutor(max_workers=1) as copier:
+                companions = copier.submit(copy_companions, checkpoint.folder, partial)
                 _write_weights(checkpoint, plan, leank, partial)
                 companions.result()
             files = copy_runtime_files(partial)
@@ -289,6 +289,6 @@ def _cannot_write(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKErr
         needed = checkpoint.num_data_bytes / 1e9
         return LeanKError(
             f"no space left while writing `{file}`; nothing was left behind, and `{out}` is as it was",
-            hint=f"the checkpoint needs {needed:.1f} GB beside what lies in `{out}` now",
+            hint=f"the checkpoint needs {needed:.1f} GB on top of what lies in `{out}` now",
         )
     return LeanKError(f"cannot write `{file}`: {os.strerror(error.errno) if error.errno else error}")

@@ -26,7 +26,7 @@ def copy_companions(folder: Path, target: Path) -> None:
 
     Files are copied byte for byte, but for the tokenizer's class: transformers looks it up by `model_type`,
     and does not know that of a checkpoint. Where that would choose another class, tokenizer_config.json names
-    the model's. What is missing is told in one warning.
+    the model's. One warning names what is missing.
 
     Args:
         folder: The model.

@@ -1,8 +1,8 @@
 """Check a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's.
 
-A graph is held to PyTorch strictly as long as its weights are the model's. One whose weights were quantized
-since is held to PyTorch with the same rounded weights: how far those take logits from the model's is measured
-and told, since that is the model's and the user's affair. In a deep model of random weights it is as far as
+A graph is held to PyTorch strictly as long as its weights are the model's. One of quantized weights is
+held to PyTorch with the same rounded weights: how far those take logits from the model's is measured and
+reported, since that is the model's and the user's affair. In a deep model of random weights it is as far as
 logits of another model are.
 """
 
@@ -71,7 +71,7 @@ def check_graph(trials: Sequence[Trial], path: Path) -> None:
 
     Args:
         trials: What `make_trials` made of the model.
-        path: The graph; its weights lie beside it.
+        path: The graph, its weights in the same folder.
 
     Raises:
         LeanKError: If the graph breaks ONNX's rules, or onnxruntime's answers are not PyTorch's.
@@ -91,7 +91,7 @@ def measure_quantized(trials: Sequence[Trial], path: Path, weights: str) -> floa
 
     Args:
         trials: What `make_trials` made of the model and these weights.
-        path: The graph; its weights lie beside it.
+        path: The graph, its weights in the same folder.
         weights: A key of `quantize.SCHEMES`.
 
     Returns:

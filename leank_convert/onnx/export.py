@@ -40,7 +40,7 @@ from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 
 _README_NAME = "README.md"
-# What runs the graph, copied beside it.
+# The program that runs the graph, copied into its folder.
 _HOST = Path(leank_onnx.__file__)
 
 # torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
@@ -209,7 +209,7 @@ def write_graph(pruned: PrunedModel, path: Path, *, opset: int) -> None:
             optimizer.remove_unused_nodes(program.model)
             program.optimize()
             for node in program.model.graph.all_nodes():
-                node.metadata_props.clear()  # where in whose source it was traced
+                node.metadata_props.clear()  # the source lines it was traced from
             _save(program, path)
 
 
@@ -219,7 +219,7 @@ def _save(program: Any, path: Path) -> None:
     except OSError as error:
         if error.strerror is not None:
             raise
-        # numpy, writing weights, tells neither the file nor the system's reason.
+        # numpy, writing weights, names neither the file nor the system's reason.
         raise LeanKError(
             f"`{path}.data` could not be written to its end: {error}",
             hint="most likely the disk is full: the weights are written anew, in `--dtype`",

@@ -75,7 +75,7 @@ def check_quantizer(weights: str | None) -> None:
 
 
 def quantize_weights(path: Path, weights: str) -> None:
-    """Quantize the weights of a graph and write it anew, with one file of weights beside it.
+    """Quantize the weights of a graph and write it anew, with one file of weights.
 
     Args:
         path: The graph; it is replaced.

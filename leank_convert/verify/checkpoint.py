@@ -98,9 +98,9 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
                 f"`leank.head_permutation[{layer}]` is {permutation}, not stable within a bucket"
             )
     reached = 1 - sum(map(sum, widths)) / (facts.num_hidden_layers * len(heads) * facts.head_dim)
-    told = leank["pruning_ratio"]
-    if not isinstance(told, int | float) or not math.isclose(reached, told, abs_tol=1e-9):
-        raise LeanKError(f"`leank.pruning_ratio` is {told}; the widths give {reached}")
+    given = leank["pruning_ratio"]
+    if not isinstance(given, int | float) or not math.isclose(reached, given, abs_tol=1e-9):
+        raise LeanKError(f"`leank.pruning_ratio` is {given}; the widths give {reached}")
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     return f"{config['model_type']}, pruning ratio {reached:.4f}"
@@ -149,7 +149,7 @@ def _read_channel_mask(checkpoint: Checkpoint, facts: ModelFacts, layer: int) ->
     if info.dtype != "BOOL" or info.shape != (facts.num_key_value_heads, facts.head_dim):
         raise LeanKError(f"tensor `{name}` is {info.dtype} {list(info.shape)}")
     if shard != checkpoint.shard_of(facts.architecture.attention_tensor(layer, "q_proj.weight")):
-        raise LeanKError(f"tensor `{name}` is in `{shard}`, not beside its layer's q_proj")
+        raise LeanKError(f"tensor `{name}` is in `{shard}`, not in the file of its layer's q_proj")
     with header.path.open("rb") as file:
         values = _read(file, header.data_start + info.start, info.num_bytes)
     if values.max() > 1:

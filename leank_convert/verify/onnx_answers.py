@@ -1,4 +1,4 @@
-"""Run a graph by its host: a decode step, its regions, and a short prompt beside the source's stock class."""
+"""Run a graph by its host: a decode step, its regions, and a prompt that its source reads too."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def compare_with_source(
 
 
 def _check_sizes(description: Description, source: Source) -> str:
-    told = description.content["model"]
+    described = description.content["model"]
     expected = {
         "model_type": source.facts.model_type,
         "num_hidden_layers": source.facts.num_hidden_layers,
@@ -158,9 +158,9 @@ def _check_sizes(description: Description, source: Source) -> str:
         "vocab_size": source.config.get("vocab_size", description.vocab_size),
     }
     for key, value in expected.items():
-        if told[key] != value:
-            raise LeanKError(f"`model.{key}` is `{told[key]}`; `{source.folder}` has `{value}`")
-    return f"{told['model_type']}, {told['num_hidden_layers']} layers"
+        if described[key] != value:
+            raise LeanKError(f"`model.{key}` is `{described[key]}`; `{source.folder}` has `{value}`")
+    return f"{described['model_type']}, {described['num_hidden_layers']} layers"
 
 
 def _read_prompt(model: LeanKOnnx, tokens: Array) -> tuple[tuple[Cache, Tensor], str]:
@@ -186,7 +186,7 @@ def _check_cache(
     permutations = None if source.is_checkpoint else content["head_permutation"]
     largest = 0.0
     quantized = content["quantization"] is not None
-    # What is quantized in one layer changes the next: the first alone tells whose weights they are.
+    # What is quantized in one layer changes the next: the first alone shows which weights they are.
     for layer, (keys, values) in enumerate(cached[:1] if quantized else cached):
         heads = slice(None) if permutations is None else permutations[layer]
         lanes = torch.tensor(content["channel_order"][layer])[None, :, None]
@@ -220,12 +220,12 @@ def _check_logits(logits: Tensor, expected: Tensor, description: Description) ->
     same = f"{float((found.argmax(-1) == right.argmax(-1)).double().mean()):.0%} of next tokens are the same"
     content = description.content
     if content["quantization"] is not None:
-        difference, told = distance(found, right), content["quantization"]["difference"]
-        before = "" if told is None else f" ({told:.1e} of other tokens, at the export)"
+        difference, at_export = distance(found, right), content["quantization"]["difference"]
+        before = "" if at_export is None else f" ({at_export:.1e} of other tokens, at the export)"
         detail = (
             f"weights of {content['weights']} change them by {difference:.1e} of their norm{before}; {same}"
         )
-        if not difference < (1.0 if told is None else _QUANTIZED_EXCESS * told):
+        if not difference < (1.0 if at_export is None else _QUANTIZED_EXCESS * at_export):
             raise LeanKError(f"{detail}: other weights than the source's")
         return detail
     difference = largest_difference(found, right)

@@ -122,7 +122,7 @@ def _check_mask_file(folder: Path, description: Description) -> tuple[ChannelMas
 
 
 def _check_external_data(folder: Path, description: Description) -> tuple[Any, str]:
-    """Check that every weight lies whole beside the graph; gives the graph without its weights."""
+    """Check that every weight is whole in the folder; gives the graph without its weights."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
