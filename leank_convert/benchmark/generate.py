@@ -51,7 +51,7 @@ def benchmark_generate(
     """Measure and print tables.
 
     Args:
-        setup: Mask, shape, device and dtype.
+        setup: What and where.
         cases: Batch, prompt tokens and new tokens of each case.
         peers: Among `PEERS`.
         rounds: Timed calls of `generate` for each side and case.
@@ -73,7 +73,9 @@ def benchmark_generate(
     results: list[dict[str, Any]] = []
     with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
         for case in cases if models.check["ok"] else ():
-            bench = _Case(models.ours, models.dense, *case, rounds=rounds, static_limit=static_limit)
+            batch_size, num_prompt, num_new = case
+            prompt = random_prompt(models.ours, batch_size, num_prompt)
+            bench = _Case(models.ours, models.dense, prompt, num_new, rounds, static_limit)
             results.append(bench.run(peers))
             _print_case(report, results[-1], models.attention)
     return build_document(
@@ -88,28 +90,20 @@ def benchmark_generate(
     )
 
 
+@dataclass(frozen=True)
 class _Case:
-    """One batch and prompt length, on one model and its dense twin."""
+    """One prompt `[B, S]` and number of new tokens, on one model and its dense twin."""
 
-    def __init__(
-        self,
-        model: Any,
-        dense: Any,
-        batch_size: int,
-        num_prompt: int,
-        num_new: int,
-        *,
-        rounds: int,
-        static_limit: float,
-    ) -> None:
-        self.model, self.dense = model, dense
-        self.num_new, self.rounds, self.static_limit = num_new, rounds, static_limit
-        self.prompt = random_prompt(model, batch_size, num_prompt)
+    model: Any
+    dense: Any
+    prompt: Tensor
+    num_new: int
+    rounds: int
+    static_limit: float
 
     def run(self, peers: Sequence[str]) -> dict[str, Any]:
         """Measure ours and the peers; a peer that fails has no figures and says why."""
-        runners: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: self._dynamic, STATIC: self._static}
-        batch_size, num_prompt = self.prompt.shape
+        runners = {DYNAMIC: self._dynamic, STATIC: self._static}
         sides = {OURS: self._ours()}
         for name in peers:
             release_memory(self.model.device)
@@ -120,32 +114,23 @@ class _Case:
             except Exception as error:
                 sides[name] = {"why": describe_failure(error)}
         release_memory(self.model.device)
-        return {
-            "batch": batch_size,
-            "prompt": num_prompt,
-            "new": self.num_new,
-            "sides": sides,
-            "ratios": {name: _ratios(sides[OURS], sides[name]) for name in peers},
-        }
+        sizes = {"batch": self.prompt.shape[0], "prompt": self.prompt.shape[1], "new": self.num_new}
+        ratios = {name: _ratios(sides[OURS], sides[name]) for name in peers}
+        return {**sizes, "sides": sides, "ratios": ratios}
 
     def _ours(self) -> dict[str, Any]:
         self._warm_up(self.model)
         figures, last = self._time_generate(lambda: generate(self.model, self.prompt, self.num_new))
-        cache, token = last.cache, last.tokens[:, -1:]
-        graph = {
-            "captures": cache.graph.num_captures,
-            "replays": cache.graph.num_replays,
-            "why_eager": cache.graph.why_eager,
+        cache, token, graph = last.cache, last.tokens[:, -1:], last.cache.graph
+        figures["graph"] = {
+            "captures": graph.num_captures,
+            "replays": graph.num_replays,
+            "why_eager": graph.why_eager,
         }
         loop = time_loop(self.model, cache, token)
         replay = time_replay(self.model, cache, token)
-        return {
-            **figures,
-            "loop_step_milliseconds": loop,
-            "replay_milliseconds": replay,
-            "step_over_replay": None if replay is None else loop / replay,
-            "graph": graph,
-        }
+        times = {"loop_step_milliseconds": loop, "replay_milliseconds": replay}
+        return {**figures, **times, "step_over_replay": None if replay is None else loop / replay}
 
     def _dynamic(self) -> dict[str, Any]:
         self._warm_up(self.dense)
@@ -157,8 +142,7 @@ class _Case:
         """One static cache for all calls, so that its compiled step is compiled and captured once."""
         from transformers import StaticCache
 
-        length = self.prompt.shape[1] + self.num_new
-        cache = StaticCache(config=self.dense.config, max_cache_len=length)
+        cache = StaticCache(config=self.dense.config, max_cache_len=self.prompt.shape[1] + self.num_new)
 
         def run(prompt: Tensor, num_new: int) -> Generation:
             cache.reset()  # type: ignore[no-untyped-call]
@@ -174,8 +158,11 @@ class _Case:
             figures, _ = self._time_generate(lambda: run(self.prompt, self.num_new))
         finally:
             torch._dynamo.reset()
-        num_graphs = stats["unique_graphs"] - before
-        return {**figures, "warm_up_seconds": warm_up, "compiled_graphs": num_graphs}
+        return {
+            **figures,
+            "warm_up_seconds": warm_up,
+            "compiled_graphs": stats["unique_graphs"] - before,
+        }
 
     def _warm_up(self, model: Any) -> None:
         generate(model, self.prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, self.num_new))
@@ -212,30 +199,19 @@ class _StepClock(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of `generate`.
+    """One call of `generate`: how long it took, prefill included, and its new tokens `[B, new]` and cache.
 
-    Attributes:
-        seconds: The whole call, prefill included, wall clock.
-        step_milliseconds: From each token to the next, without the first.
-        tokens: What came out, new tokens only `[B, new]`.
-        cache: The cache as the call left it.
+    `step_milliseconds` are from each token to the next, without the first.
     """
 
     seconds: float
-    step_milliseconds: tuple[float, ...]
+    step_milliseconds: Sequence[float]
     tokens: Tensor
     cache: Any
 
 
 def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> Generation:
-    """Call `generate`, greedy, for exactly `num_new` tokens.
-
-    Args:
-        model: The model.
-        prompt: Token ids `[B, S]`.
-        num_new: New tokens.
-        cache: A cache to fill; None for the one that the model builds.
-    """
+    """Call `generate` on a prompt `[B, S]`, greedy, for exactly `num_new` tokens; `cache` is one to fill."""
     clock = _StepClock(model.device)
     given = {} if cache is None else {"past_key_values": cache}
     synchronize(model.device)
@@ -254,16 +230,13 @@ def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> 
     synchronize(model.device)
     seconds = time.perf_counter() - began
     tokens = output.sequences[:, prompt.shape[1] :]
-    return Generation(seconds, tuple(clock.stopwatch.gaps()), tokens, output.past_key_values)
+    return Generation(seconds, clock.stopwatch.gaps(), tokens, output.past_key_values)
 
 
 def time_loop(model: Any, cache: Any, token: Tensor) -> float:
     """Median milliseconds of a step of a bare loop: forward pass, then the token of the largest logit.
 
-    Args:
-        model: The model.
-        cache: A cache that holds a prompt.
-        token: The next token of every row `[B, 1]`.
+    `cache` holds a prompt, `token` `[B, 1]` is each row's next one.
     """
     stopwatch = Stopwatch(model.device)
     for step in range(_LOOP_WARM_UP + _LOOP_STEPS):
@@ -279,11 +252,6 @@ def time_replay(model: Any, cache: Any, token: Tensor) -> float | None:
 
     The step is captured here, so that nothing of the runtime's own replay is measured. A replay appends its
     token as the step did: `cache` is of no use afterwards.
-
-    Args:
-        model: A LeanK model.
-        cache: Its cache, with a prompt.
-        token: The next token of every row `[B, 1]`.
     """
     if model.device.type != "cuda":
         return None

@@ -53,7 +53,7 @@ def benchmark_kernel(
     """Measure and print tables.
 
     Args:
-        setup: Mask, shape, device and dtype.
+        setup: What and where.
         cases: Batch and tokens of each case.
         layers: Layers of the mask; None for all.
         peers: Names of `PEERS`, and `OWN_DENSE`.

@@ -34,7 +34,7 @@ def benchmark_memory(
     """Measure and print tables.
 
     Args:
-        setup: Mask, shape, device and dtype.
+        setup: What and where.
         allocated: Prompt and new tokens of the row whose cache is counted; None to leave it out.
         prefill: Batch and prompt of the prefill whose peak is measured; None to leave it out.
         batches: Prompt and new tokens of each search for the largest batch.
@@ -175,19 +175,11 @@ _PARTS = ("keys", "values")
 
 
 class Trial:
-    """Tries batches of rows of one prompt on one side.
+    """Tries batches of rows of one prompt on one side, within `limit` bytes for weights and cache, if any.
 
     A row is prefilled up to the last few of all tokens and copied, and becomes the batch's last row itself: a
-    batch that fits has been decoded at its final length, and nothing but the batch was held.
-
-    Args:
-        side: The model and its cache.
-        num_prompt: Prompt tokens.
-        num_new: New tokens.
-        limit: Bytes that weights and cache may take together; None for what the device has.
-
-    Attributes:
-        row_bytes: Bytes of one row's cache at the final length.
+    batch that fits has been decoded at its final length, and nothing but the batch was held. `row_bytes` is
+    what one row's cache takes at that length.
     """
 
     def __init__(self, side: DenseSide, num_prompt: int, num_new: int, limit: int | None) -> None:
@@ -229,11 +221,7 @@ class Trial:
 
 
 def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
-    """Find the largest count that fits, starting near a guess; what fits is taken to have no gaps.
-
-    Args:
-        fits: Tries a count, from 1 up.
-        guess: Where it is expected.
+    """Find the largest count from 1 up that fits, starting near a guess; what fits is taken to have no gaps.
 
     Returns:
         The count, 0 if not even 1 fits, and every count that was tried.
@@ -266,14 +254,8 @@ def find_batches(
         trial = Trial(side, num_prompt, num_new, limit)
         predicted = trial.predict()
         found, tried = find_largest(trial.fits, predicted)
-        result[name] = {
-            "batch": found,
-            "predicted_by_bytes": predicted,
-            "row_bytes": trial.row_bytes,
-            "tried": {str(count): tried[count] for count in sorted(tried)},
-        }
-        del trial
-        release_memory(side.model.device)
+        facts = {"batch": found, "predicted_by_bytes": predicted, "row_bytes": trial.row_bytes}
+        result[name] = {**facts, "tried": {str(count): tried[count] for count in sorted(tried)}}
     found, theirs = result[OURS]["batch"], result[DENSE]["batch"]
     return {**result, "ratio": found / theirs if theirs else None}
 

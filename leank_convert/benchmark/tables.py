@@ -24,14 +24,9 @@ def build_document(
     name: str, environment: Mapping[str, Any], subject: Mapping[str, Any], **results: Any
 ) -> dict[str, Any]:
     """Put a command's results together; `command` is what was typed."""
-    return {
-        "benchmark": name,
-        "format_version": FORMAT_VERSION,
-        "command": ["leank-convert", *sys.argv[1:]],
-        "environment": dict(environment),
-        "subject": dict(subject),
-        **results,
-    }
+    typed = ["leank-convert", *sys.argv[1:]]
+    facts = {"benchmark": name, "format_version": FORMAT_VERSION, "command": typed}
+    return {**facts, "environment": dict(environment), "subject": dict(subject), **results}
 
 
 def describe_environment(device: torch.device, packages: Sequence[str] = _PACKAGES) -> dict[str, Any]:
