@@ -1,0 +1,252 @@
+"""README.md and docs/: every command parses, and every block runs or says why it does not.
+
+Fenced blocks of `bash` and `python` are code that a reader copies. HTML comments in front of a block say how
+it is tested here:
+
+    <!-- not run: REASON -->          it is only parsed
+    <!-- run first: SHELL -->         what it needs; several commands between `;`
+    <!-- run with: OPTIONS -->        appended to its first command and to all of the same name: less work
+
+The blocks of a page run in order in one temporary folder, `leank-convert` within this process. A `yaml` or
+`python` block whose first line is `# NAME.yaml` or `# NAME.py` is written to that file; YAML has to be a
+recipe.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import known_keys, load_recipe
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = ("bash", "python")
+DIRECTIVES = ("not run", "run first", "run with")
+FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and the comments in front of it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    directives: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page; a comment belongs to the block that follows it at once."""
+    blocks, lines = [], page.read_text(encoding="utf-8").splitlines()
+    above: list[str] = []
+    fence: tuple[int, str] | None = None
+    inside: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if line.lstrip().startswith("```"):
+            if fence is None:
+                fence, inside = (number, line.strip().removeprefix("```")), []
+                continue
+            blocks.append(Block(page, fence[0], fence[1], "\n".join(inside), read_directives(above)))
+            fence, above = None, []
+        elif fence is not None:
+            inside.append(line)
+        elif line.startswith("<!--") or (above and not above[-1].endswith("-->")):
+            above.append(line)
+        else:
+            above = []
+    assert fence is None, f"{page}: the block of line {fence} does not end"
+    return blocks
+
+
+def read_directives(comments: list[str]) -> dict[str, str]:
+    """Read `<!-- name: value -->` comments."""
+    found = {}
+    for comment in re.findall(r"<!--\s*(.*?)\s*-->", "\n".join(comments), re.DOTALL):
+        name, _, value = comment.partition(":")
+        assert name in DIRECTIVES, f"`{name}` is none of {DIRECTIVES}"
+        assert value.strip(), f"`{name}` says nothing"
+        found[name] = " ".join(value.split())
+    return found
+
+
+def split_commands(shell: str) -> Iterator[list[str]]:
+    """Split a shell block into commands; `;` separates, too."""
+    for line in shell.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        command: list[str] = []
+        for word in lexer:
+            if set(word) == {";"}:
+                yield command
+                command = []
+            else:
+                command.append(word)
+        if command:
+            yield command
+
+
+def arguments_of_leank_convert(command: list[str]) -> list[str] | None:
+    """The arguments of `leank-convert`, also under a launcher; None for any other command."""
+    for start in (["leank-convert"], ["-m", "leank_convert"]):
+        for place in range(len(command) - len(start) + 1):
+            if command[place : place + len(start)] == start:
+                return command[place + len(start) :]
+    return None
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+TESTED_PAGES = [
+    page
+    for page in PAGES
+    if any(b.language in CODE and "not run" not in b.directives for b in read_blocks(page))
+]
+COMMANDS = [
+    pytest.param(arguments, id=f"{block} {' '.join(arguments)[:60]}")
+    for block in BLOCKS
+    if block.language == "bash"
+    for command in split_commands(block.text)
+    if (arguments := arguments_of_leank_convert(command)) is not None
+]
+
+
+def check_parses(arguments: list[str]) -> None:
+    """Parse a command line as the command would, and check the recipe keys that it sets."""
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        names = [argument for argument in arguments if not argument.startswith("-")]
+        if not names:
+            return
+        assert names[0] in command.commands, f"`{names[0]}` is none of {sorted(command.commands)}"
+        command = command.commands[names[0]]
+        arguments = arguments[arguments.index(names[0]) + 1 :]
+    if not arguments:
+        return  # the command's name alone
+    context = command.make_context(command.name, list(arguments))
+    known = set(known_keys(Recipe))
+    for override in context.params.get("overrides") or ():
+        assert override.partition("=")[0] in known, f"`--set {override}`: no such key"
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_command_parses(arguments):
+    check_parses(arguments)
+
+
+def test_commands_and_options_named_in_a_sentence_or_a_table_exist():
+    """`leank-convert …` in inline code; what stands for something else is left out."""
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for code in re.findall(r"(?<!`)`(leank-convert [^`]+)`(?!`)", text):
+            if "…" not in code and "COMMAND" not in code:
+                check_parses(shlex.split(code)[1:])
+
+
+class Page:
+    """Runs the blocks of a page in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: dict[str, object] = {"__name__": "__main__"}
+
+    def run(self, block: Block) -> None:
+        for command in split_commands(block.directives.get("run first", "")):
+            self.run_command(command, block)
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), self.names)
+            return
+        commands = list(split_commands(block.text))
+        added = shlex.split(block.directives.get("run with", ""))
+        for command in commands:
+            same = command[:2] == commands[0][:2]
+            self.run_command([*command, *(added if same else [])], block)
+
+    def run_command(self, command: list[str], block: Block) -> None:
+        if command[0] != "leank-convert":
+            if command[0] == "python":
+                command = [sys.executable, *command[1:]]
+            done = subprocess.run(
+                ["bash", "-c", shlex.join(command)],
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{block}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
+            return
+        result = CliRunner().invoke(main, command[1:])
+        said = f"{block}: {shlex.join(command)}\n{result.output}"
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise AssertionError(said) from result.exception
+        assert result.exit_code == 0, said
+
+
+@pytest.mark.parametrize("path", TESTED_PAGES, ids=lambda path: path.stem)
+def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules = set(sys.modules)
+    page = Page(tmp_path)
+    for block in read_blocks(path):
+        if named := FILE.match(block.text):
+            (tmp_path / named[1]).write_text(block.text, encoding="utf-8")
+            if block.language == "yaml":
+                load_recipe(tmp_path / named[1])
+        elif block.language in CODE and "not run" not in block.directives:
+            page.run(block)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_relative_links_lead_to_files(page):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        target = link.partition("#")[0]
+        if target and "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to `{link}`"
+
+
+def message_texts() -> str:
+    """Every string literal of the toolkit and the runtime, `…` for what is filled in."""
+    texts = []
+    for folder in ("leank_convert", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    texts.append("".join(parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_on_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    known = re.sub(r"…|`", "", message_texts())
+    pieces = []
+    for table in re.findall(r"\| message \|.*?\n\n", page, re.DOTALL):
+        for row in table.strip().splitlines()[2:]:
+            first = row.split("|")[1].strip()
+            if not first.startswith("`"):
+                continue
+            pieces += [piece.removeprefix("FAIL").strip() for piece in first.replace("`", "").split("…")]
+    assert len(pieces) > 20
+    assert [piece for piece in pieces if len(piece) >= 8 and piece not in known] == []

@@ -1,0 +1,96 @@
+"""The scripts in examples/ run on the shipped model, at little cost."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from leank_convert import export_checkpoint, train_mask
+from leank_convert.testbed.tasks import build_sample
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+RECIPE = """\
+model: {id: testbed}
+method: static-norm
+calibration_prompts: 2
+pruning_ratio: 0.5
+width_multiple: 16
+windows: {sink_size: 16, recent_size: 64, flush_size: 16}
+data: {wording: testbed, min_length: 256, max_length: 320}
+stage1: {steps: 2}
+stage2: {steps: 1}
+"""
+MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "small.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> Path:
+    out = tmp_path_factory.mktemp("examples") / "out"
+    mask = train_mask("testbed", out, recipe=recipe, progress=False)
+    return export_checkpoint("testbed", mask, out)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capfd):
+    """Run a script in an empty folder and return what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_script(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run_script
+
+
+def test_convert_and_chat_answers_in_several_turns_from_one_cache(run, checkpoint):
+    sample = build_sample("retrieval", random.Random(1), 400)
+    printed = run(
+        "convert_and_chat.py", "--out", checkpoint, "--prompt", sample.prompt, "--prompt", sample.prompt
+    )
+    assert printed.startswith(f"{sample.answer}\n")
+    assert "CacheMemory" in printed
+
+
+def test_own_data_trains_on_a_text_file(run, recipe, tmp_path):
+    (tmp_path / "notes.txt").write_text("One sentence of mine. Another one follows. " * 40)
+    small = tmp_path / "trained.yaml"
+    small.write_text(recipe.read_text().replace("method: static-norm\n", ""))
+    assert run("own_data.py", "notes.txt", "--recipe", small, "--out", "mine").strip().endswith("mine")
+    assert (tmp_path / "mine" / "config.json").is_file()
+
+
+def test_compare_methods_prints_a_line_per_method(run, recipe):
+    methods = ("static-norm", "random")
+    printed = run("compare_methods.py", "--methods", *methods, "--recipe", recipe, "--num-samples", 4)
+    assert [line.split()[0] for line in printed.splitlines()] == ["method", *methods]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"transformers serve needs {', '.join(MISSING)}")
+def test_serve_answers_through_the_openai_client(run, checkpoint):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    sample = build_sample("retrieval", random.Random(0), 512)
+    assert sample.answer in run("serve.py", checkpoint, "--port", port)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short_and_says_how_it_is_run(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert f"python examples/{path.name}" in ast.get_docstring(ast.parse(text))

@@ -1,0 +1,45 @@
+"""docs/formats.md, the contract for other implementations, names every key that the code writes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from leank_convert.export.config_json import LEANK_KEYS
+from leank_convert.mask import MaskProvenance
+from leank_convert.onnx import description
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "formats.md"
+
+
+def section(title: str) -> set[str]:
+    """The words in code spans under a heading."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"there is no section `{title}`"
+    return set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", found[1], flags=re.DOTALL)))
+
+
+def literal_keys(function: object) -> set[str]:
+    """The keys of all dictionaries that a function writes out."""
+    tree = ast.parse(inspect.getsource(function))
+    dictionaries = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    keys = [key for node in dictionaries for key in node.keys if isinstance(key, ast.Constant)]
+    return {key.value for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("title", "keys"),
+    [
+        ("The `leank` block", set(LEANK_KEYS)),
+        ("Mask file", {field.name for field in dataclasses.fields(MaskProvenance)}),
+        ("ONNX folder", literal_keys(description.describe) | literal_keys(description.describe_inputs)),
+    ],
+)
+def test_the_page_names_every_key(title, keys):
+    assert keys - section(title) == set()
