@@ -1,11 +1,10 @@
-"""Decode kernels found, compiled, checked on first use, launched, and shown to torch as operators."""
+"""Decode kernels: compiled for a device and a shape, launched, and shown to torch as operators."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,18 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from .layout_leank import StoreTensors
-from .selfcheck_leank import disagreement
-
-logger = transformers_logging.get_logger(__name__)
 
 TILE = 64
 """Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
 
 _LOG2_E = 1.4426950408889634
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
 
 # Operators are named after this module: two checkpoints in one process are two modules, kernels apart.
@@ -51,75 +46,6 @@ class KernelKey:
     num_groups: int
     chunk_size: int
     max_chunks: int
-
-
-_found: dict[KernelKey, DecodeKernels | None] = {}
-_LOCK = threading.Lock()  # models of one process may decode in threads of their own
-
-
-def find_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    num_groups: int,
-    chunk_size: int,
-    max_chunks: int,
-) -> DecodeKernels | None:
-    """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
-
-    The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
-    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s.
-    """
-    if device.type != "cuda":
-        return None
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks)
-    if key not in _found:
-        with _LOCK:
-            if key not in _found:
-                _found[key] = _make_kernels(key)
-    return _found[key]
-
-
-def _unsupported(key: KernelKey) -> str | None:
-    """Return why no kernel can serve a shape, None if one can."""
-    if key.dtype not in _DTYPES:
-        return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
-    if importlib.util.find_spec("tilelang") is None:
-        return "tilelang is not installed (pip install tilelang)"
-    capability = torch.cuda.get_device_capability(key.device)
-    if capability < (8, 0):
-        return f"{torch.cuda.get_device_name(key.device)} is older than compute capability 8.0"
-    if key.chunk_size not in (16, 32) or key.head_dim % 16 or key.head_dim > 256 or key.num_groups > 16:
-        return (
-            f"head_dim {key.head_dim}, {key.num_groups} query heads per KV head, chunks of {key.chunk_size}: "
-            "kernels serve head_dim 64 to 256, at most 16 query heads per KV head, chunks of 16 or 32"
-        )
-    return None
-
-
-def _make_kernels(key: KernelKey) -> DecodeKernels | None:
-    reason = _unsupported(key)
-    if reason is None:
-        try:
-            with torch.cuda.device(key.device):
-                kernels = DecodeKernels(key)
-                error = disagreement(kernels)
-            if error <= 2 * torch.finfo(key.dtype).eps:
-                return kernels
-            reason = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
-        except torch.OutOfMemoryError:
-            raise  # it says nothing about the kernels, and may pass
-        except Exception as exception:  # whatever a compiler or driver may raise
-            reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
-    logger.warning(
-        "LeanK's decode kernels are not used on %s, plain torch decodes instead and is slower: %s",
-        key.device,
-        reason,
-    )
-    return None
 
 
 def plan_tiles(
@@ -208,7 +134,7 @@ class DecodeKernels:
         from .kernel_leank import KernelShape
 
         key = self.key
-        dtype = _DTYPES[key.dtype]
+        dtype = KERNEL_DTYPES[key.dtype]
         shape = KernelShape(key.head_dim, key.num_groups, key.chunk_size, key.max_chunks, dtype, num_stages=2)
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * 2
         # Queries, weights, reductions' workspace, barriers, and what the driver reserves for a block.

@@ -17,7 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .decode_kernels_leank import DecodeKernels, find_kernels
+from .decode_kernels_leank import DecodeKernels
+from .find_kernels_leank import find_kernels
 from .layout_leank import ChunkLayout, order_channels
 from .reference_leank import decode_attention
 from .rows_leank import RowState

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import decode_kernels_leank
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey, find_kernels, plan_tiles
+from runtime import decode_kernels_leank, find_kernels_leank
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles
+from runtime.find_kernels_leank import find_kernels
 
 SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
 
 
 @pytest.fixture(autouse=True)
 def nothing_found(monkeypatch):
-    monkeypatch.setattr(decode_kernels_leank, "_found", {})
-    monkeypatch.setattr(decode_kernels_leank.logger, "propagate", True)
+    monkeypatch.setattr(find_kernels_leank, "_found", {})
+    monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
 
 
 def find(dtype=torch.bfloat16, device="cuda:0", **change):
@@ -34,7 +35,7 @@ def find(dtype=torch.bfloat16, device="cuda:0", **change):
     ids=str,
 )
 def test_one_warning_names_what_no_kernel_serves(change, reason, monkeypatch, caplog):
-    monkeypatch.setattr(decode_kernels_leank.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(find_kernels_leank.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert [find(**change), find(**change)] == [None, None]
     assert [reason in record.getMessage() for record in caplog.records] == [True]

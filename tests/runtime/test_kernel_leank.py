@@ -9,10 +9,10 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime.decode_kernels_leank import KernelKey, plan_tiles  # noqa: E402
+from runtime.find_kernels_leank import disagreement, make_case, run_case  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
-from runtime.selfcheck_leank import disagreement, make_case, run_case  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 32, 2, 8, 88
 SHAPE = KernelShape(D, GROUPS, E, D // E + 1, "float32", num_stages=1)

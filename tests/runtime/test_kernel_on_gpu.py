@@ -8,10 +8,10 @@ import torch
 
 tilelang = pytest.importorskip("tilelang")
 
-from runtime import decode_kernels_leank  # noqa: E402
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey, find_kernels  # noqa: E402
+from runtime import find_kernels_leank  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
+from runtime.find_kernels_leank import disagreement, find_kernels, make_case, run_case  # noqa: E402
 from runtime.layout_leank import choose_chunk_size  # noqa: E402
-from runtime.selfcheck_leank import disagreement, make_case, run_case  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -144,7 +144,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch
     monkeypatch.setattr(
         tilelang, "compile", lambda *args, **kwargs: compiled.append(1) or real(*args, **kwargs)
     )
-    monkeypatch.setattr(decode_kernels_leank, "_found", {})
+    monkeypatch.setattr(find_kernels_leank, "_found", {})
     for seed, batch_size in enumerate((1, 3, 40)):
         rows = [(100 + 37 * row * seed, 0) for row in range(batch_size)]
         rows = [(n, max(n - SINK - RECENT, 0)) for n, _ in rows]
@@ -178,11 +178,11 @@ def test_a_cuda_graph_replays_on_new_lengths():
 
 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(decode_kernels_leank, "_found", {})
-    monkeypatch.setattr(decode_kernels_leank, "disagreement", lambda kernels: 0.5)
-    monkeypatch.setattr(decode_kernels_leank.logger, "propagate", True)
-    with caplog.at_level("WARNING", logger=decode_kernels_leank.logger.name):
+    monkeypatch.setattr(find_kernels_leank, "_found", {})
+    monkeypatch.setattr(find_kernels_leank, "disagreement", lambda kernels: 0.5)
+    monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
+    with caplog.at_level("WARNING", logger=find_kernels_leank.logger.name):
         assert kernels_for(random_mask(2, 128, 5, multiple=32), 4, torch.bfloat16, 32) is None
         assert kernels_for(random_mask(2, 128, 6, multiple=32), 4, torch.bfloat16, 32) is None
-    ours = [record for record in caplog.records if record.name == decode_kernels_leank.logger.name]
+    ours = [record for record in caplog.records if record.name == find_kernels_leank.logger.name]
     assert ["disagrees" in record.getMessage() for record in ours] == [True]

@@ -1,24 +1,94 @@
-"""Self-check of the decode kernels: on first use one append and one attention must equal the reference."""
+"""Decode kernels found for a device and a shape, and held to the reference before they first serve."""
 
 from __future__ import annotations
 
+import importlib.util
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from transformers.utils import logging as transformers_logging
 
+from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels, KernelKey
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 from .step_leank import window_tokens
 
-if TYPE_CHECKING:
-    from .decode_kernels_leank import DecodeKernels
+logger = transformers_logging.get_logger(__name__)
 
-# Tokens and pruned ones among them: one token, a ring with room, a ring that has gone round.
+# The self-check. Tokens and pruned ones among them: one token, a ring with room, one that has gone round.
 _ROWS = ((1, 0), (90, 15), (333, 260))
 _SINK_SIZE, _NUM_SLOTS = 8, 80
 _SCALE = 0.3
+
+_found: dict[KernelKey, DecodeKernels | None] = {}
+_LOCK = threading.Lock()  # models of one process may decode in threads of their own
+
+
+def find_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    num_groups: int,
+    chunk_size: int,
+    max_chunks: int,
+) -> DecodeKernels | None:
+    """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
+
+    The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
+    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s.
+    """
+    if device.type != "cuda":
+        return None
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks)
+    if key not in _found:
+        with _LOCK:
+            if key not in _found:
+                _found[key] = _make_kernels(key)
+    return _found[key]
+
+
+def _unsupported(key: KernelKey) -> str | None:
+    """Return why no kernel can serve a shape, None if one can."""
+    if key.dtype not in KERNEL_DTYPES:
+        return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
+    if importlib.util.find_spec("tilelang") is None:
+        return "tilelang is not installed (pip install tilelang)"
+    capability = torch.cuda.get_device_capability(key.device)
+    if capability < (8, 0):
+        return f"{torch.cuda.get_device_name(key.device)} is older than compute capability 8.0"
+    if key.chunk_size not in (16, 32) or key.head_dim % 16 or key.head_dim > 256 or key.num_groups > 16:
+        return (
+            f"head_dim {key.head_dim}, {key.num_groups} query heads per KV head, chunks of {key.chunk_size}: "
+            "kernels serve head_dim 64 to 256, at most 16 query heads per KV head, chunks of 16 or 32"
+        )
+    return None
+
+
+def _make_kernels(key: KernelKey) -> DecodeKernels | None:
+    reason = _unsupported(key)
+    if reason is None:
+        try:
+            with torch.cuda.device(key.device):
+                kernels = DecodeKernels(key)
+                error = disagreement(kernels)
+            if error <= 2 * torch.finfo(key.dtype).eps:
+                return kernels
+            reason = f"the compiled kernel disagrees with the reference by {error:.1e} of the output"
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the kernels, and may pass
+        except Exception as exception:  # whatever a compiler or driver may raise
+            reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
+    logger.warning(
+        "LeanK's decode kernels are not used on %s, plain torch decodes instead and is slower: %s",
+        key.device,
+        reason,
+    )
+    return None
 
 
 @dataclass(frozen=True)
