@@ -24,6 +24,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
+# torch remembers, at its first use, which functions `with torch.device(...)` concerns: not the stand-ins below.
+with torch.device("meta"):
+    torch.empty(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
