@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
-# torch remembers, at its first use, which functions `with torch.device(...)` concerns: not the stand-ins below.
+# torch remembers, at its first use, which functions `with torch.device(...)` concerns: not these stand-ins.
 with torch.device("meta"):
     torch.empty(0)
 
