@@ -69,7 +69,7 @@ def render_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence
     Args:
         title: Its title and heading, as text.
         facts: What stands at the top: names and values, as text.
-        sections: HTML, as `render_section` makes it; empty ones are left out.
+        sections: HTML, as `Section.to_html` makes it; empty ones are left out.
     """
     rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in facts)
     return _PAGE.substitute(title=html.escape(title), facts=rows, sections="\n".join(filter(None, sections)))
@@ -111,8 +111,10 @@ class Section:
         """The section as part of a page."""
         import matplotlib.style
 
+        heading, caption = html.escape(self.heading), html.escape(self.caption)
         with matplotlib.style.context(["default", STYLE]):
-            return render_section(self.heading, self.name, self.draw(), self.caption)
+            svg = _render_svg(self.name, heading, self.draw())
+        return f"<h2>{heading}</h2>\n<figure>\n{svg}<figcaption>{caption}</figcaption>\n</figure>"
 
     def to_png(self) -> bytes:
         """The figure as a file of its own."""
@@ -137,22 +139,6 @@ def render_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[st
 
     body = "".join(line("td", row) for row in rows)
     return f"<p><b>{html.escape(caption)}</b></p>\n<table>\n{line('th', header)}{body}</table>\n"
-
-
-def render_section(heading: str, name: str, figure: Figure, caption: str) -> str:
-    """Render a heading with one figure below it.
-
-    Args:
-        heading: As text.
-        name: What the ids within the figure begin with; no other section of the page may have it.
-        figure: Drawn in `figures.STYLE`.
-        caption: As text.
-    """
-    heading, caption = html.escape(heading), html.escape(caption)
-    return (
-        f"<h2>{heading}</h2>\n<figure>\n{_render_svg(name, heading, figure)}"
-        f"<figcaption>{caption}</figcaption>\n</figure>"
-    )
 
 
 def _render_svg(name: str, label: str, figure: Figure) -> str:

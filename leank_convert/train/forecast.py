@@ -91,7 +91,7 @@ class Forecast:
         return {
             "model": self.model,
             "phases": [
-                {"stage": phase.stage, "pruning_ratio": phase.pruning_ratio, "steps": phase.steps}
+                {name: getattr(phase, name) for name in ("stage", "pruning_ratio", "steps")}
                 for phase in schedule.phases
             ],
             "steps": schedule.num_steps,
@@ -105,9 +105,8 @@ class Forecast:
             "gates": heads if "gates" in recipe.trains else 0,
             "device": self.device,
             "memory": {
-                **{name: getattr(self, name) for name in ("weights", "context", "working", "capacity")},
-                "total": self.total,
-                "fits": self.fits,
+                name: getattr(self, name)
+                for name in ("weights", "context", "working", "capacity", "total", "fits")
             },
             "seconds_per_context": self.seconds_per_context,
             "why_unmeasured": self.why_unmeasured,

@@ -322,14 +322,7 @@ class Run:
 
 
 def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts) -> MaskProvenance:
-    """Say where a mask comes from.
-
-    Args:
-        recipe: What it was made by.
-        pruning_ratio: Which of the recipe's ratios it is for.
-        model: What the user called the model.
-        facts: The model's facts.
-    """
+    """Say where the mask of one of a recipe's ratios comes from."""
     windows = recipe.windows
     return MaskProvenance.for_model(
         model_name(model),

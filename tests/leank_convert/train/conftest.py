@@ -21,14 +21,16 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def finished(short_recipe, retriever_folder, tmp_path_factory):
+def finished(once_per_run, short_recipe, retriever_folder):
     """The folder of a run of `short_recipe()` that nothing interrupted; to be copied, not changed."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    train_mask(retriever_folder, out, recipe=short_recipe(), progress=False)
-    torch.set_num_threads(before)
-    return out
+
+    def train(out):
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        train_mask(retriever_folder, out, recipe=short_recipe(), progress=False)
+        torch.set_num_threads(before)
+
+    return once_per_run("finished_run", train)
 
 
 @pytest.fixture(scope="session")
@@ -38,23 +40,30 @@ def finished_mask(finished):
 
 
 @pytest.fixture(scope="session")
-def run_forked(retriever_folder):
-    """Trains in children that something happens to, by `forked_runs.py`.
+def run_forked(once_per_run, retriever_folder):
+    """Trains in children that something happens to, by `forked_runs.py`: `run_forked("name", recipe, jobs)`.
 
-    Takes jobs, and gives for each job and rank the exit code and what was printed.
+    Gives for each job, by its key, the folder it trained into, and exit code and output of each rank.
     """
 
-    def run(recipe, *jobs):
+    def run(name, recipe, jobs):
         common = {"recipe": recipe.model_dump(mode="json"), "model": str(retriever_folder)}
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("forked_runs.py")],
-            input=json.dumps([{**common, **job, "out": str(job["out"])} for job in jobs]),
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        return json.loads(done.stdout)
+
+        def make(folder):
+            folder.mkdir()
+            done = subprocess.run(
+                [sys.executable, Path(__file__).with_name("forked_runs.py")],
+                input=json.dumps([{**common, **job, "out": str(folder / key)} for key, job in jobs.items()]),
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            (folder / "results.json").write_text(done.stdout)
+
+        folder = once_per_run(name, make)
+        results = json.loads((folder / "results.json").read_text())
+        return {key: (folder / key, ranks) for key, ranks in zip(jobs, results, strict=True)}
 
     return run
 

@@ -94,16 +94,14 @@ def happen(job):
 
     def at_step(action):
         def wrapper(self, samples):
-            return advance(self, (action() if self.step == at else None) or samples)
+            if self.step == at:
+                action()
+            return advance(self, samples)
 
         run.Run.advance = wrapper
 
     def exhaust(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def draw_nothing():
-        raise LeanKError("no sample")
-        yield
 
     def send_signals():
         for _ in range(job.get("times", 1)):
@@ -113,8 +111,6 @@ def happen(job):
         at_step(send_signals)
     elif event == "memory":
         at_step(lambda: setattr(run, "distil", exhaust))
-    elif event == "sample":
-        at_step(draw_nothing)
     elif event is not None:
         owner, name = {
             "step": (run.Run, "advance"),

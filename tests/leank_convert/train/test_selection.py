@@ -65,9 +65,9 @@ SHAPES = [(3, 4, 16), (1, 1, 8), (2, 3, 20), (2, 5, 33), (4, 2, 64)]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.99])
 def test_nearest_equals_its_restatement(kind, shape, ratio):
-    for r in (1, 3, 4, 8):
+    for r in (1, 3, 8):
         factors = draw(kind, shape, seed=r)
         chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r)
         assert torch.equal(chosen, restate_nearest(factors, ratio, r))
@@ -75,9 +75,9 @@ def test_nearest_equals_its_restatement(kind, shape, ratio):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.99])
 def test_budget_ends_at_or_above_the_ratio_and_as_close_as_the_multiple_allows(kind, shape, ratio):
-    for r in (1, 3, 4, 8):
+    for r in (1, 3, 8):
         factors = draw(kind, shape, seed=r)
         chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, rounding="budget")
         widths = chosen.sum(-1)
@@ -94,7 +94,7 @@ CAPS = [16, 20, 24, 64, 1000]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.9])
+@pytest.mark.parametrize("ratio", [0.0, 0.7])
 def test_nearest_under_a_cap_equals_its_restatement(kind, cap, ratio):
     for r in (8, 16):
         factors = draw(kind, (3, 2, 40), seed=r)
@@ -104,7 +104,7 @@ def test_nearest_under_a_cap_equals_its_restatement(kind, cap, ratio):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.9])
+@pytest.mark.parametrize("ratio", [0.0, 0.7])
 def test_budget_under_a_cap_equals_its_restatement(kind, cap, ratio):
     for r in (8, 16):
         # Sixteenths: their sums are exact, in whatever order they are added.
@@ -116,9 +116,9 @@ def test_budget_under_a_cap_equals_its_restatement(kind, cap, ratio):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
-@pytest.mark.parametrize("r", [8, 16, 32])
-@pytest.mark.parametrize("cap", [32, 64, 96, 128])
-@pytest.mark.parametrize("ratio", [0.5, 0.6, 0.7, 0.8])
+@pytest.mark.parametrize("r", [8, 32])
+@pytest.mark.parametrize("cap", [32, 96, 128])
+@pytest.mark.parametrize("ratio", [0.5, 0.8])
 def test_every_width_is_a_multiple_and_no_wider_than_the_cap(rounding, r, cap, ratio):
     factors = draw("mostly zero", (6, 4, 128), seed=2)
     factors[:2] = draw("distinct", (2, 4, 128), seed=3)  # heads that would keep everything
@@ -210,7 +210,7 @@ def test_factors_that_are_not_finite_are_refused(value):
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
 @pytest.mark.parametrize("cap", [None, 9])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("ratio", [0.0, 0.7])
 def test_uniform_budget_treats_every_head_as_a_model_of_its_own(shape, ratio, cap, rounding):
     factors = draw("few values", shape, seed=1)
     options = {"pruning_ratio": ratio, "width_multiple": 2, "max_width": cap, "rounding": rounding}
