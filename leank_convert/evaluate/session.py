@@ -51,7 +51,7 @@ def evaluate_checkpoint(
     seed: int = 1_000_000,
     also: Sequence[str] | None = None,
     against: str | None = None,
-    out: Path | None = None,
+    out: str | Path | None = None,
     device: str | torch.device | None = None,
     batch_size: int = 8,
     progress: bool = False,
@@ -62,7 +62,7 @@ def evaluate_checkpoint(
         checkpoint: A folder that `export` wrote.
         recipe: Held-out samples of its data are asked: a recipe, its name or file; None for that of the
             training run beside the checkpoint, or else of its model.
-        overrides: Changes to that recipe, `key=value`.
+        overrides: Changes to a recipe that is read from a file, `key=value`.
         tasks: RULER's tasks by name instead of a recipe's data; `ruler` is all of them.
         lengths: With `tasks`: tokens of a prompt and its answer.
         haystack: With `tasks`: running text, see `HaystackSection.source`; None for built-in sentences.
@@ -82,7 +82,9 @@ def evaluate_checkpoint(
             drawn for its tokenizer, all of them are too short for anything to be pruned, `against` has
             another tokenizer, `out` holds answers of another evaluation, or memory does not suffice.
     """
-    checkpoint = Path(checkpoint)
+    if bool(tasks) != bool(lengths) or (not tasks and (haystack or questions)):
+        raise LeanKError("RULER's `tasks` and `lengths` go together, `haystack` and `questions` with them")
+    checkpoint, out = Path(checkpoint), None if out is None else Path(out)
     chosen_device = choose_device(device)
     data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
     evaluated = load_evaluated(checkpoint, chosen_device)

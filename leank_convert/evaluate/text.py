@@ -121,11 +121,11 @@ class TextComparison:
 
 def evaluate_text(
     checkpoint: str | Path,
-    text_file: Path,
+    text_file: str | Path,
     *,
     prefix_tokens: int,
     also: Sequence[str] = (),
-    out: Path | None = None,
+    out: str | Path | None = None,
     device: str | torch.device | None = None,
     progress: bool = False,
 ) -> TextComparison:
@@ -153,6 +153,7 @@ def evaluate_text(
         evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=progress
     )
     if out is not None:
+        out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / JSON_NAME, json.dumps(result.to_dict()).encode())
         write_atomically(out / FIGURE_NAME, figure_png(lambda: _draw(result)))

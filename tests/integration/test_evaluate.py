@@ -98,6 +98,8 @@ def test_some_prompts_within_the_window_are_counted(convert, caplog):
 def test_a_haystack_that_no_task_uses_is_refused_as_in_training(convert):
     with pytest.raises(LeanKError, match="none of the tasks"):
         compare(convert("all"), recipe="quickstart", overrides=["data.haystack.source=story.txt"])
+    with pytest.raises(LeanKError, match="`haystack` and `questions` with them"):
+        compare(convert("all"), haystack="story.txt")
 
 
 def test_masks_on_one_checkpoint_answer_as_checkpoints_of_their_own(convert):
