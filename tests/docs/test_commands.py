@@ -33,6 +33,7 @@ from leank_convert.recipe_file import known_keys, load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md", "examples/onnx-node/README.md")]
 CODE = ("bash", "python")
 DIRECTIVES = ("not run", "run first", "run with")
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
@@ -216,12 +217,28 @@ def test_the_blocks_of_a_page_run(path, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_relative_links_lead_to_files(page):
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files_and_headings(page):
     for link in LINK.findall(page.read_text(encoding="utf-8")):
-        target = link.partition("#")[0]
-        if target and "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to `{link}`"
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), f"there is no file at `{link}`"
+        assert not anchor or anchor in anchors_of(path), f"there is no heading at `{link}`"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8").replace("\\_", "_")
+    for name in re.findall(r"(?<![\w/.])(?:leank_convert|runtime|recipes|tests|bin|examples)/[\w./-]*", text):
+        assert (ROOT / name.rstrip(".")).exists(), f"there is no `{name}`"
 
 
 def message_texts() -> str:
