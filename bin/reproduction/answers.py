@@ -17,7 +17,7 @@ from torch import Tensor
 from bin.reproduction.plan import Entry, Sizes
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
-from leank_convert.evaluate.models import EvaluatedModel
+from leank_convert.evaluate.evaluated import EvaluatedModel
 from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant, in_checkpoint_order
 from leank_convert.mask import ChannelMask

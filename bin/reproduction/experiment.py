@@ -18,7 +18,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.models import EvaluatedModel, load_evaluated
+from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, package_versions

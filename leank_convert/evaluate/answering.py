@@ -14,7 +14,7 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, load_model, load_tokenizer
+from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model, load_tokenizer
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.variants import Masked, Variant

@@ -21,7 +21,7 @@ from leank_convert.evaluate.answering import (
     out_of_memory_for,
 )
 from leank_convert.evaluate.comparison import CacheBytes, Comparison, write_results
-from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_MEASURE, draw_prompts

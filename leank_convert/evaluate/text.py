@@ -21,7 +21,7 @@ from transformers import Cache
 
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.models import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import run_prefill
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant, find_variants
 from leank_convert.files import write_atomically

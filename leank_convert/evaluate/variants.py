@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.models import EvaluatedModel
+from leank_convert.evaluate.evaluated import EvaluatedModel
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.windows import Windows
 

@@ -12,7 +12,7 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import ANSWERS_NAME
 from leank_convert.evaluate.answering import answer_prompts
-from leank_convert.evaluate.models import load_evaluated
+from leank_convert.evaluate.evaluated import load_evaluated
 from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.session import evaluate_checkpoint
 from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order

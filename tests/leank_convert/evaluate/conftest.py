@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leank_convert.evaluate.models import load_evaluated
+from leank_convert.evaluate.evaluated import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 
