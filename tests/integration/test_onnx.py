@@ -32,7 +32,7 @@ def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(
     shipped_checkpoint, shipped_onnx
 ):
     rng = random.Random(0)
-    samples = [build_sample(task, rng, length) for task, length in zip(TASKS, (400, 170, 260), strict=True)]
+    samples = [build_sample(task, rng, length) for task, length in zip(TASKS, (600, 380, 470), strict=True)]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HOST],
         input=json.dumps([sample.prompt for sample in samples]),
@@ -60,4 +60,4 @@ def test_the_shipped_model_answers_as_generate_does_in_a_process_without_torch(
     assert result["answers"] == expected
     # Tokens were pruned, and flushed while decoding, before what is compared.
     assert min(result["pruned"]) > 100
-    assert any(pruned > len(prompt) - 40 for pruned, prompt in zip(result["pruned"], prompts, strict=True))
+    assert any(pruned > len(prompt) - 250 for pruned, prompt in zip(result["pruned"], prompts, strict=True))
