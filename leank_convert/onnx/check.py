@@ -24,7 +24,7 @@ from leank_convert.onnx.quantize import round_weights
 
 # Of the largest number. A wrong graph, other weights or other channels are off by about as much as that;
 # rounding is far below.
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2}
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2}
 # ‖graph's - PyTorch's‖ / ‖PyTorch's‖, both with rounded weights: the graph rounds activations to 8 bits, too,
 # which is 0.1 in 20 layers of random weights. Another model's logits are 1.4 off, zeros 1.
 _ROUNDED_TOLERANCE = 0.5
@@ -79,7 +79,7 @@ def check_graph(trials: Sequence[Trial], path: Path) -> None:
     # Without a copy of its own onnxruntime reads the weights where the file is mapped.
     for trial, logits in zip(trials, _run(trials, path, prepack=False), strict=True):
         difference = largest_difference(logits, trial.logits)
-        if not difference < TOLERANCES[trial.inputs[-1].dtype]:
+        if not difference < _TOLERANCES[trial.inputs[-1].dtype]:
             raise _fault(
                 f"`{path.name}`: logits of {trial.name} differ from PyTorch's by {difference:.1e} of the "
                 "largest"

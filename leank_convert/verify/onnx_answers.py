@@ -15,12 +15,14 @@ from leank_convert.architectures import ModelFacts, apply_config_overrides, read
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_facts
 from leank_convert.errors import LeanKError
 from leank_convert.hub import resolve_model
-from leank_convert.onnx.check import TOLERANCES, distance, largest_difference
+from leank_convert.onnx.check import distance, largest_difference
 from leank_convert.onnx.description import host_errors
 from leank_convert.onnx.leank_onnx import Array, Cache, Description, LeanKOnnx, new_integers
-from leank_convert.onnx.pruned_model import DTYPES, load_stock
+from leank_convert.onnx.pruned_model import load_stock
 from leank_convert.verify.checks import Checks
 
+# Of the largest number, on a real prompt: other weights or channels are off by about as much as that.
+_TOLERANCES = {"float32": 1e-4, "float16": 5e-2}
 # In the first layer, of the norm: 4 bits are off by about a tenth, another model by more than 1.
 _QUANTIZED_TOLERANCE = 0.5
 # How often what was measured at the export, of other tokens. Another model is off by more than 1 of the norm.
@@ -200,10 +202,8 @@ def _check_cache(
             if quantized:
                 difference, limit = distance(found, right.double()), _QUANTIZED_TOLERANCE
             else:
-                difference, limit = (
-                    largest_difference(found, right.double()),
-                    TOLERANCES[DTYPES[content["dtype"]]],
-                )
+                difference = largest_difference(found, right.double())
+                limit = _TOLERANCES[content["dtype"]]
             if not difference < limit:
                 raise LeanKError(
                     f"layer {layer}: {part}s differ from the source's by {difference:.1e} of the "
@@ -230,6 +230,6 @@ def _check_logits(logits: Tensor, expected: Tensor, description: Description) ->
         return detail
     difference = largest_difference(found, right)
     detail = f"they differ from the source's by {difference:.1e} of the largest; {same}"
-    if not difference < TOLERANCES[DTYPES[content["dtype"]]]:
+    if not difference < _TOLERANCES[content["dtype"]]:
         raise LeanKError(detail)
     return detail
