@@ -26,7 +26,7 @@ from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_MEASURE, draw_prompts
 from leank_convert.evaluate.variants import PRUNED, WINDOW, Dense, Masked, Variant, find_variants
-from leank_convert.files import digest_files
+from leank_convert.files import sha256_of
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
@@ -150,7 +150,7 @@ def _identify(checkpoint: Path, opponent: Path | None) -> dict[str, str | None]:
     """Digests of what an evaluation's answers are of."""
 
     def digest(folder: Path) -> str:
-        return digest_files(path for pattern in _DIGESTED for path in sorted(folder.glob(pattern)))[:16]
+        return sha256_of(*(path for pattern in _DIGESTED for path in sorted(folder.glob(pattern))))[:16]
 
     return {"checkpoint": digest(checkpoint), "against": None if opponent is None else digest(opponent)}
 
