@@ -94,7 +94,9 @@ class HaystackSection(_Section):
     """Where running text comes from. Without a source it is made of a small grammar, and nothing is read."""
 
     source: str | None = Field(
-        None, description="a .txt, .json or .jsonl file, or a dataset's hub id; null: the built-in sentences"
+        None,
+        description="a .txt file, or with the extra `datasets` a .json or .jsonl file or a dataset's hub id; "
+        "null: the built-in sentences",
     )
     column: str = Field(
         "text", description="the key of a record, or the dataset's column, that holds the text"

@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,15 +117,16 @@ def _read_texts(section: HaystackSection, source: str) -> Iterator[str]:
         if path.suffix == ".txt":
             yield read_text(path, "haystack", _MAX_BYTES)
             return
-        records = read_records(path, "haystack", _MAX_BYTES)
+        records = read_records(path, "haystack")
     num_bytes = 0
-    for place, record in records:
-        text = _text_of(record, section.column, place)
-        yield text
-        num_bytes += len(text.encode())
-        if num_bytes > _MAX_BYTES:
-            warn_cut(f"haystack `{source}`", _MAX_BYTES)
-            return
+    with closing(records):
+        for place, record in records:
+            text = _text_of(record, section.column, place)
+            yield text
+            num_bytes += len(text.encode())
+            if num_bytes > _MAX_BYTES:
+                warn_cut(f"haystack `{source}`", _MAX_BYTES)
+                return
 
 
 def _expand(source: str) -> Path:
@@ -149,17 +151,16 @@ def _check_file(path: Path, section: HaystackSection) -> None:
         )
 
 
-def _text_of(record: Any, column: str, place: str) -> str:
-    """The text of a record; null is none."""
-    if not isinstance(record, dict):
-        raise LeanKError(f"{place} is a {type(record).__name__}, not a record with keys")
+def _text_of(record: dict[str, Any], column: str, place: str) -> str:
+    """The text of a record; null, which only datasets of the hub have, is none."""
     if column not in record:
         keys = ", ".join(f"`{key}`" for key in record) or "none"
         raise LeanKError(f"{place} has no `{column}`; its keys: {keys}", hint="set `data.haystack.column`")
     text = record[column]
     if text is not None and not isinstance(text, str):
         raise LeanKError(
-            f"{place}: `{column}` is a {type(text).__name__}, not text", hint="set `data.haystack.column`"
+            f"{place}: `{column}` is `{text!r:.80}`, a {type(text).__name__}, not text",
+            hint="set `data.haystack.column`",
         )
     # JSON can spell half a surrogate pair, which no tokenizer takes.
     return (text or "").encode(errors="replace").decode()

@@ -1,61 +1,71 @@
-"""Records of .json and .jsonl files and of datasets, each with its place for error messages."""
+"""Records of .json and .jsonl files and of datasets of the hub, each with its place for error messages."""
 
 from __future__ import annotations
 
 import codecs
-import json
+import glob
 import logging
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 
+# Keys and types are those of a file's first records, so that many.
+_CHUNK_BYTES = 2**26
+_FORM = (
+    "a .jsonl file is a record a line, a .json file a list of records, in UTF-8 and with the same keys "
+    "throughout; `datasets` counts rows from 0"
+)
 _logger = logging.getLogger("leank_convert")
 
 
-def read_records(path: Path, what: str, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, Any]]:
-    """Read a .jsonl file, a record a line, or a .json file: the records of its list, or its one object.
+def read_records(
+    path: Path, what: str, field: str | None = None
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Read the records of a file: JSON lines, or a JSON list, or what one JSON object has under `field`.
 
-    pyarrow's reader, which `datasets` has for such files, takes a missing key for null and names no line.
+    Keys that are null are left out: `datasets` gives null for every key that another record has.
 
     Args:
         path: Ends in .jsonl or .json.
         what: What messages call the file, such as `haystack`.
-        max_bytes: Of a longer .jsonl file the records before this are read, and a warning says so.
+        field: Is looked up where a .json file begins with an object; None: that object is the record.
 
     Yields:
-        A record's place, such as ``haystack `a.jsonl:3` ``, and the record.
+        A record's place, such as ``haystack `a.jsonl`: record 3``, and the record.
 
     Raises:
-        LeanKError: If the file cannot be read or is not JSON (names the line), or if a .json file is longer.
+        LeanKError: If the package `datasets` is missing or cannot read the file.
     """
-    if path.suffix == ".jsonl":
-        yield from _read_lines(path, what, max_bytes)
+    place = f"{what} `{path}`"
+    with _opened(path, place) as file:
+        beginning = file.read(4096).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+    if not beginning:
         return
-    with _opened(path, what) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise LeanKError(
-                f"{what} `{path}` has more than {_describe_size(max_bytes)}",
-                hint="a JSON file has to be read whole: make it `.jsonl`, a record a line",
-            )
-        text = _decode(file.read(), f"{what} `{path}`")
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise LeanKError(
-            f"{what} `{path}:{error.lineno}` is not JSON: {error.msg} at column {error.colno}",
-            hint="name it `.jsonl` if it holds one record a line",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{what} `{path}`", error) from None
-    if isinstance(content, list):
-        yield from ((f"{what} `{path}: record {index}`", record) for index, record in enumerate(content))
-    else:
-        yield f"{what} `{path}`", content
+    if path.suffix != ".json" or not beginning.startswith(b"{"):
+        field = None
+    file_name = glob.escape(str(path.absolute()))
+    options = {"field": field, "encoding": "utf-8-sig", "chunksize": _CHUNK_BYTES, "streaming": True}
+    rows = _load(place, _FORM, "json", "train", data_files=file_name, **options)
+    for number, row in enumerate(rows, start=1):
+        yield f"{place}: record {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def read_dataset(
+    source: str, config: str | None, split: str, what: str
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Read a dataset of the hub, its records with their places as `read_records`.
+
+    Raises:
+        LeanKError: If the package `datasets` is missing or cannot read it.
+    """
+    place = f"{what} `{source}` (config {config or 'not set'}, split {split})"
+    hint = "check its id, configuration and split; without a network, a `.jsonl` file does"
+    for number, record in enumerate(_load(place, hint, source, split, name=config), start=1):
+        yield f"{what} `{source}`: {split} record {number}", record
 
 
 def read_text(path: Path, what: str, max_bytes: int) -> str:
@@ -64,95 +74,14 @@ def read_text(path: Path, what: str, max_bytes: int) -> str:
     Raises:
         LeanKError: If the file cannot be read.
     """
-    with _opened(path, what) as file:
+    place = f"{what} `{path}`"
+    with _opened(path, place) as file:
         content = file.read(max_bytes)
         whole = not file.read(1)
     if not whole:
-        warn_cut(f"{what} `{path}`", max_bytes)
-    return _decode(content, f"{what} `{path}`", whole=whole)
-
-
-def read_dataset(source: str, config: str | None, split: str, what: str) -> Iterator[tuple[str, Any]]:
-    """Read a dataset of the hub, its records with their places as `read_records`.
-
-    Raises:
-        LeanKError: If the package `datasets` is missing or cannot read it.
-    """
+        warn_cut(place, max_bytes)
     try:
-        import datasets
-    except ImportError:
-        raise LeanKError(
-            f"{what} `{source}` is no file, and the package `datasets`, which reads datasets, is missing",
-            hint="install it: `pip install 'leank-convert[datasets]'`; a file ends in .txt, .json or .jsonl",
-        ) from None
-    # The library's errors are of many kinds, from its own to those of file systems; each has its reason.
-    try:
-        # Streaming fetches no more than is read; without a network only what was fetched before is there.
-        streaming = not datasets.config.HF_HUB_OFFLINE
-        dataset = datasets.load_dataset(source, config, split=split, streaming=streaming)
-        for index, record in enumerate(dataset):
-            yield f"{what} `{source}: {split} record {index}`", record
-    except Exception as error:
-        raise LeanKError(
-            f"{what} `{source}` (config {config or 'not set'}, split {split}) cannot be read: {error}",
-            hint="check its id, configuration and split; without a network, a `.jsonl` file does",
-        ) from error
-
-
-def warn_cut(source: str, max_bytes: int) -> None:
-    """Warn that only the beginning of a source is used."""
-    _logger.warning("%s is large; its first %s are used", source, _describe_size(max_bytes))
-
-
-def _read_lines(path: Path, what: str, max_bytes: int) -> Iterator[tuple[str, Any]]:
-    num_bytes = 0
-    with _opened(path, what) as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{what} `{path}:{number}`"
-            num_bytes += len(line)
-            if num_bytes > max_bytes:
-                if number == 1:
-                    raise LeanKError(
-                        f"{place}: the first record ends beyond {_describe_size(max_bytes)}",
-                        hint="cut it into smaller records",
-                    )
-                warn_cut(f"{what} `{path}`", max_bytes)
-                return
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(_decode(line, place))
-            except json.JSONDecodeError as error:
-                raise LeanKError(
-                    f"{place} is not JSON: {error.msg} at column {error.colno}",
-                    hint="a `.jsonl` file holds one record a line; name it `.json` if it is one list",
-                ) from None
-            except (ValueError, RecursionError) as error:
-                raise _unreadable(place, error) from None
-            yield place, record
-
-
-def _unreadable(place: str, error: Exception) -> LeanKError:
-    """JSON that Python does not read: nested too deep, or with a number of too many digits."""
-    return LeanKError(f"{place} cannot be read: {error}")
-
-
-@contextmanager
-def _opened(path: Path, what: str) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise LeanKError(
-            f"{what} `{path}` does not exist", hint=f"it is looked up from `{Path.cwd()}`"
-        ) from None
-    except OSError as error:
-        raise LeanKError(f"{what} `{path}` cannot be read: {error.strerror}") from None
-
-
-def _decode(content: bytes, place: str, *, whole: bool = True) -> str:
-    """Decode UTF-8; where it is not `whole`, the end may be in the middle of a character."""
-    try:
+        # What is cut may end in the middle of a character.
         return codecs.getincrementaldecoder("utf-8-sig")().decode(content, final=whole)
     except UnicodeDecodeError as error:
         raise LeanKError(
@@ -161,5 +90,45 @@ def _decode(content: bytes, place: str, *, whole: bool = True) -> str:
         ) from None
 
 
-def _describe_size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB"
+def warn_cut(place: str, max_bytes: int) -> None:
+    """Warn that only the beginning of a source is used."""
+    _logger.warning("%s is large; its first %d MiB are used", place, max_bytes >> 20)
+
+
+def _load(place: str, hint: str, path: str, split: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """The rows of `datasets.load_dataset`, whose errors become one sentence, and nothing else is printed."""
+    try:
+        import datasets
+    except ImportError:
+        raise LeanKError(
+            f"{place} is read by the package `datasets`, which is missing",
+            hint="install it: `pip install 'leank-convert[datasets]'`; running text in .txt needs none",
+        ) from None
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    # Streaming fetches no more than is read; without a network only what was fetched before is there.
+    arguments.setdefault("streaming", not datasets.config.HF_HUB_OFFLINE)
+    # The library's errors are of many kinds, from its own to those of file systems; each has its reason.
+    try:
+        # A file is streamed from where it lies: the cache would hold an empty folder and a lock.
+        with TemporaryDirectory(prefix="leank-convert-") as empty:
+            folder = empty if path == "json" else None
+            rows = datasets.load_dataset(path, split=split, cache_dir=folder, **arguments)
+        yield from rows
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        reason = ("no " if isinstance(cause, KeyError) else "") + first_line(cause)
+        raise LeanKError(f"{place} cannot be read: {reason}", hint=hint) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _opened(path: Path, place: str) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise LeanKError(f"{place} does not exist", hint=f"it is looked up from `{Path.cwd()}`") from None
+    except OSError as error:
+        raise LeanKError(f"{place} cannot be read: {error.strerror}") from None

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from leank_convert.data.records import read_records
 from leank_convert.errors import LeanKError
@@ -19,6 +19,7 @@ _FORM = (
 _INSTRUCTION = (
     "Read the documents and answer the question with the answer alone, in as few words as it takes."
 )
+_Kind = TypeVar("_Kind")
 
 
 class Question(NamedTuple):
@@ -38,15 +39,16 @@ def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question
             with one of them is used.
 
     Raises:
-        LeanKError: If the file is missing, is of another form, or holds no question with an answer.
+        LeanKError: If the file is missing, is of another form, or holds no question with an answer;
+            if the package `datasets` is missing.
     """
     if path.suffix not in (".json", ".jsonl"):
         raise LeanKError(f"question file `{path}` has the suffix `{path.suffix}`", hint=_FORM)
     control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
     questions = []
-    for read in read_records(path, "question file"):
-        for plain in _plain_records(*read):
-            question = _read_record(*plain)
+    for place, record in list(read_records(path, "question file", field="data")):
+        is_squad = "paragraphs" in record
+        for question in _read_article(record, place) if is_squad else [_read_plain(record, place)]:
             if not control.search("\n".join((question.text, *question.documents))):
                 questions.append(question)
     if not questions:
@@ -88,35 +90,34 @@ def draft_question(
     return Draft(render, "Answer:", asked.answers, 32, "any")
 
 
-def _plain_records(place: str, record: Any) -> Iterator[tuple[str, Any]]:
-    """The plain records of SQuAD's nested one, whose questions without an answer are left out."""
-    if not isinstance(record, dict) or "data" not in record:
-        yield place, record
-        return
-    try:
-        for paragraph in (paragraph for article in record["data"] for paragraph in article["paragraphs"]):
-            for asked in paragraph["qas"]:
-                if answers := list(dict.fromkeys(answer["text"] for answer in asked["answers"])):
-                    documents = [paragraph["context"]]
-                    yield place, {"question": asked["question"], "answers": answers, "documents": documents}
-    except (KeyError, TypeError) as error:
-        raise LeanKError(f"{place}: `data` is not in SQuAD's form: {error!r}", hint=_FORM) from None
+def _read_plain(record: dict[str, Any], place: str) -> Question:
+    asked = _get(record, "question", str, place)
+    answers, documents = (_get(record, key, list, place) for key in ("answers", "documents"))
+    for key, texts in (("question", [asked]), ("answers", answers), ("documents", documents)):
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise LeanKError(f"{place}: `{key}` is `{record[key]!r:.80}`", hint=_FORM)
+    return Question(asked.strip(), *(tuple(text.strip() for text in texts) for texts in (answers, documents)))
 
 
-def _read_record(place: str, record: Any) -> Question:
-    found = []
-    for key in ("question", "answers", "documents"):
-        value = record.get(key) if isinstance(record, dict) else None
-        texts = [value] if key == "question" else value
-        if (
-            not isinstance(texts, list)
-            or not texts
-            or not all(isinstance(t, str) and t.strip() for t in texts)
-        ):
-            raise LeanKError(f"{place}: `{key}` is `{value!r}`", hint=_FORM)
-        found.append(tuple(text.strip() for text in texts))
-    (question,), answers, documents = found
-    return Question(question, answers, documents)
+def _read_article(article: dict[str, Any], place: str) -> Iterator[Question]:
+    """The questions of an article of SQuAD's file; those without an answer are left out."""
+    for paragraph in _get(article, "paragraphs", list, place):
+        for asked in _get(paragraph, "qas", list, place):
+            if answers := [
+                _get(answer, "text", str, place) for answer in _get(asked, "answers", list, place)
+            ]:
+                documents = [_get(paragraph, "context", str, place)]
+                plain = {**asked, "answers": list(dict.fromkeys(answers)), "documents": documents}
+                yield _read_plain(plain, place)
+
+
+def _get(record: Any, key: str, kind: type[_Kind], place: str) -> _Kind:
+    value = record.get(key) if isinstance(record, dict) else None
+    if value is None:
+        raise LeanKError(f"{place} has no `{key}`", hint=_FORM)
+    if not isinstance(value, kind):
+        raise LeanKError(f"{place}: `{key}` is `{value!r:.80}`", hint=_FORM)
+    return value
 
 
 def _repeat_shuffled(texts: Sequence[str], rng: random.Random) -> Iterator[str]:

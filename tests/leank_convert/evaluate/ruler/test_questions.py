@@ -56,12 +56,17 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
     [
         ("none.json", None, r"none\.json` does not exist"),
         ("a.csv", "q,a", r"a\.csv` has the suffix `\.csv`"),
-        ("a.jsonl", json.dumps(RECORD) + "\n{]", r"a\.jsonl:2` is not JSON"),
+        ("a.jsonl", json.dumps(RECORD) + "\n{]", r"a\.jsonl` cannot be read: JSON parse error"),
         ("a.json", [], r"a\.json` has no question with an answer"),
-        ("a.json", [RECORD, {"question": "q"}], r"a\.json: record 1`: `answers` is `None`"),
-        ("a.json", [{**RECORD, "answers": [" "]}], r"record 0`: `answers` is `\[' '\]`"),
-        ("a.json", [{**RECORD, "documents": "d"}], r"record 0`: `documents` is `'d'`"),
-        ("a.json", {"data": [{"paragraphs": [{"qas": [{}]}]}]}, "not in SQuAD's form"),
+        ("a.json", {"version": "v2.0"}, r"a\.json` cannot be read: no 'data'"),
+        ("a.json", [RECORD, {"question": "q"}], r"a\.json`: record 2 has no `answers`"),
+        ("a.json", [{**RECORD, "answers": [" "]}], r"record 1: `answers` is `\[' '\]`"),
+        ("a.json", [{**RECORD, "documents": "d" * 200}], r"record 1: `documents` is `'d{79}`"),
+        (
+            "a.json",
+            {"data": [{"paragraphs": []}, {"paragraphs": [{"qas": [{"answers": [{"text": "a"}]}]}]}]},
+            "record 2 has no `context`",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path, name, content, message):
