@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -21,23 +21,15 @@ from leank_convert.benchmark.measuring import (
     silenced,
     synchronize,
 )
-from leank_convert.benchmark.models import COMPILED, Setup, checked_models, random_prompt
-from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio
+from leank_convert.benchmark.random_models import COMPILED, Setup, checked_models, random_prompt
+from leank_convert.benchmark.tables import Report, number, ratio
 from leank_convert.errors import LeanKError
 
 OURS, DYNAMIC, STATIC = "leank", "dense-dynamic", "dense-static"
 PEERS = (DYNAMIC, STATIC)
-_LOOP_STEPS = 32
-_LOOP_WARM_UP = 6
-_REPLAYS = 24
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
-_LEGEND = (
-    "generate ms/step: from token to token of a call, with all that `generate` does between them",
-    "loop: forward pass and argmax alone, without a mask or a wait for the device, after that call",
-    "its graph: the loop's step, captured and replayed; tokens/s: whole calls, prefill included",
-)
 
 
 def benchmark_generate(
@@ -68,122 +60,82 @@ def benchmark_generate(
             "one new token comes from the prompt alone, without a decode step",
             hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
         )
-    environment, subject = describe_environment(setup.device), setup.subject.describe()
-    report = Report(environment, subject)
+    report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
     with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
-        for case in cases if models.check["ok"] else ():
-            batch_size, num_prompt, num_new = case
+        for batch_size, num_prompt, num_new in cases if models.check["ok"] else ():
             prompt = random_prompt(models.ours, batch_size, num_prompt)
-            bench = _Case(models.ours, models.dense, prompt, num_new, rounds, static_limit)
-            results.append(bench.run(peers))
+            sides = {OURS: _time_ours(models.ours, prompt, num_new, rounds)}
+            for name in peers:
+                release_memory(setup.device)
+                try:
+                    with silenced():
+                        sides[name] = (
+                            _time_generate(models.dense, prompt, num_new, rounds)[0]
+                            if name == DYNAMIC
+                            else _time_static(models.dense, prompt, num_new, rounds, static_limit)
+                        )
+                # A peer may fail in any way: its compiler, its memory, the time limit.
+                except Exception as error:
+                    sides[name] = {"why": describe_failure(error)}
+            release_memory(setup.device)
+            ratios = {name: _ratios(sides[OURS], sides[name]) for name in peers}
+            sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
+            results.append({**sizes, "sides": sides, "ratios": ratios})
             _print_case(report, results[-1], models.attention)
-    return build_document(
-        "generate",
-        environment,
-        subject,
-        ok=models.check["ok"],
-        dtype=setup.dtype_name,
-        kernel=models.attention,
-        check=models.check,
-        cases=results,
-    )
+    return report.document("generate", **models.facts, cases=results)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One prompt `[B, S]` and number of new tokens, on one model and its dense twin."""
+def _time_ours(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
+    figures, cache = _time_generate(model, prompt, num_new, rounds)
+    graph = cache.graph
+    replayed = {"captures": graph.num_captures, "replays": graph.num_replays, "why_eager": graph.why_eager}
+    return {**figures, "graph": replayed}
 
-    model: Any
-    dense: Any
-    prompt: Tensor
-    num_new: int
-    rounds: int
-    static_limit: float
 
-    def run(self, peers: Sequence[str]) -> dict[str, Any]:
-        """Measure ours and the peers; a peer that fails has no figures and says why."""
-        runners = {DYNAMIC: self._dynamic, STATIC: self._static}
-        sides = {OURS: self._ours()}
-        for name in peers:
-            release_memory(self.model.device)
-            try:
-                with silenced():
-                    sides[name] = runners[name]()
-            # A peer may fail in any way: its compiler, its memory, the time limit.
-            except Exception as error:
-                sides[name] = {"why": describe_failure(error)}
-        release_memory(self.model.device)
-        sizes = {"batch": self.prompt.shape[0], "prompt": self.prompt.shape[1], "new": self.num_new}
-        ratios = {name: _ratios(sides[OURS], sides[name]) for name in peers}
-        return {**sizes, "sides": sides, "ratios": ratios}
+def _time_static(
+    dense: Any, prompt: Tensor, num_new: int, rounds: int, compile_limit: float
+) -> dict[str, Any]:
+    """One static cache for all calls, so that its compiled step is compiled and captured once."""
+    from transformers import StaticCache
 
-    def _ours(self) -> dict[str, Any]:
-        self._warm_up(self.model)
-        figures, last = self._time_generate(lambda: generate(self.model, self.prompt, self.num_new))
-        cache, token, graph = last.cache, last.tokens[:, -1:], last.cache.graph
-        figures["graph"] = {
-            "captures": graph.num_captures,
-            "replays": graph.num_replays,
-            "why_eager": graph.why_eager,
-        }
-        loop = time_loop(self.model, cache, token)
-        replay = time_replay(self.model, cache, token)
-        times = {"loop_step_milliseconds": loop, "replay_milliseconds": replay}
-        return {**figures, **times, "step_over_replay": None if replay is None else loop / replay}
+    cache = StaticCache(config=dense.config, max_cache_len=prompt.shape[1] + num_new)
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    try:
+        with time_limit(compile_limit):
+            short = prompt[:, :_WARM_UP_PROMPT]
+            warm_up = generate(dense, short, min(_WARM_UP_TOKENS, num_new), static=cache).seconds
+        figures, _ = _time_generate(dense, prompt, num_new, rounds, static=cache)
+    finally:
+        torch._dynamo.reset()
+    return {**figures, "warm_up_seconds": warm_up, "compiled_graphs": stats["unique_graphs"] - before}
 
-    def _dynamic(self) -> dict[str, Any]:
-        self._warm_up(self.dense)
-        figures, last = self._time_generate(lambda: generate(self.dense, self.prompt, self.num_new))
-        loop = time_loop(self.dense, last.cache, last.tokens[:, -1:])
-        return {**figures, "loop_step_milliseconds": loop}
 
-    def _static(self) -> dict[str, Any]:
-        """One static cache for all calls, so that its compiled step is compiled and captured once."""
-        from transformers import StaticCache
-
-        cache = StaticCache(config=self.dense.config, max_cache_len=self.prompt.shape[1] + self.num_new)
-
-        def run(prompt: Tensor, num_new: int) -> Generation:
-            cache.reset()  # type: ignore[no-untyped-call]
-            return generate(self.dense, prompt, num_new, cache=cache)
-
-        stats = torch._dynamo.utils.counters["stats"]
-        before = stats["unique_graphs"]
-        try:
-            with time_limit(self.static_limit):
-                short = self.prompt[:, :_WARM_UP_PROMPT]
-                warm_up = run(short, min(_WARM_UP_TOKENS, self.num_new)).seconds
-            run(self.prompt, 1)  # as `_warm_up` does for the others
-            figures, _ = self._time_generate(lambda: run(self.prompt, self.num_new))
-        finally:
-            torch._dynamo.reset()
-        return {
-            **figures,
-            "warm_up_seconds": warm_up,
-            "compiled_graphs": stats["unique_graphs"] - before,
-        }
-
-    def _warm_up(self, model: Any) -> None:
-        generate(model, self.prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, self.num_new))
-        # The first full prompt pays for memory that later ones find in the allocator.
-        model(self.prompt, use_cache=True, logits_to_keep=1)
-
-    def _time_generate(self, run: Callable[[], Generation]) -> tuple[dict[str, Any], Generation]:
-        seconds: list[float] = []
-        steps: list[float] = []
-        for _ in range(self.rounds):
-            last = None  # the cache before goes first
-            last = run()
-            seconds.append(last.seconds)
-            steps += last.step_milliseconds
-        assert last is not None
-        return {
-            "rounds": self.rounds,
-            "step_milliseconds": median(steps),
-            "generate_seconds": median(seconds),
-            "tokens_per_second": self.prompt.shape[0] * self.num_new / median(seconds),
-        }, last
+def _time_generate(
+    model: Any, prompt: Tensor, num_new: int, rounds: int, static: Any = None
+) -> tuple[dict[str, Any], Any]:
+    """Figures of several calls, after a warm-up, and the cache of the last one."""
+    if static is None:
+        generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
+    # The first full prompt pays for memory that later ones find in the allocator.
+    generate(model, prompt, 1, static=static)
+    seconds: list[float] = []
+    steps: list[float] = []
+    cache = None
+    for _ in range(rounds):
+        cache = None  # the one before goes first
+        call = generate(model, prompt, num_new, static=static)
+        seconds.append(call.seconds)
+        steps += call.step_milliseconds
+        cache = call.cache
+        del call
+    return {
+        "rounds": rounds,
+        "step_milliseconds": median(steps),
+        "generate_seconds": median(seconds),
+        "tokens_per_second": prompt.shape[0] * num_new / median(seconds),
+    }, cache
 
 
 class _StepClock(LogitsProcessor):
@@ -199,21 +151,20 @@ class _StepClock(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of `generate`: how long it took, prefill included, and its new tokens `[B, new]` and cache.
-
-    `step_milliseconds` are from each token to the next, without the first.
-    """
+    """One call of `generate`: how long it took, prefill included, and from token to token; its cache."""
 
     seconds: float
     step_milliseconds: Sequence[float]
-    tokens: Tensor
     cache: Any
 
 
-def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> Generation:
-    """Call `generate` on a prompt `[B, S]`, greedy, for exactly `num_new` tokens; `cache` is one to fill."""
+def generate(model: Any, prompt: Tensor, num_new: int, *, static: Any = None) -> Generation:
+    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens; `static` is a cache to fill."""
     clock = _StepClock(model.device)
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {}
+    if static is not None:
+        static.reset()
+        given = {"past_key_values": static}
     synchronize(model.device)
     began = time.perf_counter()
     output = model.generate(
@@ -228,56 +179,7 @@ def generate(model: Any, prompt: Tensor, num_new: int, *, cache: Any = None) -> 
         **given,
     )
     synchronize(model.device)
-    seconds = time.perf_counter() - began
-    tokens = output.sequences[:, prompt.shape[1] :]
-    return Generation(seconds, clock.stopwatch.gaps(), tokens, output.past_key_values)
-
-
-def time_loop(model: Any, cache: Any, token: Tensor) -> float:
-    """Median milliseconds of a step of a bare loop: forward pass, then the token of the largest logit.
-
-    `cache` holds a prompt, `token` `[B, 1]` is each row's next one.
-    """
-    stopwatch = Stopwatch(model.device)
-    for step in range(_LOOP_WARM_UP + _LOOP_STEPS):
-        if step >= _LOOP_WARM_UP:
-            stopwatch.mark()
-        token = _next_token(model, cache, token)
-    stopwatch.mark()
-    return median(stopwatch.gaps())
-
-
-def time_replay(model: Any, cache: Any, token: Tensor) -> float | None:
-    """Median milliseconds of a decode step's own CUDA graph, replayed back to back; None on the CPU.
-
-    The step is captured here, so that nothing of the runtime's own replay is measured. A replay appends its
-    token as the step did: `cache` is of no use afterwards.
-    """
-    if model.device.type != "cuda":
-        return None
-    cache.use_graphs = False
-    # The host does not know of replayed tokens, so room for them is made before.
-    cache.reserve(cache.get_seq_length() + _LOOP_WARM_UP + _REPLAYS + 2)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_LOOP_WARM_UP):
-            token = _next_token(model, cache, token)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        _next_token(model, cache, token)
-    stopwatch = Stopwatch(model.device)
-    for _ in range(_REPLAYS):
-        stopwatch.mark()
-        graph.replay()
-    stopwatch.mark()
-    return median(stopwatch.gaps())
-
-
-def _next_token(model: Any, cache: Any, token: Tensor) -> Tensor:
-    logits: Tensor = model(token, past_key_values=cache, use_cache=True).logits
-    return logits[:, -1:].argmax(-1)
+    return Generation(time.perf_counter() - began, clock.stopwatch.gaps(), output.past_key_values)
 
 
 @contextmanager
@@ -298,11 +200,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
     """How many times as fast ours is, by each way of measuring."""
-    keys = {
-        "step": "step_milliseconds",
-        "loop_step": "loop_step_milliseconds",
-        "generate": "generate_seconds",
-    }
+    keys = {"step": "step_milliseconds", "generate": "generate_seconds"}
     return {name: peer[key] / ours[key] if key in peer else None for name, key in keys.items()}
 
 
@@ -325,25 +223,13 @@ def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
     for name, side in case["sides"].items():
         faster = case["ratios"].get(name, {})
         label = f"{name} ({attention})" if name == OURS and attention != COMPILED else name
-        rows.append(
-            [
-                label,
-                number(side.get("step_milliseconds")),
-                ratio(faster.get("step")),
-                number(side.get("loop_step_milliseconds")),
-                ratio(faster.get("loop_step")),
-                number(side.get("replay_milliseconds")),
-                number(side.get("tokens_per_second"), 0),
-                ratio(faster.get("generate")),
-            ]
-        )
+        step, tokens = number(side.get("step_milliseconds")), number(side.get("tokens_per_second"), 0)
+        rows.append([label, step, ratio(faster.get("step")), tokens, ratio(faster.get("generate"))])
         if remark := _remark(side):
             notes.append(f"{label}: {remark}")
-    columns = ["generate\nms/step", "loop\nms/step", "its graph\nms/step", "generate\ntokens/s"]
-    heading = "leank\nfaster"
     report.table(
-        f"batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        ["", columns[0], heading, columns[1], heading, *columns[2:], heading],
+        f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
+        ["", "ms/step", "leank faster", "tokens/s", "leank faster"],
         rows,
-        [*notes, *_LEGEND],
+        [*notes, "ms/step: from token to token of a call; tokens/s: whole calls, prefill included"],
     )

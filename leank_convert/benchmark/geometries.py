@@ -26,11 +26,6 @@ class Geometry:
         """Layers, heads and whatever else conversion reads of a config."""
         return read_model_facts(self.config, origin=self.name)
 
-    def describe(self) -> dict[str, Any]:
-        """JSON-ready facts."""
-        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-        return {"geometry": self.name, **{key: getattr(self.facts, key) for key in keys}}
-
 
 _LLAMA = {
     "model_type": "llama",

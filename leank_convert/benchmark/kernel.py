@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leank_convert.benchmark.attention import (
+from leank_convert.benchmark.decode_attention import (
     OWN_DENSE,
     PEERS,
     Attend,
@@ -26,7 +26,6 @@ from leank_convert.benchmark.attention import (
     pruned_length,
 )
 from leank_convert.benchmark.measuring import (
-    Timing,
     copies_needed,
     describe_failure,
     measure_read_bandwidth,
@@ -35,11 +34,10 @@ from leank_convert.benchmark.measuring import (
     silenced,
     time_calls,
 )
-from leank_convert.benchmark.models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
-from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio, share
+from leank_convert.benchmark.random_models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
+from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError, out_of_memory
-
-_FLEX_REMARK = "flex: called plainly, no settings were searched for"
+from leank_convert.mask import ChannelMask
 
 
 def benchmark_kernel(
@@ -66,29 +64,29 @@ def benchmark_kernel(
     Raises:
         LeanKError: If there is no such layer, no kernel, or something of ours does not fit on the device.
     """
-    subject = setup.subject
-    chosen = subject.choose_layers(layers)
-    environment = describe_environment(setup.device)
-    report = Report(environment, subject.describe())
+    chosen = setup.choose_layers(layers)
+    report = Report(setup.device, setup.describe())
     with torch.no_grad(), out_of_memory(*TOO_LARGE):
-        bandwidth = report.bandwidth(measure_read_bandwidth(setup.device, rounds=rounds))
-        report.line("what is above 100% of it reads faster than any of them")
+        ways = measure_read_bandwidth(setup.device, rounds=rounds)
+        best = max(ways, key=ways.__getitem__)
+        report.line(
+            f"read bandwidth {ways[best]:,.1f} GB/s: the fastest of {len(ways)} plain reads by torch "
+            f"({best}); what is above 100% of it reads faster than any of them"
+        )
         release_memory(setup.device)
-        bench = _Bench(setup, rounds, bandwidth["gigabytes_per_second"], environment.get("l2_bytes", 0))
+        bench = _Bench(setup, rounds, ways[best], report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
         for batch_size, num_tokens in cases:
             results.append(bench.run_case(batch_size, num_tokens, chosen, peers))
             _print_case(report, results[-1])
             release_memory(setup.device)
-    return build_document(
+    return report.document(
         "kernel",
-        environment,
-        subject.describe(),
         ok=all(case["ok"] for case in results),
         dtype=setup.dtype_name,
         kernel=bench.attention,
-        read_bandwidth=bandwidth,
+        read_bandwidth={"gigabytes_per_second": ways[best], "ways": ways},
         cases=results,
     )
 
@@ -97,14 +95,11 @@ class _Bench:
     """What all cases of one run share."""
 
     def __init__(self, setup: Setup, rounds: int, bandwidth: float, l2_bytes: int) -> None:
-        self.subject, self.device, self.dtype = setup.subject, setup.device, setup.dtype
-        self.rounds, self.bandwidth, self.l2_bytes = rounds, bandwidth, l2_bytes
+        self.setup, self.rounds, self.bandwidth, self.l2_bytes = setup, rounds, bandwidth, l2_bytes
         self.generator = torch.Generator(setup.device).manual_seed(0)
-        self.model, self.whole_model = (
-            build_model(subject, torch.device("meta"), setup.dtype, mask_device=setup.device)
-            for subject in (setup.subject, setup.subject.keeping_all())
-        )
-        self.attention = name_attention(self.model, setup.device, setup.dtype)
+        whole = replace(setup, mask=ChannelMask(torch.ones_like(setup.mask.channel_mask)))
+        self.model, self.whole_model = (build_model(one, torch.device("meta")) for one in (setup, whole))
+        self.attention = name_attention(self.model, setup)
         if setup.is_toy:
             self.attention += " (no kernel on the CPU)"
         elif self.attention == PLAIN_TORCH:
@@ -119,19 +114,18 @@ class _Bench:
         self, batch_size: int, num_tokens: int, layers: Sequence[int], peers: Sequence[str]
     ) -> dict[str, Any]:
         """Measure all peers, all layers, and all peers again; a peer's figure is its faster one."""
-        facts = self.subject.geometry.facts
+        facts, device = self.setup.geometry.facts, self.setup.device
         query = self._random(batch_size, facts.num_attention_heads, 1, facts.head_dim)
         keys, values = (
             self._random(batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim) for _ in "kv"
         )
-        dense_bytes = keys.nbytes + values.nbytes
-        whole = torch.ones(facts.num_key_value_heads, facts.head_dim, dtype=torch.bool, device=self.device)
+        whole = torch.ones(facts.num_key_value_heads, facts.head_dim, dtype=torch.bool, device=device)
         truth = attend_exactly(query, keys, values, whole, 0, 0)
-        first = {name: self._measure_peer(name, query, keys, values, truth, dense_bytes) for name in peers}
+        first = {name: self._measure_peer(name, query, keys, values, truth) for name in peers}
         measured = [self._measure_layer(layer, query, keys, values) for layer in layers]
         for name, before in first.items():
             if before["milliseconds"] is not None:
-                again = self._measure_peer(name, query, keys, values, truth, dense_bytes)
+                again = self._measure_peer(name, query, keys, values, truth)
                 if (again["milliseconds"] or before["milliseconds"]) < before["milliseconds"]:
                     first[name] = again
         case = {
@@ -139,83 +133,81 @@ class _Bench:
             "tokens": num_tokens,
             "ok": all(layer["check"]["ok"] for layer in measured),
             "beyond_l2": all(entry.get("beyond_l2", True) for entry in (*first.values(), *measured)),
-            "dense_bytes": dense_bytes,
+            "dense_bytes": keys.nbytes + values.nbytes,
             "peers": first,
             "layers": measured,
         }
         return {**case, **self._summarize(case)}
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=self.dtype, device=self.device)
+        setup = self.setup
+        return torch.randn(shape, generator=self.generator, dtype=setup.dtype, device=setup.device)
 
-    def _figures(self, timing: Timing, num_bytes: int, copies: int) -> dict[str, Any]:
-        achieved = num_bytes / timing.milliseconds / 1e6
+    def _time(self, calls: Sequence[Attend], num_bytes: int) -> dict[str, Any]:
+        timing = time_calls(calls, self.setup.device, rounds=self.rounds)
         return {
             **asdict(timing),
-            "copies": copies,
-            "beyond_l2": outgrow_l2(num_bytes, copies, self.l2_bytes),
+            "copies": len(calls),
+            "beyond_l2": outgrow_l2(num_bytes, len(calls), self.l2_bytes),
+            **self._speed(num_bytes, timing.milliseconds),
+        }
+
+    def _speed(self, num_bytes: float, milliseconds: float) -> dict[str, float]:
+        achieved = num_bytes / milliseconds / 1e6
+        return {
             "bytes": num_bytes,
             "gigabytes_per_second": achieved,
             "bandwidth_share": achieved / self.bandwidth,
         }
 
     def _measure_peer(
-        self, name: str, query: Tensor, keys: Tensor, values: Tensor, truth: AttentionTruth, num_bytes: int
+        self, name: str, query: Tensor, keys: Tensor, values: Tensor, truth: AttentionTruth
     ) -> dict[str, Any]:
         calls: list[Attend] = []
+        num_bytes = keys.nbytes + values.nbytes
         prepare = self._prepare_own_dense if name == OWN_DENSE else PEERS[name]
         try:
             # What the runtime says of its own kernel is for the user.
             with nullcontext() if name == OWN_DENSE else silenced():
                 calls.append(prepare(query, keys, values))
-                copies = copies_needed(num_bytes, self.l2_bytes)
-                calls += [prepare(query, keys.clone(), values.clone()) for _ in range(copies - 1)]
+                for _ in range(copies_needed(num_bytes, self.l2_bytes) - 1):
+                    calls.append(prepare(query, keys.clone(), values.clone()))
                 check = truth.check(calls[0], query)
-                if not check.ok:
-                    return {"milliseconds": None, "why": "its result is wrong", "check": check.to_dict()}
-                timing = time_calls(calls, self.device, rounds=self.rounds)
+                if not check["ok"]:
+                    return {"milliseconds": None, "why": "its result is wrong", "check": check}
+                return {**self._time(calls, num_bytes), "check": check}
         # A peer may fail in any way: in its compiler, for want of memory, at a shape it does not know.
         except Exception as error:
             return {"milliseconds": None, "why": describe_failure(error), "check": None}
         finally:
             calls.clear()
-            release_memory(self.device)
-        return {**self._figures(timing, num_bytes, copies), "check": check.to_dict()}
+            release_memory(self.setup.device)
 
     def _prepare_own_dense(self, query: Tensor, keys: Tensor, values: Tensor) -> Attend:
-        attention = name_attention(self.whole_model, self.device, self.dtype)
-        if self.device.type == "cuda" and attention == PLAIN_TORCH:
+        if not self.setup.is_toy and name_attention(self.whole_model, self.setup) == PLAIN_TORCH:
             raise LeanKError("the kernel of this layout cannot be used here")
         return FilledLayer(self.whole_model, 0, query, keys, values).attend
 
     def _measure_layer(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
-        subject, (batch_size, _, num_tokens, head_dim) = self.subject, keys.shape
-        widths = subject.layout.widths[layer]
-        pruned = pruned_length(num_tokens, subject.windows)
-        mask = subject.channel_masks[layer].to(self.device)
-        truth = attend_exactly(query, keys, values, mask, subject.windows.sink_size, pruned)
+        windows, (batch_size, _, num_tokens, head_dim) = self.setup.windows, keys.shape
+        widths, pruned = self.setup.layout.widths[layer], pruned_length(num_tokens, windows)
+        mask = self.setup.channel_masks[layer].to(self.setup.device)
+        truth = attend_exactly(query, keys, values, mask, windows.sink_size, pruned)
         chunk_size = self.model.build_cache().layers[layer].layout.chunk_size
         tokens = batch_size * num_tokens, batch_size * pruned
         regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, keys.element_size())
         num_bytes = sum(regions.values())
-        filled = [FilledLayer(self.model, layer, query, keys, values)]
-        result: dict[str, Any] = {
-            "layer": layer,
-            "widths": list(widths),
-            "bytes_by_region": regions,
-            "bytes_allocated": filled[0].bytes_allocated,
-            "check": truth.check(filled[0].attend, query).to_dict(),
-        }
-        if not result["check"]["ok"]:
-            return {**result, "milliseconds": None}
-        for _ in range(copies_needed(num_bytes, self.l2_bytes) - 1):
-            filled.append(FilledLayer(self.model, layer, query, keys, values))
-        timing = time_calls([one.attend for one in filled], self.device, rounds=self.rounds)
-        # The same memory, after it was read thousands of times.
-        result["check"] = truth.check(filled[0].attend, query).to_dict()
-        if not result["check"]["ok"]:
-            return {**result, "milliseconds": None}
-        return {**result, **self._figures(timing, num_bytes, len(filled))}
+        calls = [FilledLayer(self.model, layer, query, keys, values).attend]
+        facts = {"layer": layer, "widths": list(widths), "bytes_by_region": regions}
+        check, figures = truth.check(calls[0], query), {"milliseconds": None}
+        if check["ok"]:
+            for _ in range(copies_needed(num_bytes, self.l2_bytes) - 1):
+                calls.append(FilledLayer(self.model, layer, query, keys, values).attend)
+            timed = self._time(calls, num_bytes)
+            # The same memory, after it was read thousands of times.
+            check = truth.check(calls[0], query)
+            figures = timed if check["ok"] else figures
+        return {**facts, "check": check, **figures}
 
     def _summarize(self, case: dict[str, Any]) -> dict[str, Any]:
         """Means over layers, and ratios to peers; none where a layer's check failed."""
@@ -223,19 +215,15 @@ class _Bench:
             return {"mean_milliseconds": None}
         mean = fmean(layer["milliseconds"] for layer in case["layers"])
         mean_bytes = fmean(layer["bytes"] for layer in case["layers"])
-        ratios = {
-            name: peer["milliseconds"] / mean
-            for name, peer in case["peers"].items()
-            if peer["milliseconds"] is not None
-        }
-        best = min(ratios, key=ratios.__getitem__) if ratios else None
-        achieved = mean_bytes / mean / 1e6
+        times = {name: peer["milliseconds"] for name, peer in case["peers"].items()}
+        ratios = {name: time / mean for name, time in times.items() if time is not None}
+        speed = self._speed(mean_bytes, mean)
+        best = min(ratios, key=ratios.__getitem__, default=None)
         return {
             "mean_milliseconds": mean,
-            "mean_bytes": mean_bytes,
+            "mean_bytes": speed.pop("bytes"),
             "byte_ratio": case["dense_bytes"] / mean_bytes,
-            "gigabytes_per_second": achieved,
-            "bandwidth_share": achieved / self.bandwidth,
+            **speed,
             "best_peer": best,
             "ratio_to_best": None if best is None else ratios[best],
             "ratios": ratios,
@@ -250,25 +238,23 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
     mean = {**case, "milliseconds": case["mean_milliseconds"], "bytes": case.get("mean_bytes")}
     ours = f"leank, mean of {len(case['layers'])} layers"
     rows.append([ours, *_columns(mean), ratio(1.0 if case["ok"] else None)])
-    notes = []
-    if case["ok"]:
-        notes.append(f"ceiling by bytes: {case['byte_ratio']:.2f}x")
-    else:
-        wrong = [str(layer["layer"]) for layer in case["layers"] if not layer["check"]["ok"]]
-        notes.append(f"layers WRONG: {', '.join(wrong)}")
-    for name, peer in case["peers"].items():
-        if peer["milliseconds"] is None:
-            notes.append(f"{name} has no figures: {peer['why']}")
-        elif name == "flex":
-            notes.append(_FLEX_REMARK)
+    wrong = [str(layer["layer"]) for layer in case["layers"] if not layer["check"]["ok"]]
+    notes = (
+        [f"layers WRONG: {', '.join(wrong)}"] if wrong else [f"ceiling by bytes: {case['byte_ratio']:.2f}x"]
+    )
+    notes += [
+        f"{name} has no figures: {peer['why']}" for name, peer in case["peers"].items() if "why" in peer
+    ]
+    timed = case["peers"] | {f"layer {layer['layer']}": layer for layer in case["layers"]}
+    methods = {name: entry["method"] for name, entry in timed.items() if entry["milliseconds"] is not None}
+    if methods:
+        usual = list(methods.values())[-1]
+        notes.append(f"{usual}, medians; of each peer's two the faster")
+        notes += [f"{name}: {method}" for name, method in methods.items() if method != usual]
+    if "flex" in case["peers"]:
+        notes.append("flex: called plainly, no settings were searched for")
     if not case["beyond_l2"]:
         notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
-    named = [(name, peer) for name, peer in case["peers"].items() if peer["milliseconds"] is not None]
-    named += [(f"layer {layer['layer']}", layer) for layer in case["layers"] if layer["check"]["ok"]]
-    if named:
-        usual = named[-1][1]["method"]
-        notes.append(f"{usual}, medians of {named[-1][1]['rounds']} rounds; of each peer's two the faster")
-        notes += [f"{name}: {entry['method']}" for name, entry in named if entry["method"] != usual]
     report.table(
         f"decode attention, batch {case['batch']}, {case['tokens']} tokens",
         ["", "ms", "MB read", "GB/s", "of bandwidth", "leank faster"],

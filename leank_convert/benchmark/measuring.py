@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,6 @@ _MAX_CALLS = 512
 _TIMES_L2 = 8
 _MAX_COPIES = 16
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
-_ROW = 16384
 _STDERR = 2
 
 
@@ -146,7 +145,7 @@ class Stopwatch:
     def mark(self) -> None:
         """Note the moment that the device reaches this point, without waiting for it."""
         if self._device.type == "cuda":
-            self._events.append(_event())
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._events[-1].record(torch.cuda.current_stream(self._device))
         else:
             self._seconds.append(time.perf_counter())
@@ -173,14 +172,18 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> T
     if device.type != "cuda":
         return time_whole(one_after_another, device, rounds=rounds, calls=len(calls))
     with torch.cuda.device(device):
-        once = _time_eagerly(calls, 3)
-        repeats = max(1, min(round(_MIN_REPLAY_MS / max(once.milliseconds * len(calls), 1e-3)), _MAX_CALLS))
-        batch = list(calls) * repeats
+        once = statistics.median(_time_launches(one_after_another, device, 3))
+        repeats = max(1, min(round(_MIN_REPLAY_MS / max(once, 1e-3)), _MAX_CALLS))
+
+        def batch() -> None:
+            for _ in range(repeats):
+                one_after_another()
+
         graph = _capture(one_after_another, batch)
-        if graph is None:
-            return _time_eagerly(batch, rounds)
-        graph.replay()
-        return summarize(_time_launches(graph.replay, rounds), len(batch), "CUDA graph replay")
+        launch, method = batch, "CUDA events, without a graph"
+        if graph is not None:
+            launch, method = graph.replay, "CUDA graph replay"
+        return summarize(_time_launches(launch, device, rounds), repeats * len(calls), method)
 
 
 def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
@@ -196,7 +199,7 @@ def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1)
     return summarize(samples, calls, "wall clock")
 
 
-def _capture(warm_up: Call, batch: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+def _capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph | None:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -205,81 +208,37 @@ def _capture(warm_up: Call, batch: Sequence[Call]) -> torch.cuda.CUDAGraph | Non
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
-            for call in batch:
-                call()
+            batch()
     except RuntimeError:
         torch.cuda.synchronize()
         return None
     return graph
 
 
-def _time_eagerly(batch: Sequence[Call], rounds: int) -> Timing:
-    def launch() -> None:
-        for call in batch:
-            call()
-
+def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[float]:
+    """Milliseconds of each launch between events on the device, after one to warm up."""
     launch()
-    return summarize(_time_launches(launch, rounds), len(batch), "CUDA events, without a graph")
-
-
-def _time_launches(launch: Call, rounds: int) -> list[float]:
-    """Milliseconds between an event before and one after each launch."""
-    events = [(_event(), _event()) for _ in range(rounds)]
-    torch.cuda.synchronize()
-    for before, after in events:
-        before.record()
+    synchronize(device)
+    stopwatch = Stopwatch(device)
+    stopwatch.mark()
+    for _ in range(rounds):
         launch()
-        after.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in events]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        stopwatch.mark()
+    return stopwatch.gaps()
 
 
 def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """Read one large buffer of random numbers in several ways; GB/s (1e9 bytes) of each.
+    """Read one large buffer of random numbers in the ways that were the fastest of many; GB/s (1e9 bytes) of each.
 
     Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
     would pay for its writes. Figures are shares of the fastest way.
     """
     numbers = torch.randn(_READ_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
-    pairs = numbers.view(torch.int32)
-    matrix = numbers.view(-1, _ROW)
-    vector = torch.randn(_ROW, dtype=numbers.dtype, device=device)
     ways: dict[str, Call] = {
-        "maximum of all bfloat16": numbers.amax,
-        "maximum of each row, bfloat16": lambda: matrix.amax(1),
-        "maximum of all int32": pairs.amax,
-        "maximum of all int64": numbers.view(torch.int64).amax,
-        "maximum of each row, int32": lambda: pairs.view(-1, _ROW // 2).amax(1),
-        "sum of each row, bfloat16": lambda: matrix.sum(1),
-        "matrix times vector, bfloat16": lambda: matrix @ vector,
-    }
-    return _bandwidths(ways, numbers.nbytes, device, rounds)
-
-
-def measure_host_read_bandwidth(num_bytes: int, threads: int, *, rounds: int) -> dict[str, float]:
-    """Read a buffer of the host's memory in several ways, with so many threads of torch; GB/s of each."""
-    numbers = torch.randn(num_bytes // 8 * 2)
-    ways: dict[str, Call] = {
-        "sum of all float32": numbers.sum,
-        "maximum of all float32": numbers.amax,
+        "maximum of all int32": numbers.view(torch.int32).amax,
         "maximum of all int64": numbers.view(torch.int64).amax,
     }
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return _bandwidths(ways, numbers.nbytes, torch.device("cpu"), rounds)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _bandwidths(
-    ways: Mapping[str, Call], num_bytes: int, device: torch.device, rounds: int
-) -> dict[str, float]:
     return {
-        name: num_bytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
+        name: numbers.nbytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
         for name, way in ways.items()
     }

@@ -15,11 +15,12 @@ import torch
 
 from leank_convert.benchmark.generate import generate
 from leank_convert.benchmark.measuring import release_memory, synchronize
-from leank_convert.benchmark.models import COMPILED, Setup, Subject, checked_models, random_prompt
-from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio, share
+from leank_convert.benchmark.random_models import COMPILED, Setup, checked_models, random_prompt
+from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"
+_PARTS = ("keys", "values")
 _DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 
 
@@ -46,8 +47,7 @@ def benchmark_memory(
     Raises:
         LeanKError: If something does not fit on the device where nothing is searched for.
     """
-    environment, subject = describe_environment(setup.device), setup.subject.describe()
-    report = Report(environment, subject)
+    report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
     lengths = [sum(case) for case in batches] + [allocated[0] if allocated else 1]
     with checked_models(setup, max(lengths), report) as models:
@@ -55,28 +55,20 @@ def benchmark_memory(
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
         if models.check["ok"]:
             if allocated:
-                results["allocated"] = count_allocated(models.ours, setup.subject, *allocated)
+                results["allocated"] = count_allocated(models.ours, setup, *allocated)
                 _print_allocated(report, results["allocated"])
             if prefill:
                 results["prefill"] = measure_prefill(models.ours, models.dense, *prefill)
                 _print_prefill(report, results["prefill"], label)
-            sides = LeanKSide(models.ours), DenseSide(models.dense)
-            results["largest_batch"] = [find_batches(*sides, *case, limit=limit) for case in batches]
+            results["largest_batch"] = [
+                find_batches(models.ours, models.dense, *case, limit=limit) for case in batches
+            ]
             if batches:
                 _print_batches(report, results["largest_batch"], label)
-    return build_document(
-        "memory",
-        environment,
-        subject,
-        ok=models.check["ok"],
-        dtype=setup.dtype_name,
-        kernel=models.attention,
-        check=models.check,
-        **results,
-    )
+    return report.document("memory", **models.facts, **results)
 
 
-def count_allocated(model: Any, subject: Subject, num_prompt: int, num_new: int) -> dict[str, Any]:
+def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> dict[str, Any]:
     """Count a row's cache as a `generate` call leaves it.
 
     The window is a constant; what the append-only store allocates is divided by the tokens that it holds.
@@ -86,7 +78,7 @@ def count_allocated(model: Any, subject: Subject, num_prompt: int, num_new: int)
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
     dense = memory.dense_keys + memory.dense_values
-    ideal = count_cache_bytes(subject.mask.widths, subject.geometry.facts.head_dim, model.dtype.itemsize)
+    ideal = count_cache_bytes(setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize)
     release_memory(model.device)
     return {
         "prompt": num_prompt,
@@ -122,77 +114,25 @@ def measure_prefill(model: Any, dense: Any, batch_size: int, num_prompt: int) ->
     return {**result, "share_of_dense": ours / theirs if ours and theirs else None}
 
 
-class DenseSide:
-    """The dense model: rows become one `DynamicCache`, which grows by itself."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def prefill(self, prompt: torch.Tensor, num_tokens: int) -> Any:
-        """Run a prompt `[1, S]`; return its cache, which is to hold `num_tokens` tokens later."""
-        return self.model(prompt, use_cache=True, logits_to_keep=1).past_key_values
-
-    def join(self, rows: list[Any], num_tokens: int) -> Any:
-        """Make one cache of many, layer by layer; they are empty afterwards."""
-        from transformers import DynamicCache
-
-        cache: Any = DynamicCache(config=self.model.config)
-        for index, layer in enumerate(cache.layers):
-            joined = []
-            for name in _PARTS:
-                joined.append(torch.cat([getattr(row.layers[index], name) for row in rows]))
-                for row in rows:
-                    setattr(row.layers[index], name, None)
-            layer.lazy_initialization(*joined)
-            layer.keys, layer.values = joined
-        return cache
-
-    def count_bytes(self, cache: Any) -> int:
-        """Count the bytes that a cache holds."""
-        return sum(getattr(layer, name).nbytes for layer in cache.layers for name in _PARTS)
-
-
-class LeanKSide(DenseSide):
-    """Ours: rows become one `LeanKCache`, with room for every token that will come."""
-
-    def prefill(self, prompt: torch.Tensor, num_tokens: int) -> Any:
-        """Run a prompt `[1, S]`; return its cache, with room for `num_tokens` tokens."""
-        cache = self.model.build_cache()
-        cache.reserve(num_tokens)
-        self.model(prompt, past_key_values=cache, logits_to_keep=1)
-        return cache
-
-    def join(self, rows: list[Any], num_tokens: int) -> Any:
-        """Make one cache of many, with room for `num_tokens` tokens a row; they are empty afterwards."""
-        return type(rows[0]).concatenate(rows, num_tokens)
-
-    def count_bytes(self, cache: Any) -> int:
-        """Count the bytes that a cache holds."""
-        return int(cache.memory().total.allocated)
-
-
-_PARTS = ("keys", "values")
-
-
 class Trial:
-    """Tries batches of rows of one prompt on one side, within `limit` bytes for weights and cache, if any.
+    """Tries batches of rows of one prompt with one model, within `limit` bytes for weights and cache, if any.
 
     A row is prefilled up to the last few of all tokens and copied, and becomes the batch's last row itself: a
     batch that fits has been decoded at its final length, and nothing but the batch was held. `row_bytes` is
     what one row's cache takes at that length.
     """
 
-    def __init__(self, side: DenseSide, num_prompt: int, num_new: int, limit: int | None) -> None:
-        self._side, self._model, self._device = side, side.model, side.model.device
+    def __init__(self, model: Any, num_prompt: int, num_new: int, limit: int | None) -> None:
+        self._model, self._device = model, model.device
         self._length = num_prompt + num_new
         # A call may ask for fewer new tokens than are decoded here.
         num_steps = min(_DECODED_STEPS, num_new)
-        tokens = random_prompt(side.model, 1, self._length)
+        tokens = random_prompt(model, 1, self._length)
         self._prompt, self._new = tokens[:, :-num_steps], tokens[:, -num_steps:]
         self._left = None
         if limit is not None:
-            self._left = limit - sum(weight.nbytes for weight in self._model.parameters())
-        self.row_bytes = side.count_bytes(self._decode(1))
+            self._left = limit - sum(weight.nbytes for weight in model.parameters())
+        self.row_bytes = count_bytes(self._decode(1))
         release_memory(self._device)
 
     def predict(self) -> int:
@@ -204,20 +144,53 @@ class Trial:
         """Try a batch."""
         held = None
         with suppress(torch.OutOfMemoryError):
-            held = self._side.count_bytes(self._decode(batch_size))
+            held = count_bytes(self._decode(batch_size))
         release_memory(self._device)
         return held is not None and (self._left is None or held <= self._left)
 
     def _decode(self, batch_size: int) -> Any:
         """Join copies of the row and decode to the end; returns the cache."""
-        row = self._side.prefill(self._prompt, self._length)
-        rows = [copy.deepcopy(row) for _ in range(batch_size - 1)] + [row]
-        cache = self._side.join(rows, self._length)
+        row = prefill_row(self._model, self._prompt, self._length)
+        cache = join_rows([copy.deepcopy(row) for _ in range(batch_size - 1)] + [row], self._length)
         for column in range(self._new.shape[1]):
             token = self._new[:, column : column + 1].repeat(batch_size, 1)
             self._model(token, past_key_values=cache, use_cache=True)
         synchronize(self._device)
         return cache
+
+
+def prefill_row(model: Any, prompt: torch.Tensor, num_tokens: int) -> Any:
+    """Run a prompt `[1, S]`; return its cache, ours with room for `num_tokens` tokens."""
+    from transformers import DynamicCache
+
+    if not hasattr(model, "build_cache"):
+        cache: Any = DynamicCache(config=model.config)
+    else:
+        cache = model.build_cache()
+        cache.reserve(num_tokens)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def join_rows(rows: list[Any], num_tokens: int) -> Any:
+    """Make one cache of many, ours with room for `num_tokens` tokens a row; they are empty afterwards."""
+    if hasattr(rows[0], "concatenate"):
+        return type(rows[0]).concatenate(rows, num_tokens)
+    cache = rows[-1]
+    for index, layer in enumerate(cache.layers):
+        for name in _PARTS:
+            joined = torch.cat([getattr(row.layers[index], name) for row in rows])
+            for row in rows:
+                setattr(row.layers[index], name, None)
+            setattr(layer, name, joined)
+    return cache
+
+
+def count_bytes(cache: Any) -> int:
+    """The bytes that a cache holds."""
+    if hasattr(cache, "memory"):
+        return int(cache.memory().total.allocated)
+    return sum(getattr(layer, name).nbytes for layer in cache.layers for name in _PARTS)
 
 
 def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
@@ -246,12 +219,12 @@ def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int
 
 
 def find_batches(
-    ours: LeanKSide, dense: DenseSide, num_prompt: int, num_new: int, *, limit: int | None
+    ours: Any, dense: Any, num_prompt: int, num_new: int, *, limit: int | None
 ) -> dict[str, Any]:
-    """The largest batch of both sides for one prompt length and number of new tokens."""
+    """The largest batch of both models for one prompt length and number of new tokens."""
     result: dict[str, Any] = {"prompt": num_prompt, "new": num_new}
-    for name, side in ((OURS, ours), (DENSE, dense)):
-        trial = Trial(side, num_prompt, num_new, limit)
+    for name, model in ((OURS, ours), (DENSE, dense)):
+        trial = Trial(model, num_prompt, num_new, limit)
         predicted = trial.predict()
         found, tried = find_largest(trial.fits, predicted)
         facts = {"batch": found, "predicted_by_bytes": predicted, "row_bytes": trial.row_bytes}

@@ -1,45 +1,55 @@
 """`benchmark onnx`: a decode step of the exported graph on onnxruntime, beside the exporter's dense graph.
 
-Timed is a step of one row: the graph, and the new token's keys and values put into the cache; not the flush,
-which comes once in `flush_size` steps. Attention alone is the step of a model of next to no other weights.
+Timed is a step of one row of a model of random weights, of a few hundred MB: the graph, and the new token's
+keys and values put into the cache; not the flush, which comes once in `flush_size` steps. The dense graph is
+that of a mask without a pruned region, all tokens in one window. Both run as `leank_onnx.py` runs them.
 """
 
 from __future__ import annotations
 
-import os
+import copy
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_convert.benchmark.measuring import measure_host_read_bandwidth, summarize
-from leank_convert.benchmark.models import Subject
-from leank_convert.benchmark.onnx_graphs import (
-    MODELS,
-    SIDES,
-    BoundStep,
-    FilledCache,
-    build_stock,
-    choose_layers,
-    exact_logits,
-    export_side,
-    take_layers,
-    weight_bytes,
-)
-from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio, share
+from leank_convert.benchmark.decode_attention import attend_row, pruned_length, relative_error
+from leank_convert.benchmark.geometries import Geometry
+from leank_convert.benchmark.measuring import summarize
+from leank_convert.benchmark.random_models import Setup, stock_config
+from leank_convert.benchmark.tables import Report, number, ratio, share
+from leank_convert.head_layout import count_cache_bytes
+from leank_convert.mask import ChannelMask
 
+SIDES = ("dense", "leank")
 _PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
+# At most these, so that a toy stays one. They make 373 MB of four of Llama's layers.
+_SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
+_LAYERS = 4
+_TOKEN = 5
 _WARM_UP = 2
-_TITLES = {"attention": "attention of all measured layers", "step": "whole step"}
+# Sharper than a model's of random weights, so that attention is far from uniform.
+_KEY_SCALE = 2.0
+_TOLERANCE = 1e-4
+# Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
+_QUANTIZED_TOLERANCE = 0.2
+
+# Per layer of one row, keys and values `[1, H_kv, N, D]`, heads in the checkpoint's order.
+Cached = Sequence[tuple[Tensor, Tensor]]
 
 
 def benchmark_onnx(
-    subject: Subject,
+    setup: Setup,
     lengths: Sequence[int],
     *,
     layers: list[int] | None,
@@ -47,10 +57,10 @@ def benchmark_onnx(
     threads: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measure and print tables.
+    """Measure and print a table.
 
     Args:
-        subject: Mask and shape.
+        setup: Mask and shape, on the CPU.
         lengths: Cached tokens of each case.
         layers: Layers of the mask; None for some that stand for all.
         weights: How both sides' weights are quantized, `int8` or `int4`; None for float32.
@@ -63,91 +73,253 @@ def benchmark_onnx(
     Raises:
         LeanKError: If a library is missing, or there is no such layer.
     """
-    from leank_convert.onnx.leank_onnx import Graph
+    from leank_convert.onnx.leank_onnx import MODEL_FILE, Description, Graph
     from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 
     check_available()
-    chosen = choose_layers(subject, layers)
-    measured = take_layers(subject, chosen)
-    environment = {**describe_environment(torch.device("cpu"), _PACKAGES), "threads": threads}
-    environment["load_before"] = os.getloadavg()[0]
-    report = Report(environment, subject.describe(), for_cpu=True)
+    chosen = choose_layers(setup, layers)
+    measured = take_layers(setup, chosen)
+    report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {DEFAULT_OPSET}, "
         f"{weights or 'float32'} weights, float32 cache"
     )
-    models = {name: build_stock(measured.geometry, name) for name in MODELS}
-    read = {name: weight_bytes(model, weights) for name, model in models.items()}
+    model = build_stock(measured.geometry)
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
     with TemporaryDirectory() as temporary:
-        graphs = {}
-        for name, model in models.items():
-            report.line(f"{_TITLES[name]}: {read[name] / 1e6:,.1f} MB of weights are read")
-            for side in SIDES:
-                path = export_side(model, measured, side, Path(temporary, f"{name}-{side}"), weights)
-                graphs[name, side] = Graph(path, threads, settings)
-        cases = [_run_case(measured, models, graphs, tokens, rounds, weights) for tokens in lengths]
-    for name in MODELS:
-        _print_times(report, name, cases, rounds)
-    _print_bytes(report, cases)
-    largest = max(case["cache_bytes"]["dense"] for case in cases)
-    report.line(f"read by torch with {threads} threads, as many bytes as the largest dense cache:")
-    bandwidth = report.bandwidth(measure_host_read_bandwidth(largest, threads, rounds=rounds))
-    environment["load_after"] = os.getloadavg()[0]
-    report.line(
-        f"load of the machine {environment['load_before']:.2f} before, {environment['load_after']:.2f} after "
-        f"these runs, whose own {threads} threads are in the latter"
-    )
-    return build_document(
+        hosts = {}
+        for side in SIDES:
+            folder = export_side(model, measured, side, Path(temporary, side), weights)
+            hosts[side] = Description.read(folder), Graph(folder / MODEL_FILE, threads, settings)
+        read = count_weight_bytes(model, folder)
+        report.line(f"{read / 1e6:,.1f} MB of weights are read")
+        cases = []
+        for num_tokens in lengths:
+            cached = draw_cache(measured, num_tokens)
+            steps = {side: HostStep(*hosts[side], cached, side) for side in SIDES}
+            found = {side: step.logits() for side, step in steps.items()}
+            checks = check_logits(model, measured, cached, found, weights)
+            held = {side: step.cache_bytes for side, step in steps.items()}
+            case = {
+                "tokens": num_tokens,
+                "pruned": pruned_length(num_tokens + 1, measured.windows),
+                "cache_bytes": held,
+                "cache_share": held["leank"] / held["dense"],
+                "ok": all(check["ok"] for check in checks.values()),
+                "step": {"checks": checks},
+            }
+            if case["ok"]:
+                case["step"] |= _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds)
+            cases.append(case)
+    _print_times(report, cases, rounds)
+    return report.document(
         "onnx",
-        environment,
-        subject.describe(),
         ok=all(case["ok"] for case in cases),
         dtype="float32",
         weights=weights or "float32",
         opset=DEFAULT_OPSET,
+        threads=threads,
         layers=chosen,
         widths=[list(row) for row in measured.layout.widths],
         weight_bytes=read,
-        read_bandwidth=bandwidth,
         cases=cases,
     )
 
 
-def _run_case(
-    subject: Subject,
-    models: Mapping[str, Any],
-    graphs: Mapping[tuple[str, str], Any],
-    num_tokens: int,
-    rounds: int,
-    weights: str | None,
-) -> dict[str, Any]:
-    """Check both models' graphs over one cache, then time them, a dense step and a pruned one in turns."""
-    cache = FilledCache(subject, num_tokens)
-    buffers = {side: cache.buffers(side) for side in SIDES}
-    held = {side: sum(buffer.nbytes for buffer in buffers[side].values()) for side in SIDES}
-    case: dict[str, Any] = {
-        "tokens": num_tokens,
-        "pruned": cache.num_pruned,
-        "cache_bytes": held,
-        "cache_share": held["leank"] / held["dense"],
-        "ok": True,
-    }
-    for name, model in models.items():
-        check = exact_logits(model, cache, weights)
-        steps = {side: BoundStep(graphs[name, side], cache, buffers[side], side) for side in SIDES}
-        checks = {side: check(side, step.logits()) for side, step in steps.items()}
-        case[name] = {"checks": checks}
-        if all(found["ok"] for found in checks.values()):
-            read = {side: held[side] + weight_bytes(model, weights) for side in SIDES}
-            case[name] |= _time_sides(steps, read, rounds)
+def choose_layers(setup: Setup, layers: list[int] | None) -> list[int]:
+    """The layers to measure: those asked for, else one of each quarter of the depth.
+
+    Of all such choices the one whose pruned region takes the share that is closest to the whole mask's.
+
+    Raises:
+        LeanKError: If there is no such layer.
+    """
+    found = setup.choose_layers(layers)
+    if layers is not None:
+        return found
+    head_dim = setup.geometry.facts.head_dim
+    counted = [count_cache_bytes([widths], head_dim, 1) for widths in setup.mask.widths]
+    taken = [layer.key_pruned + layer.value_pruned for layer in counted]
+    mean = sum(taken) / len(taken)
+    parts = min(_LAYERS, len(taken))
+    bounds = [len(taken) * part // parts for part in range(parts + 1)]
+    choices = itertools.product(*(range(a, b) for a, b in itertools.pairwise(bounds)))
+    return list(min(choices, key=lambda choice: abs(sum(taken[layer] for layer in choice) / parts - mean)))
+
+
+def take_layers(setup: Setup, layers: Sequence[int]) -> Setup:
+    """The same mask and shape with some of the layers."""
+    config = {**setup.geometry.config, "num_hidden_layers": len(layers)}
+    mask = ChannelMask(setup.mask.channel_mask[list(layers)])
+    return replace(setup, mask=mask, geometry=replace(setup.geometry, config=config))
+
+
+def build_stock(geometry: Geometry) -> Any:
+    """The stock class with random weights in float32, of a geometry's attention in smaller other layers."""
+    import transformers
+
+    sizes = {key: min(value, geometry.config[key]) for key, value in _SIZES.items()}
+    config = {**geometry.config, "head_dim": geometry.facts.head_dim, **sizes}
+    # Queries of about unit size, so that attention is far from uniform and an error would be seen.
+    scale = sizes["hidden_size"] ** -0.5
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
+        )
+    return model.eval().requires_grad_(False)
+
+
+def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
+    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
+    from leank_convert.onnx import PrunedModel, export_graph
+
+    masks = torch.stack(setup.channel_masks)
+    if side == "dense":
+        masks = torch.zeros_like(masks)
+    windows = setup.windows
+    folder.mkdir()
+    pruned = PrunedModel(model, masks, windows.sink_size, windows.recent_size, windows.flush_size)
+    export_graph(pruned, folder, weights=weights)
+    return folder
+
+
+def count_weight_bytes(model: Any, folder: Path) -> int:
+    """Bytes of the weights that a step reads: those in the graph's file, without the embedding's."""
+    from leank_convert.onnx.leank_onnx import MODEL_FILE
+
+    return (folder / f"{MODEL_FILE}.data").stat().st_size - int(model.get_input_embeddings().weight.nbytes)
+
+
+def draw_cache(setup: Setup, num_tokens: int) -> Cached:
+    """Random keys and values, so that both sides and the exact result see the same cache."""
+    facts = setup.geometry.facts
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 1, facts.num_key_value_heads, num_tokens, facts.head_dim)
+    layers = (torch.randn(shape, generator=generator) for _ in range(facts.num_hidden_layers))
+    return [(keys * _KEY_SCALE, values) for keys, values in layers]
+
+
+class HostStep:
+    """One decode step of a graph as its host runs it, again and again on the same cache.
+
+    Args:
+        description: A `leank_onnx.Description`.
+        graph: Its `leank_onnx.Graph`.
+        cached: What is in the cache.
+        side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
+    """
+
+    def __init__(self, description: Any, graph: Any, cached: Cached, side: str) -> None:
+        from leank_convert.onnx.leank_onnx import Cache, new_integers, new_outputs
+
+        num_tokens = cached[0][0].shape[2]
+        order = torch.tensor(description.content["channel_order"])
+        prompt = [
+            (keys.gather(3, lanes[None, :, None].expand_as(keys)).numpy(), values.mT.numpy())
+            for (keys, values), lanes in zip(cached, order, strict=True)
+        ]
+        # With room for the step's token, and larger than the sink.
+        self._cache = Cache(description, 1, max(num_tokens, description.sink_size) + 1)
+        self._cache.write_prompt(prompt, np.array([num_tokens]), 0)
+        if side == "leank":
+            self._cache.split()
+        self._side, self._buffers = side, _without_reserve(self._cache)
+        self._integers = new_integers(1, 1, 1)
+        self._integers["input_ids"][:] = _TOKEN
+        self._integers["past_lengths"][:] = self._cache.lengths
+        self._integers["pruned_lengths"][:] = self._cache.pruned_lengths
+        self._outputs = new_outputs(description, 1, 1, 1)
+        self._present = [
+            (self._outputs[f"present.{layer}.key"], self._outputs[f"present.{layer}.value"])
+            for layer in range(len(cached))
+        ]
+        self._run = graph.bind({**self._integers, **self._buffers}, self._outputs)
+        self.cache_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def run(self) -> None:
+        """Run one step."""
+        self._run()
+        if self._side == "leank":
+            self._cache.append(self._present, 0, np.array([True]))
         else:
-            case["ok"] = False
-    return case
+            self._cache.write_prompt(self._present, np.array([1]), 0)
+        self._cache.lengths -= 1  # so that the next one is the same step
+
+    def logits(self) -> Tensor:
+        """A fresh run's logits `[vocabulary]`; what is not written is NaN."""
+        self._outputs["logits"][...] = np.nan
+        self.run()
+        return torch.from_numpy(self._outputs["logits"].copy()).flatten()
 
 
-def _time_sides(steps: Mapping[str, BoundStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
+def _without_reserve(cache: Any) -> dict[str, Any]:
+    """A cache's arrays; the pruned ones with as many columns as there are tokens, but one at least."""
+    columns = max(int(cache.pruned_lengths[0]), 1)
+    buffers = cache.tensors()
+    for name, array in buffers.items():
+        if ".pruned." in name:
+            held = array[:, :, :columns] if name.endswith(".key") else array[..., :columns]
+            buffers[name] = np.ascontiguousarray(held)
+    return dict(buffers)
+
+
+def check_logits(
+    model: Any, setup: Setup, cached: Cached, found: Mapping[str, Tensor], weights: str | None
+) -> dict[str, dict[str, Any]]:
+    """Hold each side's logits to the stock model in float64 with dense keys, by the definition.
+
+    Where the graph's weights are quantized, the stock model has the values that they were rounded to: what is
+    left is that onnxruntime rounds activations to 8 bits, too. `torch_error` is float32's, `pruning_effect`
+    how far exact pruned logits are from exact dense ones.
+    """
+    from leank_convert.onnx.quantize import round_weights
+
+    own = copy.deepcopy(model)
+    if weights is not None:
+        round_weights(own, weights)
+    double = copy.deepcopy(own).double()
+    exact, single = ({side: _logits(one, setup, cached, side) for side in SIDES} for one in (double, own))
+    tolerance = _TOLERANCE if weights is None else _QUANTIZED_TOLERANCE
+    checks = {}
+    for side, logits in found.items():
+        error = relative_error(logits, exact[side])
+        checks[side] = {
+            "error": error if math.isfinite(error) else None,
+            "torch_error": relative_error(single[side], exact[side]),
+            "pruning_effect": relative_error(exact[side], exact["dense"]),
+            "tolerance": tolerance,
+            "ok": error <= tolerance,  # NaN never is
+        }
+    return checks
+
+
+def _logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
+    from leank_convert.onnx.graph import attending
+
+    masks, num_tokens = setup.channel_masks, cached[0][0].shape[2]
+    pruned = pruned_length(num_tokens + 1, setup.windows) if side == "leank" else 0
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        keys, values = (
+            torch.cat([stored.to(query), new], dim=2)
+            for stored, new in zip(cached[module.layer_idx], (key, value), strict=True)
+        )
+        mask = masks[module.layer_idx] | (side == "dense")
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attend_row(query, keys, values, mask, setup.windows.sink_size, pruned)
+        return out.transpose(1, 2), None
+
+    with attending(model, attend), torch.no_grad():
+        output = model(torch.tensor([[_TOKEN]]), position_ids=torch.tensor([[num_tokens]]), use_cache=False)
+    logits: Tensor = output.logits.flatten()
+    return logits
+
+
+def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
     """Time both sides in turns; which one begins changes every round."""
     for step in steps.values():
         for _ in range(_WARM_UP):
@@ -160,38 +332,31 @@ def _time_sides(steps: Mapping[str, BoundStep], read: Mapping[str, int], rounds:
             steps[side].run()
             samples[side].append((time.perf_counter() - began) * 1e3)
             cpu_samples[side].append((time.process_time() - cpu_began) * 1e3)
-    figures: dict[str, Any] = {}
-    for side, taken in samples.items():
-        timing = summarize(taken, 1, "wall clock, in turns")
-        figures[side] = {
-            **asdict(timing),
-            "fastest_milliseconds": min(taken),
+    figures: dict[str, Any] = {
+        side: {
+            **asdict(summarize(samples[side], 1, "wall clock, in turns")),
             "cpu_milliseconds": statistics.median(cpu_samples[side]),
             "bytes": read[side],
-            "gigabytes_per_second": read[side] / timing.milliseconds / 1e6,
         }
-    dense, leank = figures["dense"], figures["leank"]
-    return {
-        **figures,
-        "ratio": dense["milliseconds"] / leank["milliseconds"],
-        "fastest_ratio": dense["fastest_milliseconds"] / leank["fastest_milliseconds"],
-        "cpu_ratio": dense["cpu_milliseconds"] / leank["cpu_milliseconds"],
-        "byte_ratio": read["dense"] / read["leank"],
+        for side in SIDES
     }
+    keys = {"ratio": "milliseconds", "cpu_ratio": "cpu_milliseconds", "byte_ratio": "bytes"}
+    ratios = {name: figures["dense"][key] / figures["leank"][key] for name, key in keys.items()}
+    return {**figures, **ratios}
 
 
-def _print_times(report: Report, name: str, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
+def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
     rows, notes = [], []
     for case in cases:
-        figures = case[name]
+        figures = case["step"]
         sides = [figures.get(side, {}) for side in SIDES]
         rows.append(
             [
                 f"{case['tokens']:,}",
                 *(number(side.get("milliseconds"), 1) for side in sides),
                 *(ratio(figures.get(key)) for key in ("ratio", "cpu_ratio", "byte_ratio")),
-                *(number(side.get("gigabytes_per_second"), 1) for side in sides),
                 share(max((side["spread"] for side in sides if side), default=None)),
+                share(case["cache_share"]),
             ]
         )
         notes += [
@@ -199,25 +364,11 @@ def _print_times(report: Report, name: str, cases: Sequence[Mapping[str, Any]], 
             for side, check in figures["checks"].items()
             if not check["ok"]
         ]
-    checks = [check for case in cases for check in case[name]["checks"].values()]
     if not notes:
-        error, own, effect = (
-            max(check[key] for check in checks) for key in ("error", "torch_error", "pruning_effect")
-        )
+        checks = [check for case in cases for check in case["step"]["checks"].values()]
+        keys = ("error", "torch_error", "pruning_effect")
+        error, own, effect = (max(check[key] for check in checks) for key in keys)
         notes = [f"logits: error at most {error:.1e}, torch's own {own:.1e}, effect of pruning {effect:.1e}"]
     notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
-    columns = ["tokens", "dense ms", "leank ms", "leank faster", "in CPU time", "by bytes"]
-    report.table(f"{_TITLES[name]}, one row", [*columns, "dense GB/s", "leank GB/s", "±"], rows, notes)
-
-
-def _print_bytes(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
-    rows = [
-        [
-            f"{case['tokens']:,}",
-            *(number(case["cache_bytes"][side], 1, unit=1e6) for side in SIDES),
-            share(case["cache_share"]),
-        ]
-        for case in cases
-    ]
-    columns = ["tokens", "dense MB", "leank MB", "leank's share"]
-    report.table("bytes of the cache, window slots included", columns, rows)
+    columns = ["tokens", "dense ms", "leank ms", "leank faster", "in CPU time", "by bytes", "±"]
+    report.table("whole step, one row", [*columns, "cache of dense"], rows, notes)

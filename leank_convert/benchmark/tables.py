@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,87 +21,33 @@ _WIDTH = 100
 _MISSING = "-"
 
 
-def build_document(
-    name: str, environment: Mapping[str, Any], subject: Mapping[str, Any], **results: Any
-) -> dict[str, Any]:
-    """Put a command's results together; `command` is what was typed."""
-    typed = ["leank-convert", *sys.argv[1:]]
-    facts = {"benchmark": name, "format_version": FORMAT_VERSION, "command": typed}
-    return {**facts, "environment": dict(environment), "subject": dict(subject), **results}
-
-
-def describe_environment(device: torch.device, packages: Sequence[str] = _PACKAGES) -> dict[str, Any]:
-    """Name the machine, the driver, the packages and the commit that a figure belongs to."""
-    facts: dict[str, Any] = {
-        "device": _processor(),
-        "device_type": device.type,
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
-        "commit": _commit(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index}"]
-        facts |= {
-            "device": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "l2_bytes": properties.L2_cache_size,
-            "driver": _output(query),
-            "cuda": torch.version.cuda,
-        }
-    return facts
-
-
-def _processor() -> str:
-    """The processor's name where Linux knows it, else the machine's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The checkout's commit, `+` behind it where tracked files differ; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
-    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
-    return commit and commit + ("+" if changed else "")
-
-
-def _output(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
 class Report:
-    """Writes for people, environment and subject first; `for_cpu` where figures are meant to be a CPU's."""
+    """Writes for people, environment and subject first, and puts the JSON document together.
+
+    Args:
+        device: Where things are measured.
+        subject: JSON-ready facts of what is measured.
+        packages: Whose versions figures depend on.
+        for_cpu: Whether figures are meant to be a CPU's.
+    """
 
     def __init__(
-        self, environment: Mapping[str, Any], subject: Mapping[str, Any], *, for_cpu: bool = False
+        self,
+        device: torch.device,
+        subject: Mapping[str, Any],
+        *,
+        packages: Sequence[str] = _PACKAGES,
+        for_cpu: bool = False,
     ) -> None:
         # A log gets tables of one width, whatever terminal it was written from.
         width = None if sys.stderr.isatty() else _WIDTH
         self._console = Console(stderr=True, highlight=False, width=width)
-        driver = f", driver {environment['driver']}" if environment.get("driver") else ""
-        commit = f", commit {environment['commit']}" if environment["commit"] else ""
-        self.line(f"{environment['device']}{driver}{commit}")
-        self.line(", ".join(f"{name} {found}" for name, found in environment["versions"].items() if found))
-        if environment["device_type"] == "cpu" and not for_cpu:
+        self.environment, self._subject = describe_environment(device, packages), subject
+        named = [f"{key} {self.environment[key]}" for key in ("driver", "commit") if self.environment[key]]
+        self.line(", ".join([self.environment["device"], *named]))
+        versions = self.environment["versions"].items()
+        self.line(", ".join(f"{name} {found}" for name, found in versions if found))
+        if device.type == "cpu" and not for_cpu:
             self.line("on the CPU: a test of this command, its figures say nothing of speed")
         self.line(
             f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
@@ -112,17 +59,15 @@ class Report:
                 f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
             )
 
+    def document(self, benchmark: str, **results: Any) -> dict[str, Any]:
+        """Put a command's results together; `command` is what was typed."""
+        typed = ["leank-convert", *sys.argv[1:]]
+        facts = {"benchmark": benchmark, "format_version": FORMAT_VERSION, "command": typed}
+        return {**facts, "environment": self.environment, "subject": dict(self._subject), **results}
+
     def line(self, text: str) -> None:
         """Write one line."""
         self._console.print(text, markup=False, soft_wrap=True)
-
-    def bandwidth(self, ways: Mapping[str, float]) -> dict[str, Any]:
-        """Say how fast memory was read, in GB/s by way of reading; JSON-ready, the fastest one first."""
-        best = max(ways, key=ways.__getitem__)
-        self.line(
-            f"read bandwidth {ways[best]:,.1f} GB/s: the fastest of {len(ways)} plain reads by torch ({best})"
-        )
-        return {"gigabytes_per_second": ways[best], "ways": dict(ways)}
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
@@ -152,3 +97,53 @@ def share(value: float | None) -> str:
 def ratio(value: float | None) -> str:
     """How many times as fast or as many, or a dash where it is unknown."""
     return _MISSING if value is None else f"{value:.2f}x"
+
+
+def describe_environment(device: torch.device, packages: Sequence[str]) -> dict[str, Any]:
+    """Name the machine, the driver, the packages and the commit that a figure belongs to."""
+    facts: dict[str, Any] = {
+        "device": _processor(),
+        "device_type": device.type,
+        "driver": None,
+        "versions": {name: _version(name) for name in packages},
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index}"]
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "driver": _output(query),
+        }
+    return facts
+
+
+def _processor() -> str:
+    """The processor's name where Linux knows it, else the machine's."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, `+` behind it where tracked files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    described = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    return _output(described) if (root / ".git").exists() else None
+
+
+def _output(command: list[str]) -> str | None:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
+    return None

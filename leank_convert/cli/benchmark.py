@@ -14,7 +14,7 @@ import click
 from leank_convert.benchmark.geometries import GEOMETRIES, TOY
 
 if TYPE_CHECKING:
-    from leank_convert.benchmark.models import Setup
+    from leank_convert.benchmark.random_models import Setup
 
 _Run = Callable[..., Any]
 
@@ -38,10 +38,8 @@ _DTYPE = click.option(
 def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
-    The document that the command returns is printed; where a check failed, it exits 1.
-
-    Args:
-        masked: Whether there is a mask, with `--mask` and `--recipe`.
+    The document that the command returns is printed; where a check failed, it exits 1. `masked` adds `--mask`
+    and `--recipe`.
     """
 
     def decorate(run: _Run) -> _Run:
@@ -54,9 +52,14 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
             recipe: str | None = None,
             **options: Any,
         ) -> None:
-            from leank_convert.benchmark.models import choose_setup
+            from leank_convert.benchmark.measuring import choose_benchmark_device
+            from leank_convert.benchmark.random_models import choose_setup
 
-            _finish(run(choose_setup(mask, recipe, geometry, device, dtype), **options))
+            chosen = choose_benchmark_device(device)
+            if chosen.type == "cpu" and not (mask or recipe):
+                # There, a real model's shape has to be asked for.
+                geometry = geometry or TOY
+            _finish(run(choose_setup(mask, recipe, geometry, chosen, dtype), **options))
 
         decorated: _Run = command
         for option in (_DTYPE, _DEVICE, _GEOMETRY, *((_RECIPE, _MASK) if masked else ())):
@@ -134,7 +137,7 @@ def benchmark() -> None:
 @_rounds_option("21, on the CPU 3")
 def kernel(setup: Setup, case: Any, layers: Any, peers: str | None, rounds: int | None) -> dict[str, Any]:
     """Decode attention of a mask's layers against dense decode attention of others."""
-    from leank_convert.benchmark.attention import OWN_DENSE, PEERS, default_peers, read_peers
+    from leank_convert.benchmark.decode_attention import OWN_DENSE, PEERS, default_peers, read_peers
     from leank_convert.benchmark.kernel import benchmark_kernel
 
     return benchmark_kernel(
@@ -166,7 +169,7 @@ def kernel(setup: Setup, case: Any, layers: Any, peers: str | None, rounds: int 
 )
 def generate(setup: Setup, case: Any, peers: str, rounds: int | None, static_limit: float) -> dict[str, Any]:
     """A decode step and whole `generate` calls against the dense model on the same random weights."""
-    from leank_convert.benchmark.attention import read_peers
+    from leank_convert.benchmark.decode_attention import read_peers
     from leank_convert.benchmark.generate import PEERS, benchmark_generate
 
     return benchmark_generate(
@@ -229,7 +232,7 @@ def train(
     setup: Setup, length: Any, questions: int | None, question_size: Any, rounds: int | None
 ) -> dict[str, Any]:
     """A training step, with one and with several questions, against its own prefill; and its peak memory."""
-    from leank_convert.benchmark.train import benchmark_train
+    from leank_convert.benchmark.training_step import benchmark_train
 
     toy = setup.is_toy
     return benchmark_train(
@@ -274,12 +277,12 @@ def onnx(
     rounds: int | None,
 ) -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
-    from leank_convert.benchmark.models import choose_subject
     from leank_convert.benchmark.onnx_step import benchmark_onnx
+    from leank_convert.benchmark.random_models import choose_setup
 
     toy = geometry == TOY
     document = benchmark_onnx(
-        choose_subject(mask, recipe, geometry),
+        choose_setup(mask, recipe, geometry),
         [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
         layers=layers,
         weights=None if weights == "float32" else weights,

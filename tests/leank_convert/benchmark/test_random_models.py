@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leank_convert.benchmark.geometries import GEOMETRIES, find_geometry
-from leank_convert.benchmark.models import build_dense, build_model, choose_subject, synthetic_mask
+from leank_convert.benchmark.random_models import build_dense, build_model, choose_setup, synthetic_mask
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.windows import Windows
@@ -24,20 +24,20 @@ def test_the_table_has_the_true_shapes():
 
 @pytest.mark.skipif(not SHARED_MASKS.is_dir(), reason="no shared masks")
 def test_a_mask_names_its_geometry():
-    subject = choose_subject(str(SHARED_MASKS / "qwen2.5-7b-instruct.pth"), None, None)
-    assert subject.geometry.name == "qwen2.5-7b"
-    assert subject.windows == Windows(128, 1024, 32)
+    setup = choose_setup(str(SHARED_MASKS / "qwen2.5-7b-instruct.pth"), None, None)
+    assert setup.geometry.name == "qwen2.5-7b"
+    assert setup.windows == Windows(128, 1024, 32)
 
 
 def test_windows_are_those_of_the_masks_training_else_the_recipes(tmp_path):
     tiny, windows = GEOMETRIES["tiny"], {"sink_size": 2, "recent_size": 5, "flush_size": 3}
     known = MaskProvenance.for_model("some/model", tiny.facts, method="leank", **windows)
     save_mask(ChannelMask(synthetic_mask(tiny).channel_mask, None, known), tmp_path / "mask.safetensors")
-    assert choose_subject(str(tmp_path / "mask.safetensors"), None, None).windows == Windows(**windows)
+    assert choose_setup(str(tmp_path / "mask.safetensors"), None, None).windows == Windows(**windows)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {id: Qwen/Qwen2.5-7B-Instruct}\nwindows: {recent_size: 77}\n")
-    subject = choose_subject(None, str(recipe), None)
-    assert (subject.geometry.name, subject.windows) == ("qwen2.5-7b", Windows(128, 77, 32))
+    setup = choose_setup(None, str(recipe), None)
+    assert (setup.geometry.name, setup.windows) == ("qwen2.5-7b", Windows(128, 77, 32))
 
 
 def test_a_synthetic_mask_is_spread_like_a_learned_one():
@@ -48,7 +48,7 @@ def test_a_synthetic_mask_is_spread_like_a_learned_one():
         assert 0 in widths
         assert len(widths) == 3
         assert torch.equal(mask.channel_mask, synthetic_mask(geometry).channel_mask)
-        assert "synthetic" in choose_subject(None, None, name).origin
+        assert "synthetic" in choose_setup(None, None, name).origin
 
 
 def test_a_mask_of_no_known_shape_is_refused():
@@ -57,12 +57,12 @@ def test_a_mask_of_no_known_shape_is_refused():
 
 
 def test_ours_runs_a_checkpoints_own_files_and_shares_its_weights_with_the_stock_class():
-    subject = choose_subject(None, None, "tiny")
-    model = build_model(subject, torch.device("cpu"), torch.float32)
+    setup = choose_setup(None, None, "tiny")
+    model = build_model(setup)
     assert type(model).__module__.startswith("transformers_modules.leank_benchmark")
     kept = [layer.self_attn.channel_mask.sum(-1).tolist() for layer in model.model.layers]
-    assert kept == model.config.leank["widths"] == [list(layer) for layer in subject.layout.widths]
-    dense = build_dense(model, subject.geometry)
+    assert kept == model.config.leank["widths"] == [list(layer) for layer in setup.layout.widths]
+    dense = build_dense(model, setup.geometry)
     assert (type(dense).__name__, dense.config._attn_implementation) == ("LlamaForCausalLM", "sdpa")
     ours = dict(model.named_parameters())
     assert all(weight.data_ptr() == ours[name].data_ptr() for name, weight in dense.named_parameters())

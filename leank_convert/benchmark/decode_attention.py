@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,33 +28,18 @@ Prepare = Callable[[Tensor, Tensor, Tensor], Attend]
 
 # An implementation may be this many times as far from the exact result as torch is in the same dtype.
 TOLERANCE = 2.0
-_EXACT = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+# The precision that results are held to.
+EXACT = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _MAX_CHECKED_ROWS = 16
 _FLASHINFER_PAGE = 16
 _FLASHINFER_WORKSPACE = 256 << 20
 
 
-@dataclass(frozen=True)
-class Check:
-    """How far a result is from the exact one, ‖result - exact‖ / ‖exact‖, and torch's own in that dtype."""
-
-    error: float
-    torch_error: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is as close as torch, within a factor of two; NaN never is."""
-        return self.error <= TOLERANCE * self.torch_error
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; a NaN becomes null."""
-        values = {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
-        return {**values, "tolerance": TOLERANCE, "ok": self.ok}
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that results in `dtype` are held to."""
-    return _EXACT[dtype]
+def judge(error: float, torch_error: float) -> dict[str, Any]:
+    """An error, ‖result - exact‖ / ‖exact‖, beside torch's own in that dtype; a NaN is null, and not ok."""
+    values = {"error": error, "torch_error": torch_error}
+    facts = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    return {**facts, "tolerance": TOLERANCE, "ok": error <= TOLERANCE * torch_error}
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
@@ -69,11 +55,11 @@ class AttentionTruth:
     output: Tensor
     torch_error: float
 
-    def check(self, attend: Attend, query: Tensor) -> Check:
+    def check(self, attend: Attend, query: Tensor) -> dict[str, Any]:
         """Hold a call's result for all rows `[B, H, 1, D]` to this; what it does not write does not pass."""
         poison = [torch.full_like(query, float("nan")) for _ in range(4)]
         del poison  # the allocator gives such memory out again first
-        return Check(relative_error(attend()[self.rows], self.output), self.torch_error)
+        return judge(relative_error(attend()[self.rows], self.output), self.torch_error)
 
 
 def attend_exactly(
@@ -81,13 +67,8 @@ def attend_exactly(
 ) -> AttentionTruth:
     """Work out attention over a pruned cache from dense keys and values, in higher precision.
 
-    Args:
-        query: `[B, H, 1, D]`.
-        keys: All channels of all tokens `[B, H_kv, S, D]`.
-        values: `[B, H_kv, S, D]`.
-        channel_mask: Kept channels `[H_kv, D]`.
-        sink_size: First tokens that keep every channel.
-        pruned: How many tokens after them are pruned.
+    Query is `[B, H, 1, D]`, keys and values `[B, H_kv, S, D]`, the mask of kept channels `[H_kv, D]`; so many
+    tokens behind the sink are `pruned`.
     """
     # First and last row are always among them.
     count = min(query.shape[0], _MAX_CHECKED_ROWS)
@@ -96,7 +77,7 @@ def attend_exactly(
     for row in rows.tolist():
         q, k, v = (tensor[row : row + 1] for tensor in (query, keys, values))
         own.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
-        q, k, v = (tensor.to(_EXACT[query.dtype]) for tensor in (q, k, v))
+        q, k, v = (tensor.to(EXACT[query.dtype]) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.MATH):
             exact.append(attend_row(q, k, v, channel_mask, sink_size, pruned))
     output = torch.cat(exact)
@@ -125,10 +106,11 @@ def attend_row(
 
 
 def pruned_length(num_tokens: int, windows: Windows) -> int:
-    """Pruned tokens of a row that was prefilled with all but the last of `num_tokens` and then took that."""
-    pruned = max(num_tokens - 1 - windows.sink_size - windows.recent_size, 0)
-    overflow = num_tokens - windows.sink_size - pruned - windows.recent_size - windows.flush_size
-    return pruned + -(-max(overflow, 0) // windows.flush_size) * windows.flush_size
+    """Pruned tokens of a row that was prefilled with all but the last of `num_tokens` and then took that.
+
+    The last one never makes the recent window overflow: a flush takes one token or more.
+    """
+    return max(num_tokens - 1 - windows.sink_size - windows.recent_size, 0)
 
 
 def count_attention_bytes(
@@ -136,13 +118,7 @@ def count_attention_bytes(
 ) -> dict[str, int]:
     """Count what decode attention of a layer has to read, each byte once, by the cache's regions.
 
-    Args:
-        widths: Kept channels per KV head.
-        head_dim: D.
-        chunk_size: Channels of a chunk: what is read is padded to it.
-        tokens: Tokens of all rows.
-        pruned: Pruned ones among them.
-        element_bytes: Bytes of one number.
+    Of all rows' `tokens` so many are `pruned`. What is read of a head is padded to chunks of channels.
     """
     whole = tokens - pruned
     kept = sum(-(-width // chunk_size) for width in widths) * chunk_size
@@ -167,11 +143,6 @@ class FilledLayer:
         self._cache.fill_layer(layer, keys[:, :, :-1], values[:, :, :-1])
         self._cache.decode_layer(layer, query, keys[:, :, -1:], values[:, :, -1:])
 
-    @property
-    def bytes_allocated(self) -> int:
-        """What it holds."""
-        return int(self._cache.memory().total.allocated)
-
     def attend(self) -> Tensor:
         """Decode attention of the last token over all of them `[B, H, 1, D]`; changes nothing."""
         out: Tensor = self._cache.attend_layer(self._layer, self._query)
@@ -181,16 +152,10 @@ class FilledLayer:
 def _sdpa(backend: SDPBackend | None) -> Prepare:
     def prepare(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
         def attend() -> Tensor:
-            return functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+            with sdpa_kernel(backend) if backend is not None else nullcontext():
+                return functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
-        if backend is None:
-            return attend
-
-        def attend_with_backend() -> Tensor:
-            with sdpa_kernel(backend):
-                return attend()
-
-        return attend_with_backend
+        return attend
 
     return prepare
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,18 +20,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.benchmark.attention import Check, exact_dtype, relative_error
+from leank_convert.benchmark.decode_attention import EXACT, judge, relative_error
 from leank_convert.benchmark.geometries import Geometry
 from leank_convert.benchmark.measuring import release_memory, time_whole
-from leank_convert.benchmark.models import (
-    TOO_LARGE,
-    Setup,
-    build_dense,
-    describe_windows,
-    random_prompt,
-    stock_config,
-)
-from leank_convert.benchmark.tables import Report, build_document, describe_environment, number, ratio
+from leank_convert.benchmark.random_models import TOO_LARGE, Setup, build_dense, random_prompt, stock_config
+from leank_convert.benchmark.tables import Report, number, ratio
 from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.train.attention import ATTENTION_NAME
@@ -46,7 +39,6 @@ _STATE_SPREAD = 1.28
 # Higher precision needs twice the weights, and attention that forms its scores; and every further layer's
 # rounding blurs what is compared.
 _CHECKED_LAYERS, _CHECKED_TOKENS, _CHECKED_QUESTIONS = 4, 2048, 3
-_KEPT_SHARE = 0.3
 _FULL_SEQUENCE = "leank_full_sequence"
 
 
@@ -68,8 +60,7 @@ def benchmark_train(
     Raises:
         LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
     """
-    geometry, device, total = setup.subject.geometry, setup.device, sum(question_size)
-    windows = geometry.windows
+    windows, total = setup.windows, sum(question_size)
     least = windows.sink_size + windows.recent_size + total + 1
     if length < least:
         raise LeanKError(
@@ -77,42 +68,39 @@ def benchmark_train(
             f"{windows.recent_size} of a sample with a question of {total} tokens",
             hint=f"ask for {least} or more",
         )
-    environment = describe_environment(device)
-    subject = {**geometry.describe(), **describe_windows(windows)}
-    report = Report(environment, subject)
+    report = Report(setup.device, setup.describe(masked=False))
     results: dict[str, Any] = {}
     with out_of_memory(*TOO_LARGE):
         torch.manual_seed(0)
         check = check_step(setup, min(length, _CHECKED_TOKENS), num_questions, question_size)
-        release_memory(device)
-        for case in check["cases"]:
-            error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
-            report.line(
-                f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
-                f"full sequences {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
-            )
+        release_memory(setup.device)
+        error, own = (check["gradient"][key] or math.nan for key in ("error", "torch_error"))
+        report.line(
+            f"error of gradient {error:.1e}, of full sequences {own:.1e}: "
+            f"{'as close' if check['ok'] else 'WRONG, nothing is measured'}"
+        )
         if check["ok"]:
-            model = build_trainee(geometry, device, setup.dtype)
-            counts = sorted({1, num_questions})
-            samples = {count: draw_sample(model, length, count, question_size) for count in counts}
-            results["step"] = measure_step(model, samples, geometry, rounds)
+            model = build_trainee(setup.geometry, setup)
+            samples = [
+                draw_sample(model, length, count, question_size) for count in sorted({1, num_questions})
+            ]
+            results["step"] = measure_step(model, samples, setup, rounds)
             _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
-    facts = {"ok": check["ok"], "dtype": setup.dtype_name, **sizes, "check": check}
-    return build_document("train", environment, subject, **facts, **results)
+    return report.document("train", ok=check["ok"], dtype=setup.dtype_name, **sizes, check=check, **results)
 
 
-def build_trainee(geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Any:
+def build_trainee(geometry: Geometry, setup: Setup) -> Any:
     """A model of random weights with training's attention, frozen, made on the device."""
-    config = stock_config(
-        geometry, initializer_range=_STATE_SPREAD / math.sqrt(geometry.config["hidden_size"])
-    )
-    with torch.device(device):
+    spread = _STATE_SPREAD / math.sqrt(geometry.config["hidden_size"])
+    with torch.device(setup.device):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            stock_config(geometry, initializer_range=spread),
+            dtype=setup.dtype,
+            attn_implementation=ATTENTION_NAME,
         )
     model.eval().requires_grad_(False)
-    if device.type == "cuda":
+    if setup.device.type == "cuda":
         fuse_layers(model)
     return model
 
@@ -137,14 +125,14 @@ def draw_factors(facts: ModelFacts, device: torch.device) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def optimizer_step(model: Any, sample: TrainingSample, geometry: Geometry) -> Callable[[], None]:
+def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
     """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
-    factors = draw_factors(geometry.facts, model.device).requires_grad_()
+    factors = draw_factors(setup.geometry.facts, model.device).requires_grad_()
     optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
 
     def run() -> None:
         optimizer.zero_grad()
-        loss = distil(model, sample, Student(geometry.windows, factors))
+        loss = distil(model, sample, Student(setup.windows, factors))
         (loss + _L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():
@@ -153,42 +141,35 @@ def optimizer_step(model: Any, sample: TrainingSample, geometry: Geometry) -> Ca
     return run
 
 
-def measure_step(
-    model: Any, samples: Mapping[int, TrainingSample], geometry: Geometry, rounds: int
-) -> dict[str, Any]:
-    """Seconds of the prefill alone; seconds and peak memory of steps by their number of questions."""
-    device, facts, length = model.device, geometry.facts, samples[1].num_tokens
+def measure_step(model: Any, samples: list[TrainingSample], setup: Setup, rounds: int) -> dict[str, Any]:
+    """Seconds of the prefill alone; seconds and peak memory of a step on each sample."""
+    device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
         timing = time_whole(call, device, rounds=rounds)
         return {"seconds": timing.milliseconds / 1e3, "spread": timing.spread, "rounds": timing.rounds}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.
-    prefix = min((sample.prefix_ids for sample in samples.values()), key=len)
+    prefix = min((sample.prefix_ids for sample in samples), key=len)
     prefill = seconds(lambda: run_context_pass(model, prefix))
     weights = sum(weight.nbytes for weight in model.parameters())
     cache = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * length
     cache *= model.dtype.itemsize
     steps = []
-    for count, sample in samples.items():
+    for sample in samples:
         release_memory(device)
-        peak = reserved = None
+        peak = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        step = {"questions": count, **seconds(optimizer_step(model, sample, geometry))}
-        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
+        step = {"questions": len(sample.questions), **seconds(optimizer_step(model, sample, setup))}
         if device.type == "cuda":
-            peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        ratio_to_held = None if peak is None else peak / (weights + cache)
-        steps.append({**step, "peak_bytes": peak, "reserved_bytes": reserved, "ratio": ratio_to_held})
-    return {
-        "length": length,
-        "context": len(prefix),
-        "weight_bytes": weights,
-        "cache_bytes": cache,
-        "prefill": prefill,
-        "steps": steps,
-    }
+            peak = torch.cuda.max_memory_allocated(device)
+        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
+        steps.append(
+            {**step, "peak_bytes": peak, "ratio": None if peak is None else peak / (weights + cache)}
+        )
+    sizes = {"length": length, "context": len(prefix), "weight_bytes": weights, "cache_bytes": cache}
+    return {**sizes, "prefill": prefill, "steps": steps}
 
 
 def check_step(
@@ -196,35 +177,31 @@ def check_step(
 ) -> dict[str, Any]:
     """Compare loss and gradient with full sequences' on a shallow model of the shape.
 
-    Checked are stage 1 with one question, and stage 2 with several and a mask that leaves a head empty.
+    Checked are some questions on one context, with factors of any size and a head that is empty, as stage 2
+    has them: whatever stage 1 computes is in it.
     """
-    geometry = setup.subject.geometry
-    num_layers = min(geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
-    shallow = replace(geometry, config={**geometry.config, "num_hidden_layers": num_layers})
-    model = build_trainee(shallow, setup.device, setup.dtype)
+    num_layers = min(setup.geometry.facts.num_hidden_layers, _CHECKED_LAYERS)
+    config = {**setup.geometry.config, "num_hidden_layers": num_layers}
+    shallow = replace(setup.geometry, config=config)
+    model = build_trainee(shallow, setup)
     dense = build_dense(model, shallow, _FULL_SEQUENCE)
-    exact = copy.deepcopy(dense).to(exact_dtype(setup.dtype))
+    exact = copy.deepcopy(dense).to(EXACT[setup.dtype])
     factors = draw_factors(shallow.facts, setup.device)
-    mask = factors > 1 - _KEPT_SHARE
-    mask[0, 0] = False
-    students = Student(geometry.windows, factors), Student(geometry.windows, mask.to(factors), mask.any(-1))
-    cases = []
-    for stage, student in enumerate(students, start=1):
-        count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
-        sample = draw_sample(model, length, count, question_size, seed=stage)
-        ours = _differentiate(partial(distil, model), sample, student)
-        theirs, truth = (
-            _differentiate(partial(distil_full_sequences, one), sample, student) for one in (dense, exact)
-        )
-        errors, own = (
-            [relative_error(found[part], truth[part]) for part in (0, 1)] for found in (ours, theirs)
-        )
-        # One number, the loss, may be right by luck: it is held to the larger of the errors.
-        loss, gradient = Check(errors[0], max(own)), Check(errors[1], own[1])
-        found = {"loss": loss.to_dict(), "gradient": gradient.to_dict(), "ok": loss.ok and gradient.ok}
-        cases.append({"questions": count, "stage": stage, **found})
-    ok = all(case["ok"] for case in cases)
-    return {"layers": num_layers, "tokens": length, "cases": cases, "ok": ok}
+    factors[0, 0] = 0.0
+    student = Student(setup.windows, factors, factors.any(-1))
+    count = min(num_questions, _CHECKED_QUESTIONS)
+    sample = draw_sample(model, length, count, question_size, seed=1)
+    ours = _differentiate(partial(distil, model), sample, student)
+    theirs, truth = (
+        _differentiate(partial(distil_full_sequences, one), sample, student) for one in (dense, exact)
+    )
+    errors, own = (
+        [relative_error(*pair) for pair in zip(found, truth, strict=True)] for found in (ours, theirs)
+    )
+    # One number, the loss, may be right by luck: it is held to the larger of the errors.
+    loss, gradient = judge(errors[0], max(own)), judge(errors[1], own[1])
+    sizes = {"layers": num_layers, "tokens": length, "questions": count}
+    return {**sizes, "loss": loss, "gradient": gradient, "ok": loss["ok"] and gradient["ok"]}
 
 
 def _differentiate(
@@ -286,21 +263,21 @@ def _full_sequence_attention(
 AttentionInterface.register(_FULL_SEQUENCE, _full_sequence_attention)
 
 
-def _print_step(report: Report, found: Mapping[str, Any]) -> None:
-    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", "", ""]]
+def _print_step(report: Report, found: dict[str, Any]) -> None:
+    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", ""]]
     rows += [
         [
             f"step, {step['questions']} on a context",
             number(step["seconds"], 3),
             ratio(step["ratio_to_own_prefill"]),
-            *(number(step[key], unit=1e9) for key in ("peak_bytes", "reserved_bytes")),
+            number(step["peak_bytes"], unit=1e9),
             ratio(step["ratio"]),
         ]
         for step in found["steps"]
     ]
     report.table(
         f"one step on {found['length']:,} tokens, by questions on a context",
-        ["", "seconds", "of our\nprefill", "GB\nallocated", "GB\nreserved", "of weights\n+ K/V"],
+        ["", "seconds", "of our\nprefill", "peak\nGB", "of weights\n+ K/V"],
         rows,
         [
             f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.benchmark.attention import Check, exact_dtype, relative_error
-from leank_convert.benchmark.geometries import GEOMETRIES, TOY, Geometry, find_geometry
-from leank_convert.benchmark.measuring import choose_benchmark_device, release_memory
+from leank_convert.benchmark.decode_attention import EXACT, judge, relative_error
+from leank_convert.benchmark.geometries import GEOMETRIES, Geometry, find_geometry
+from leank_convert.benchmark.measuring import release_memory
 from leank_convert.benchmark.tables import Report
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, out_of_memory
@@ -36,17 +36,39 @@ _FOLDER_NAME = "leank_benchmark"
 _CHECKED_ROWS = 2
 _CHECKED_STEPS = 12  # enough for a step that runs eagerly, one that is captured, and some that are replayed
 _CHECKED_PRUNED_TOKENS = 256
+_CPU = torch.device("cpu")
 _FIRST_TOKEN = 3  # the ids before it are special in most vocabularies
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A mask in the original head order, where it comes from, and the model shape that it fits."""
+class Setup:
+    """What is measured, and where.
+
+    Attributes:
+        geometry: A model shape that the mask fits.
+        mask: Kept channels, heads in the original order.
+        origin: Where the mask comes from.
+        windows: Those it is used with.
+        device: Where models and caches are.
+        dtype: Of weights, keys and values.
+    """
 
     geometry: Geometry
     mask: ChannelMask
     origin: str
     windows: Windows
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether this is a test of the command, on the CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """As options and the document name it."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def layout(self) -> HeadLayout:
@@ -61,11 +83,6 @@ class Subject:
             for layer, permutation in enumerate(self.layout.head_permutation)
         ]
 
-    def keeping_all(self) -> Subject:
-        """The same shape with every channel kept."""
-        whole = ChannelMask(torch.ones_like(self.mask.channel_mask))
-        return replace(self, mask=whole, origin="every channel kept")
-
     def choose_layers(self, layers: list[int] | None) -> list[int]:
         """The layers asked for, None for all.
 
@@ -78,28 +95,33 @@ class Subject:
                 raise LeanKError(f"there is no layer {layer}: `{self.geometry.name}` has {num_layers}")
         return list(range(num_layers)) if layers is None else layers
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, masked: bool = True) -> dict[str, Any]:
         """JSON-ready facts."""
-        return {
-            **self.geometry.describe(),
-            "mask": self.origin,
-            "pruning_ratio": self.mask.pruning_ratio,
-            **describe_windows(self.windows),
-        }
+        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        shape = {key: getattr(self.geometry.facts, key) for key in keys}
+        mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
+        return {"geometry": self.geometry.name, **shape, **mask, **_window_sizes(self.windows)}
 
 
-def describe_windows(windows: Windows) -> dict[str, int]:
-    """JSON-ready window sizes."""
+def _window_sizes(windows: Windows) -> dict[str, int]:
     return {key: getattr(windows, key) for key in ("sink_size", "recent_size", "flush_size")}
 
 
-def choose_subject(mask: str | None, recipe: str | None, geometry: str | None) -> Subject:
+def choose_setup(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    device: torch.device = _CPU,
+    dtype: str = "float32",
+) -> Setup:
     """Put together what to measure.
 
     Args:
         mask: A mask file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one.
         recipe: A recipe that names a mask, a model and windows.
         geometry: A key of `GEOMETRIES`; None for the one that the mask fits.
+        device: Where.
+        dtype: Of weights, keys and values.
 
     Raises:
         LeanKError: If they do not go together.
@@ -120,7 +142,8 @@ def choose_subject(mask: str | None, recipe: str | None, geometry: str | None) -
         shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
     # Those that the mask was learned with count most.
     known: Any = made.provenance or windows or shape.windows
-    return Subject(shape, made, origin, Windows(known.sink_size, known.recent_size, known.flush_size))
+    sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
+    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype))
 
 
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
@@ -147,72 +170,36 @@ def _geometry_of_model(model_id: str | None) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What is measured, where, and the dtype of weights, keys and values."""
-
-    subject: Subject
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def is_toy(self) -> bool:
-        """Whether this is a test of the command, on the CPU."""
-        return self.device.type == "cpu"
-
-    @property
-    def dtype_name(self) -> str:
-        """As options and the document name it."""
-        return str(self.dtype).removeprefix("torch.")
-
-
-def choose_setup(
-    mask: str | None, recipe: str | None, geometry: str | None, device: str | None, dtype: str
-) -> Setup:
-    """Read the options that commands share.
-
-    Raises:
-        LeanKError: If they do not go together, or the device cannot be used.
-    """
-    chosen = choose_benchmark_device(device)
-    if chosen.type == "cpu" and not (mask or recipe):
-        # There, a real model's shape has to be asked for.
-        geometry = geometry or TOY
-    return Setup(choose_subject(mask, recipe, geometry), chosen, getattr(torch, dtype))
-
-
-def build_model(
-    subject: Subject, device: torch.device, dtype: torch.dtype, *, mask_device: torch.device | None = None
-) -> Any:
+def build_model(setup: Setup, device: torch.device | None = None) -> Any:
     """A LeanK model of random weights that runs the runtime's files as a checkpoint brings them.
 
-    Weights are made on `device`, none on `meta`; channel masks are on `mask_device`, by default there, too.
+    Its weights are made on `device`, None for the setup's, none on `meta`; masks are on the setup's.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    facts = subject.geometry.facts
-    known = subject.mask.provenance or MaskProvenance.for_model(
-        subject.geometry.model_id, facts, method="benchmark", **describe_windows(subject.windows)
+    facts, dtype = setup.geometry.facts, setup.dtype_name
+    known = setup.mask.provenance or MaskProvenance.for_model(
+        setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
     )
-    leank = build_leank_facts(subject.mask, known, subject.layout, subject.windows)
-    config = {**subject.geometry.config, "dtype": str(dtype).removeprefix("torch.")}
+    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows)
+    config = build_config({**setup.geometry.config, "dtype": dtype}, facts.architecture, leank, {})
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, _FOLDER_NAME)
         folder.mkdir()
         copy_runtime_files(folder)
-        (folder / CONFIG_NAME).write_bytes(encode_json(build_config(config, facts.architecture, leank, {})))
+        (folder / CONFIG_NAME).write_bytes(encode_json(config))
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        with torch.device(device):
+        with torch.device(device or setup.device):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                loaded, trust_remote_code=True, dtype=dtype
+                loaded, trust_remote_code=True, dtype=setup.dtype
             )
-    put_channel_masks(model, (mask.to(mask_device or device) for mask in subject.channel_masks))
+    put_channel_masks(model, (mask.to(setup.device) for mask in setup.channel_masks))
     return model.eval()
 
 
-def name_attention(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+def name_attention(model: Any, setup: Setup) -> str:
     """What decode attention runs in: figures of plain torch must not pass for the kernel's."""
-    return PLAIN_TORCH if find_kernels(model, device, dtype) is None else COMPILED
+    return PLAIN_TORCH if find_kernels(model, setup.device, setup.dtype) is None else COMPILED
 
 
 def stock_config(geometry: Geometry, **changes: Any) -> Any:
@@ -253,24 +240,27 @@ def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -
 
 @dataclass(frozen=True)
 class Models:
-    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is.
-
-    `check` says how far our logits are from exact ones, and as `pruning_effect` how far exact pruned logits
-    are from exact dense ones: an error far below it shows that the right tokens and channels were seen.
-    """
+    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is."""
 
     ours: Any
     dense: Any
     attention: str
     check: dict[str, Any]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a document says of them."""
+        dtype = str(self.ours.dtype).removeprefix("torch.")
+        return {"ok": self.check["ok"], "dtype": dtype, "kernel": self.attention, "check": self.check}
+
 
 @contextmanager
 def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator[Models]:
     """Build both models, hold decoding to the same weights in higher precision, and say how close it is.
 
-    The exact logits are those of the plain torch path; torch's own error is the dense model's. What runs
-    inside runs without gradients.
+    The exact logits are those of the plain torch path; torch's own error is the dense model's. An error
+    far below `pruning_effect`, how far exact pruned logits are from exact dense ones, shows that the right
+    tokens and channels were seen. What runs inside runs without gradients.
 
     Args:
         setup: What and where.
@@ -280,32 +270,28 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
     Raises:
         LeanKError: If something of it, or of what runs inside, does not fit on the device.
     """
-    subject, geometry = setup.subject, setup.subject.geometry
     with torch.no_grad(), out_of_memory(*TOO_LARGE):
         torch.manual_seed(0)
-        ours = build_model(subject, setup.device, setup.dtype)
-        dense = build_dense(ours, geometry)
-        attention = name_attention(ours, setup.device, setup.dtype)
-        windows = subject.windows
-        least = windows.sink_size + windows.recent_size + windows.flush_size + _CHECKED_PRUNED_TOKENS
-        length = min(prompt_length, least) + _CHECKED_STEPS
-        tokens = random_prompt(ours, _CHECKED_ROWS, length, seed=1)
-        exact = copy.deepcopy(ours).to(exact_dtype(setup.dtype))
+        ours = build_model(setup)
+        dense = build_dense(ours, setup.geometry)
+        attention = name_attention(ours, setup)
+        least = sum(_window_sizes(setup.windows).values()) + _CHECKED_PRUNED_TOKENS
+        tokens = random_prompt(ours, _CHECKED_ROWS, min(prompt_length, least) + _CHECKED_STEPS, seed=1)
+        exact = copy.deepcopy(ours).to(EXACT[setup.dtype])
         exact_ours = forced_logits(exact, tokens)
-        exact_dense = forced_logits(build_dense(exact, geometry), tokens)
-        check = Check(
-            relative_error(forced_logits(ours, tokens), exact_ours),
-            relative_error(forced_logits(dense, tokens), exact_dense),
-        )
+        exact_dense = forced_logits(build_dense(exact, setup.geometry), tokens)
+        error = relative_error(forced_logits(ours, tokens), exact_ours)
+        own = relative_error(forced_logits(dense, tokens), exact_dense)
         effect = relative_error(exact_ours, exact_dense)
+        check = {**judge(error, own), "pruning_effect": effect}
         del exact
         release_memory(setup.device)
         report.line(f"our decode attention: {attention}")
         report.line(
-            f"error of logits {check.error:.1e}, of dense decoding {check.torch_error:.1e}, effect of "
-            f"pruning {effect:.1e}: {'as close as dense' if check.ok else 'WRONG, nothing is measured'}"
+            f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
+            f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
         )
-        yield Models(ours, dense, attention, {**check.to_dict(), "pruning_effect": effect})
+        yield Models(ours, dense, attention, check)
 
 
 def forced_logits(model: Any, tokens: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from leank_convert.benchmark.attention import (
-    Check,
+from leank_convert.benchmark.decode_attention import (
     FilledLayer,
     attend_exactly,
     count_attention_bytes,
+    judge,
     pruned_length,
 )
-from leank_convert.benchmark.models import build_model, choose_subject
+from leank_convert.benchmark.random_models import build_model, choose_setup
 from leank_convert.windows import Windows
 
 WINDOWS = Windows(sink_size=4, recent_size=16, flush_size=4)
@@ -35,32 +35,24 @@ def test_bytes_by_hand():
 
 
 def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
-    subject = choose_subject(None, None, "tiny")
-    model = build_model(subject, torch.device("meta"), torch.float32, mask_device=torch.device("cpu"))
-    pruned = pruned_length(90, subject.windows)
+    setup = choose_setup(None, None, "tiny")
+    model = build_model(setup, torch.device("meta"))
+    pruned = pruned_length(90, setup.windows)
     for layer in range(2):
         filled = FilledLayer(model, layer, *inputs)
         memory = filled._cache.memory()
         # Widths are whole chunks here, so that no lane is padding.
-        counted = count_attention_bytes(subject.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
+        counted = count_attention_bytes(setup.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
         assert counted == {region: getattr(memory, region).used for region in counted}
         assert torch.equal(filled.attend(), filled.attend())
-        mask = subject.channel_masks[layer]
-        truth = attend_exactly(*inputs, mask, subject.windows.sink_size, pruned)
-        assert truth.check(filled.attend, inputs[0]).ok
-        assert not truth.check(lambda: torch.full_like(inputs[0], float("nan")), inputs[0]).ok
+        mask = setup.channel_masks[layer]
+        truth = attend_exactly(*inputs, mask, setup.windows.sink_size, pruned)
+        assert truth.check(filled.attend, inputs[0])["ok"]
+        assert not truth.check(lambda: torch.full_like(inputs[0], float("nan")), inputs[0])["ok"]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 20, 25, 26, 100])
-def test_pruned_length_is_that_of_tokens_moved_one_by_one(num_tokens):
-    recent = max(min(num_tokens - 1 - WINDOWS.sink_size, WINDOWS.recent_size), 0)
-    pruned = max(num_tokens - 1 - WINDOWS.sink_size - recent, 0)
-    if num_tokens > WINDOWS.sink_size and recent == WINDOWS.recent_size + WINDOWS.flush_size:
-        pruned += WINDOWS.flush_size
-    assert pruned_length(num_tokens, WINDOWS) == pruned
-
-
-def test_pruned_length_flushes_at_once_where_flush_size_is_all_there_is_beside_the_token():
+def test_what_is_pruned_lies_between_the_windows_of_all_tokens_but_the_last():
+    assert [pruned_length(count, WINDOWS) for count in (1, 21, 22, 100)] == [0, 0, 1, 79]
     assert pruned_length(30, Windows(sink_size=4, recent_size=0, flush_size=1)) == 25
 
 
@@ -92,7 +84,6 @@ def test_the_first_and_last_row_are_among_those_checked():
 
 
 def test_the_tolerance_is_twice_torchs_own_error_and_nan_never_passes():
-    assert Check(2e-3, 1e-3).ok
-    assert not Check(2.1e-3, 1e-3).ok
-    assert not Check(float("nan"), 1e-3).ok
-    assert Check(float("nan"), 1e-3).to_dict()["error"] is None
+    assert judge(2e-3, 1e-3)["ok"]
+    assert not judge(2.1e-3, 1e-3)["ok"]
+    assert judge(float("nan"), 1e-3) == {"error": None, "torch_error": 1e-3, "tolerance": 2.0, "ok": False}
