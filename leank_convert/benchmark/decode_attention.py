@@ -35,11 +35,15 @@ _FLASHINFER_PAGE = 16
 _FLASHINFER_WORKSPACE = 256 << 20
 
 
+def finite(value: float) -> float | None:
+    """The value as JSON has it, None for NaN and infinity."""
+    return value if math.isfinite(value) else None
+
+
 def judge(error: float, torch_error: float) -> dict[str, Any]:
-    """An error, ‖result - exact‖ / ‖exact‖, beside torch's own in that dtype; a NaN is null, and not ok."""
-    values = {"error": error, "torch_error": torch_error}
-    facts = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    return {**facts, "tolerance": TOLERANCE, "ok": error <= TOLERANCE * torch_error}
+    """An error, ‖result - exact‖ / ‖exact‖, beside torch's own in that dtype; a NaN is not ok."""
+    ok = error <= TOLERANCE * torch_error
+    return {"error": finite(error), "torch_error": finite(torch_error), "tolerance": TOLERANCE, "ok": ok}
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from leank_convert.benchmark.decode_attention import read_peers
 from leank_convert.benchmark.measuring import (
     Stopwatch,
     describe_failure,
@@ -34,23 +35,16 @@ _WARM_UP_TOKENS = 8
 
 def benchmark_generate(
     setup: Setup,
-    cases: Sequence[tuple[int, int, int]],
     *,
-    peers: Sequence[str],
+    cases: Sequence[tuple[int, int, int]],
+    peers: str,
     rounds: int,
     static_limit: float,
 ) -> dict[str, Any]:
-    """Measure and print tables.
+    """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    Args:
-        setup: What and where.
-        cases: Batch, prompt tokens and new tokens of each case.
-        peers: Among `PEERS`.
-        rounds: Timed calls of `generate` for each side and case.
-        static_limit: Seconds after which compiling the static cache's step is given up.
-
-    Returns:
-        The JSON document. If decoding is not right, `ok` is false and there are no cases.
+    Compiling the static cache's step is given up after `static_limit` seconds. If decoding is not right, the
+    JSON document that is returned has `ok` false and no cases.
 
     Raises:
         LeanKError: If a case has no decode step, or something of ours does not fit on the device.
@@ -60,13 +54,14 @@ def benchmark_generate(
             "one new token comes from the prompt alone, without a decode step",
             hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
         )
+    named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
     with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
         for batch_size, num_prompt, num_new in cases if models.check["ok"] else ():
             prompt = random_prompt(models.ours, batch_size, num_prompt)
             sides = {OURS: _time_ours(models.ours, prompt, num_new, rounds)}
-            for name in peers:
+            for name in named:
                 release_memory(setup.device)
                 try:
                     with silenced():
@@ -79,7 +74,7 @@ def benchmark_generate(
                 except Exception as error:
                     sides[name] = {"why": describe_failure(error)}
             release_memory(setup.device)
-            ratios = {name: _ratios(sides[OURS], sides[name]) for name in peers}
+            ratios = {name: _ratios(sides[OURS], sides[name]) for name in named}
             sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
             results.append({**sizes, "sides": sides, "ratios": ratios})
             _print_case(report, results[-1], models.attention)

@@ -23,7 +23,9 @@ from leank_convert.benchmark.decode_attention import (
     FilledLayer,
     attend_exactly,
     count_attention_bytes,
+    default_peers,
     pruned_length,
+    read_peers,
 )
 from leank_convert.benchmark.measuring import (
     copies_needed,
@@ -42,29 +44,22 @@ from leank_convert.mask import ChannelMask
 
 def benchmark_kernel(
     setup: Setup,
-    cases: Sequence[tuple[int, int]],
     *,
+    cases: Sequence[tuple[int, int]],
     layers: list[int] | None,
-    peers: Sequence[str],
+    peers: str | None,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measure and print tables.
+    """Measure and print a table for each case of batch and tokens; `layers` are None for all of the mask.
 
-    Args:
-        setup: What and where.
-        cases: Batch and tokens of each case.
-        layers: Layers of the mask; None for all.
-        peers: Names of `PEERS`, and `OWN_DENSE`.
-        rounds: Measurements of each figure.
-
-    Returns:
-        The JSON document. A case whose check failed has `ok` false and no figures. `byte_ratio` is the
-        ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
+    In the JSON document that is returned a case whose check failed has `ok` false and no figures.
+    `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
 
     Raises:
-        LeanKError: If there is no such layer, no kernel, or something of ours does not fit on the device.
+        LeanKError: If there is no such layer, peer or kernel, or something of ours does not fit in memory.
     """
     chosen = setup.choose_layers(layers)
+    named = read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device)
     report = Report(setup.device, setup.describe())
     with torch.no_grad(), out_of_memory(*TOO_LARGE):
         ways = measure_read_bandwidth(setup.device, rounds=rounds)
@@ -78,7 +73,7 @@ def benchmark_kernel(
         report.line(f"our attention: {bench.attention}")
         results = []
         for batch_size, num_tokens in cases:
-            results.append(bench.run_case(batch_size, num_tokens, chosen, peers))
+            results.append(bench.run_case(batch_size, num_tokens, chosen, named))
             _print_case(report, results[-1])
             release_memory(setup.device)
     return report.document(

@@ -97,14 +97,9 @@ def silenced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes.
+    """How long one call takes: a median over rounds of so many calls, and how it was measured.
 
-    Attributes:
-        milliseconds: Median over the rounds.
-        spread: Half the distance between the quartiles, as a share of the median.
-        rounds: Measurements.
-        calls: Calls in each of them.
-        method: How it was measured.
+    `spread` is half the distance between the quartiles, as a share of the median.
     """
 
     milliseconds: float
@@ -228,7 +223,7 @@ def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[floa
 
 
 def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """Read one large buffer of random numbers in the ways that were the fastest of many; GB/s (1e9 bytes) of each.
+    """Read one large buffer of random numbers in two ways, the fastest of many; GB/s of each.
 
     Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
     would pay for its writes. Figures are shares of the fastest way.

@@ -27,29 +27,23 @@ _DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
 def benchmark_memory(
     setup: Setup,
     *,
-    allocated: tuple[int, int] | None,
-    prefill: tuple[int, int] | None,
-    batches: Sequence[tuple[int, int]],
+    allocated: Sequence[int],
+    prefill: Sequence[int],
+    largest: Sequence[tuple[int, int]],
     limit: int | None,
 ) -> dict[str, Any]:
-    """Measure and print tables.
+    """Count a row's cache, measure the peak of a prefill and find largest batches; what is empty is left out.
 
-    Args:
-        setup: What and where.
-        allocated: Prompt and new tokens of the row whose cache is counted; None to leave it out.
-        prefill: Batch and prompt of the prefill whose peak is measured; None to leave it out.
-        batches: Prompt and new tokens of each search for the largest batch.
-        limit: Bytes that weights and cache may take in that search; None for what the device has.
-
-    Returns:
-        The JSON document. If decoding is not right, `ok` is false and there are no figures.
+    Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
+    Weights and cache may take `limit` bytes in a search, None for all there are. If decoding is not right,
+    the JSON document that is returned has `ok` false and no figures.
 
     Raises:
         LeanKError: If something does not fit on the device where nothing is searched for.
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
-    lengths = [sum(case) for case in batches] + [allocated[0] if allocated else 1]
+    lengths = [sum(case) for case in largest] + [allocated[0] if allocated else 1]
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
@@ -61,9 +55,9 @@ def benchmark_memory(
                 results["prefill"] = measure_prefill(models.ours, models.dense, *prefill)
                 _print_prefill(report, results["prefill"], label)
             results["largest_batch"] = [
-                find_batches(models.ours, models.dense, *case, limit=limit) for case in batches
+                find_batches(models.ours, models.dense, *case, limit=limit) for case in largest
             ]
-            if batches:
+            if largest:
                 _print_batches(report, results["largest_batch"], label)
     return report.document("memory", **models.facts, **results)
 
@@ -234,30 +228,19 @@ def find_batches(
 
 
 def _print_allocated(report: Report, found: dict[str, Any]) -> None:
-    tokens, dense = found["tokens"], number(found["dense_bytes_per_token"], 1)
-    rows = [
-        [name, number(region["used"] / tokens, 1), number(region["allocated"] / tokens, 1)]
-        for name, region in found["regions"].items()
-        if region["allocated"]
-    ]
-    report.table(
-        f"cache of one row, prompt {found['prompt']}, {found['new']} new tokens",
-        ["", "bytes used per token", "bytes allocated per token"],
-        [*rows, [DENSE, dense, dense]],
-    )
+    beyond, dense = found["allocated_bytes_per_token_beyond_window"], found["dense_bytes_per_token"]
     report.line(
-        f"allocated beyond the window: {found['share_of_dense_beyond_window']:.4f} of dense "
-        f"(by widths {found['ideal_share_beyond_window']:.4f}); with the window "
-        f"{found['share_of_dense_with_window']:.4f}"
+        f"cache of one row, prompt {found['prompt']}, {found['new']} new tokens: {beyond:,.0f} bytes a token "
+        f"allocated beyond the window, {found['share_of_dense_beyond_window']:.4f} of {dense:,.0f} dense (by "
+        f"widths {found['ideal_share_beyond_window']:.4f}); {found['share_of_dense_with_window']:.4f} with it"
     )
 
 
 def _print_prefill(report: Report, found: dict[str, Any], label: str) -> None:
-    peaks = [number(found[name]["peak_bytes"], unit=1e9) for name in (OURS, DENSE)]
-    report.table(
-        f"prefill of {found['batch']} x {found['prompt']} tokens: peak beyond the weights, cache included",
-        ["", "GB", "of dense"],
-        [[label, peaks[0], share(found["share_of_dense"])], [DENSE, peaks[1], share(1.0)]],
+    ours, theirs = (number(found[name]["peak_bytes"], unit=1e9) for name in (OURS, DENSE))
+    report.line(
+        f"prefill of {found['batch']} x {found['prompt']} tokens, peak beyond the weights, cache included: "
+        f"{label} {ours} GB, dense {theirs} GB, {share(found['share_of_dense'])} of it"
     )
 
 

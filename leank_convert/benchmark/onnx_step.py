@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,15 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_convert.benchmark.decode_attention import attend_row, pruned_length, relative_error
+from leank_convert.benchmark.decode_attention import finite, pruned_length, relative_error
 from leank_convert.benchmark.geometries import Geometry
 from leank_convert.benchmark.measuring import summarize
 from leank_convert.benchmark.random_models import Setup, stock_config
 from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
+from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph
+from leank_convert.onnx.graph import cache_shapes, run_in_torch
+from leank_convert.onnx.leank_onnx import MODEL_FILE, Cache, Description, Graph, new_integers, new_outputs
+from leank_convert.onnx.quantize import round_weights
 
 SIDES = ("dense", "leank")
 _PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
@@ -57,25 +58,14 @@ def benchmark_onnx(
     threads: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measure and print a table.
+    """Measure a step at each length of the cache, and print a table.
 
-    Args:
-        setup: Mask and shape, on the CPU.
-        lengths: Cached tokens of each case.
-        layers: Layers of the mask; None for some that stand for all.
-        weights: How both sides' weights are quantized, `int8` or `int4`; None for float32.
-        threads: Of onnxruntime.
-        rounds: Measurements of each figure.
-
-    Returns:
-        The JSON document. A case whose check failed has `ok` false and no figures.
+    `layers` of the mask are None for some that stand for all, `weights` of both graphs `int8`, `int4` or None
+    for float32. A case whose check failed has `ok` false in the JSON document, and no figures.
 
     Raises:
         LeanKError: If a library is missing, or there is no such layer.
     """
-    from leank_convert.onnx.leank_onnx import MODEL_FILE, Description, Graph
-    from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
-
     check_available()
     chosen = choose_layers(setup, layers)
     measured = take_layers(setup, chosen)
@@ -85,32 +75,34 @@ def benchmark_onnx(
         f"{weights or 'float32'} weights, float32 cache"
     )
     model = build_stock(measured.geometry)
+    exact = copy.deepcopy(model)
+    if weights is not None:
+        round_weights(exact, weights)
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
+    cases = []
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
-            folder = export_side(model, measured, side, Path(temporary, side), weights)
+            folder = export_side(choose_side(model, measured, side), Path(temporary, side), weights)
             hosts[side] = Description.read(folder), Graph(folder / MODEL_FILE, threads, settings)
         read = count_weight_bytes(model, folder)
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
-        cases = []
         for num_tokens in lengths:
             cached = draw_cache(measured, num_tokens)
             steps = {side: HostStep(*hosts[side], cached, side) for side in SIDES}
-            found = {side: step.logits() for side, step in steps.items()}
-            checks = check_logits(model, measured, cached, found, weights)
+            checks = {side: steps[side].check(choose_side(exact, measured, side), weights) for side in SIDES}
             held = {side: step.cache_bytes for side, step in steps.items()}
+            ok = all(check["ok"] for check in checks.values())
+            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds) if ok else {}
             case = {
                 "tokens": num_tokens,
                 "pruned": pruned_length(num_tokens + 1, measured.windows),
                 "cache_bytes": held,
                 "cache_share": held["leank"] / held["dense"],
-                "ok": all(check["ok"] for check in checks.values()),
-                "step": {"checks": checks},
+                "ok": ok,
+                "step": {"checks": checks, **figures},
             }
-            if case["ok"]:
-                case["step"] |= _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds)
             cases.append(case)
     _print_times(report, cases, rounds)
     return report.document(
@@ -171,24 +163,24 @@ def build_stock(geometry: Geometry) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
-    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
-    from leank_convert.onnx import PrunedModel, export_graph
-
+def choose_side(model: Any, setup: Setup, side: str) -> PrunedModel:
+    """What is exported of a stock model for one of `SIDES`."""
     masks = torch.stack(setup.channel_masks)
     if side == "dense":
         masks = torch.zeros_like(masks)
     windows = setup.windows
+    return PrunedModel(model, masks, windows.sink_size, windows.recent_size, windows.flush_size)
+
+
+def export_side(pruned: PrunedModel, folder: Path, weights: str | None) -> Path:
+    """Write a graph into a new folder; `weights` are `int8`, `int4` or None."""
     folder.mkdir()
-    pruned = PrunedModel(model, masks, windows.sink_size, windows.recent_size, windows.flush_size)
     export_graph(pruned, folder, weights=weights)
     return folder
 
 
 def count_weight_bytes(model: Any, folder: Path) -> int:
     """Bytes of the weights that a step reads: those in the graph's file, without the embedding's."""
-    from leank_convert.onnx.leank_onnx import MODEL_FILE
-
     return (folder / f"{MODEL_FILE}.data").stat().st_size - int(model.get_input_embeddings().weight.nbytes)
 
 
@@ -205,15 +197,13 @@ class HostStep:
     """One decode step of a graph as its host runs it, again and again on the same cache.
 
     Args:
-        description: A `leank_onnx.Description`.
-        graph: Its `leank_onnx.Graph`.
+        description: Of the graph.
+        graph: The graph itself.
         cached: What is in the cache.
         side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
     """
 
-    def __init__(self, description: Any, graph: Any, cached: Cached, side: str) -> None:
-        from leank_convert.onnx.leank_onnx import Cache, new_integers, new_outputs
-
+    def __init__(self, description: Description, graph: Graph, cached: Cached, side: str) -> None:
         num_tokens = cached[0][0].shape[2]
         order = torch.tensor(description.content["channel_order"])
         prompt = [
@@ -247,14 +237,24 @@ class HostStep:
             self._cache.write_prompt(self._present, np.array([1]), 0)
         self._cache.lengths -= 1  # so that the next one is the same step
 
-    def logits(self) -> Tensor:
-        """A fresh run's logits `[vocabulary]`; what is not written is NaN."""
-        self._outputs["logits"][...] = np.nan
+    def check(self, pruned: PrunedModel, weights: str | None) -> dict[str, Any]:
+        """Hold a fresh run's logits to those that PyTorch makes of the same cache.
+
+        Where the graph's weights are quantized, `pruned` has the values that they were rounded to: what is
+        left is that onnxruntime rounds activations to 8 bits, too.
+        """
+        names = (*self._integers, *cache_shapes(pruned, 1, 1, 1))
+        inputs = {**self._integers, **self._buffers}
+        exact = run_in_torch(pruned, [torch.from_numpy(inputs[name]) for name in names])
+        self._outputs["logits"][...] = np.nan  # what is not written does not pass
         self.run()
-        return torch.from_numpy(self._outputs["logits"].copy()).flatten()
+        error = relative_error(torch.from_numpy(self._outputs["logits"]), exact)
+        tolerance = _TOLERANCE if weights is None else _QUANTIZED_TOLERANCE
+        # NaN never is.
+        return {"error": finite(error), "tolerance": tolerance, "ok": error <= tolerance}
 
 
-def _without_reserve(cache: Any) -> dict[str, Any]:
+def _without_reserve(cache: Cache) -> dict[str, Any]:
     """A cache's arrays; the pruned ones with as many columns as there are tokens, but one at least."""
     columns = max(int(cache.pruned_lengths[0]), 1)
     buffers = cache.tensors()
@@ -262,61 +262,7 @@ def _without_reserve(cache: Any) -> dict[str, Any]:
         if ".pruned." in name:
             held = array[:, :, :columns] if name.endswith(".key") else array[..., :columns]
             buffers[name] = np.ascontiguousarray(held)
-    return dict(buffers)
-
-
-def check_logits(
-    model: Any, setup: Setup, cached: Cached, found: Mapping[str, Tensor], weights: str | None
-) -> dict[str, dict[str, Any]]:
-    """Hold each side's logits to the stock model in float64 with dense keys, by the definition.
-
-    Where the graph's weights are quantized, the stock model has the values that they were rounded to: what is
-    left is that onnxruntime rounds activations to 8 bits, too. `torch_error` is float32's, `pruning_effect`
-    how far exact pruned logits are from exact dense ones.
-    """
-    from leank_convert.onnx.quantize import round_weights
-
-    own = copy.deepcopy(model)
-    if weights is not None:
-        round_weights(own, weights)
-    double = copy.deepcopy(own).double()
-    exact, single = ({side: _logits(one, setup, cached, side) for side in SIDES} for one in (double, own))
-    tolerance = _TOLERANCE if weights is None else _QUANTIZED_TOLERANCE
-    checks = {}
-    for side, logits in found.items():
-        error = relative_error(logits, exact[side])
-        checks[side] = {
-            "error": error if math.isfinite(error) else None,
-            "torch_error": relative_error(single[side], exact[side]),
-            "pruning_effect": relative_error(exact[side], exact["dense"]),
-            "tolerance": tolerance,
-            "ok": error <= tolerance,  # NaN never is
-        }
-    return checks
-
-
-def _logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
-    from leank_convert.onnx.graph import attending
-
-    masks, num_tokens = setup.channel_masks, cached[0][0].shape[2]
-    pruned = pruned_length(num_tokens + 1, setup.windows) if side == "leank" else 0
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        keys, values = (
-            torch.cat([stored.to(query), new], dim=2)
-            for stored, new in zip(cached[module.layer_idx], (key, value), strict=True)
-        )
-        mask = masks[module.layer_idx] | (side == "dense")
-        with sdpa_kernel(SDPBackend.MATH):
-            out = attend_row(query, keys, values, mask, setup.windows.sink_size, pruned)
-        return out.transpose(1, 2), None
-
-    with attending(model, attend), torch.no_grad():
-        output = model(torch.tensor([[_TOKEN]]), position_ids=torch.tensor([[num_tokens]]), use_cache=False)
-    logits: Tensor = output.logits.flatten()
-    return logits
+    return buffers
 
 
 def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
@@ -325,22 +271,16 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: 
         for _ in range(_WARM_UP):
             step.run()
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
-    cpu_samples: dict[str, list[float]] = {side: [] for side in SIDES}
     for index in range(rounds):
         for side in SIDES if index % 2 else reversed(SIDES):
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             steps[side].run()
             samples[side].append((time.perf_counter() - began) * 1e3)
-            cpu_samples[side].append((time.process_time() - cpu_began) * 1e3)
     figures: dict[str, Any] = {
-        side: {
-            **asdict(summarize(samples[side], 1, "wall clock, in turns")),
-            "cpu_milliseconds": statistics.median(cpu_samples[side]),
-            "bytes": read[side],
-        }
+        side: {**asdict(summarize(samples[side], 1, "wall clock, in turns")), "bytes": read[side]}
         for side in SIDES
     }
-    keys = {"ratio": "milliseconds", "cpu_ratio": "cpu_milliseconds", "byte_ratio": "bytes"}
+    keys = {"ratio": "milliseconds", "byte_ratio": "bytes"}
     ratios = {name: figures["dense"][key] / figures["leank"][key] for name, key in keys.items()}
     return {**figures, **ratios}
 
@@ -354,7 +294,7 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
             [
                 f"{case['tokens']:,}",
                 *(number(side.get("milliseconds"), 1) for side in sides),
-                *(ratio(figures.get(key)) for key in ("ratio", "cpu_ratio", "byte_ratio")),
+                *(ratio(figures.get(key)) for key in ("ratio", "byte_ratio")),
                 share(max((side["spread"] for side in sides if side), default=None)),
                 share(case["cache_share"]),
             ]
@@ -365,10 +305,8 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
             if not check["ok"]
         ]
     if not notes:
-        checks = [check for case in cases for check in case["step"]["checks"].values()]
-        keys = ("error", "torch_error", "pruning_effect")
-        error, own, effect = (max(check[key] for check in checks) for key in keys)
-        notes = [f"logits: error at most {error:.1e}, torch's own {own:.1e}, effect of pruning {effect:.1e}"]
+        errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
+        notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - PyTorch's‖ / ‖PyTorch's‖"]
     notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
-    columns = ["tokens", "dense ms", "leank ms", "leank faster", "in CPU time", "by bytes", "±"]
+    columns = ["tokens", "dense ms", "leank ms", "leank faster", "by bytes", "±"]
     report.table("whole step, one row", [*columns, "cache of dense"], rows, notes)

@@ -42,15 +42,9 @@ _FIRST_TOKEN = 3  # the ids before it are special in most vocabularies
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured, and where.
+    """What is measured, and where: a mask in the original head order, its origin, and a shape that it fits.
 
-    Attributes:
-        geometry: A model shape that the mask fits.
-        mask: Kept channels, heads in the original order.
-        origin: Where the mask comes from.
-        windows: Those it is used with.
-        device: Where models and caches are.
-        dtype: Of weights, keys and values.
+    `dtype` is that of weights, keys and values.
     """
 
     geometry: Geometry
@@ -116,12 +110,8 @@ def choose_setup(
 ) -> Setup:
     """Put together what to measure.
 
-    Args:
-        mask: A mask file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one.
-        recipe: A recipe that names a mask, a model and windows.
-        geometry: A key of `GEOMETRIES`; None for the one that the mask fits.
-        device: Where.
-        dtype: Of weights, keys and values.
+    The mask is a file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one. The
+    geometry is a key of `GEOMETRIES`; None for the one that the mask fits.
 
     Raises:
         LeanKError: If they do not go together.
@@ -262,10 +252,7 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
     far below `pruning_effect`, how far exact pruned logits are from exact dense ones, shows that the right
     tokens and channels were seen. What runs inside runs without gradients.
 
-    Args:
-        setup: What and where.
-        prompt_length: Tokens of the checked prompt, if the windows need no more to leave something pruned.
-        report: Where to say it.
+    The checked prompt has at most `prompt_length` tokens.
 
     Raises:
         LeanKError: If something of it, or of what runs inside, does not fit on the device.

@@ -24,11 +24,7 @@ _MISSING = "-"
 class Report:
     """Writes for people, environment and subject first, and puts the JSON document together.
 
-    Args:
-        device: Where things are measured.
-        subject: JSON-ready facts of what is measured.
-        packages: Whose versions figures depend on.
-        for_cpu: Whether figures are meant to be a CPU's.
+    Figures depend on the versions of `packages`; `for_cpu` says that they are meant to be a CPU's.
     """
 
     def __init__(

@@ -43,19 +43,12 @@ _FULL_SEQUENCE = "leank_full_sequence"
 
 
 def benchmark_train(
-    setup: Setup, *, length: int, num_questions: int, question_size: tuple[int, int], rounds: int
+    setup: Setup, *, length: int, questions: int, question_size: tuple[int, int], rounds: int
 ) -> dict[str, Any]:
-    """Measure and print a table.
+    """Measure steps of one and of several questions on one context, and print a table.
 
-    Args:
-        setup: Shape, windows, device and dtype; training begins without a mask.
-        length: Tokens of context, one question and its answer.
-        num_questions: Questions on one context, beside a single one.
-        question_size: Tokens of a question and of an answer.
-        rounds: Measurements of each figure.
-
-    Returns:
-        The JSON document. If our step's loss or gradient is not right, `ok` is false and there is no figure.
+    `length` counts context, one question and its answer, `question_size` the tokens of both. If our step's
+    loss or gradient is not right, the JSON document that is returned has `ok` false and no figures.
 
     Raises:
         LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
@@ -72,7 +65,7 @@ def benchmark_train(
     results: dict[str, Any] = {}
     with out_of_memory(*TOO_LARGE):
         torch.manual_seed(0)
-        check = check_step(setup, min(length, _CHECKED_TOKENS), num_questions, question_size)
+        check = check_step(setup, min(length, _CHECKED_TOKENS), questions, question_size)
         release_memory(setup.device)
         error, own = (check["gradient"][key] or math.nan for key in ("error", "torch_error"))
         report.line(
@@ -81,9 +74,7 @@ def benchmark_train(
         )
         if check["ok"]:
             model = build_trainee(setup.geometry, setup)
-            samples = [
-                draw_sample(model, length, count, question_size) for count in sorted({1, num_questions})
-            ]
+            samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
             results["step"] = measure_step(model, samples, setup, rounds)
             _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}

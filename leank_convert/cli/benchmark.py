@@ -35,6 +35,25 @@ _DTYPE = click.option(
 )
 
 
+# What stands where an option is left out: on a GPU, and on the CPU as a test of the command.
+_DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "kernel": {"cases": ([(64, 32768)], [(2, 64)]), "rounds": (21, 3)},
+    "generate": {"cases": ([(64, 4096, 128)], [(2, 40, 12)]), "rounds": (3, 3)},
+    "memory": {
+        "allocated": ((32768, 128), (200, 12)),
+        "prefill": ((4, 32768), (2, 64)),
+        "largest": ([(4096, 1024), (32768, 128)], [(48, 8)]),
+        "limit": (None, 0.002),  # the toy model and some rows
+    },
+    "train": {
+        "length": ((65536,), (96,)),
+        "questions": (8, 3),
+        "question_size": ((24, 40), (4, 6)),
+        "rounds": (3, 1),
+    },
+}
+
+
 def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
@@ -59,7 +78,10 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
             if chosen.type == "cpu" and not (mask or recipe):
                 # There, a real model's shape has to be asked for.
                 geometry = geometry or TOY
-            _finish(run(choose_setup(mask, recipe, geometry, chosen, dtype), **options))
+            setup = choose_setup(mask, recipe, geometry, chosen, dtype)
+            for name, values in _DEFAULTS[run.__name__].items():
+                options[name] = options[name] or values[setup.is_toy]
+            _finish(run(setup, **options))
 
         decorated: _Run = command
         for option in (_DTYPE, _DEVICE, _GEOMETRY, *((_RECIPE, _MASK) if masked else ())):
@@ -75,7 +97,7 @@ def _finish(document: dict[str, Any]) -> None:
         sys.exit(1)
 
 
-def _size_option(flag: str, names: str, text: str, *, many: bool = False) -> Callable[[_Run], _Run]:
+def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Callable[[_Run], _Run]:
     """An option of whole numbers between `x`, named as in `batch x tokens`; `k` is 1024."""
 
     def read(given: str) -> tuple[int, ...]:
@@ -94,7 +116,7 @@ def _size_option(flag: str, names: str, text: str, *, many: bool = False) -> Cal
         return [read(given) for given in value] if many else value and read(value)
 
     metavar = "x".join(name.upper() for name in names.split(" x "))
-    return click.option(flag, callback=callback, multiple=many, metavar=metavar, help=text)
+    return click.option(*flags.split(), callback=callback, multiple=many, metavar=metavar, help=text)
 
 
 def _rounds_option(default: str) -> Callable[[_Run], _Run]:
@@ -124,7 +146,7 @@ def benchmark() -> None:
 
 @benchmark.command()
 @case_options()
-@_size_option("--case", "batch x tokens", "Such as 64x32k; repeatable. Default: 64x32k.", many=True)
+@_size_option("--case cases", "batch x tokens", "Such as 64x32k; repeatable. Default: 64x32k.", many=True)
 @click.option(
     "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
 )
@@ -135,23 +157,16 @@ def benchmark() -> None:
     "Default: those that can run here.",
 )
 @_rounds_option("21, on the CPU 3")
-def kernel(setup: Setup, case: Any, layers: Any, peers: str | None, rounds: int | None) -> dict[str, Any]:
+def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
     """Decode attention of a mask's layers against dense decode attention of others."""
-    from leank_convert.benchmark.decode_attention import OWN_DENSE, PEERS, default_peers, read_peers
     from leank_convert.benchmark.kernel import benchmark_kernel
 
-    return benchmark_kernel(
-        setup,
-        case or ([(2, 64)] if setup.is_toy else [(64, 32768)]),
-        layers=layers,
-        peers=read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device),
-        rounds=rounds or (3 if setup.is_toy else 21),
-    )
+    return benchmark_kernel(setup, **options)
 
 
 @benchmark.command()
 @case_options()
-@_size_option("--case", "batch x prompt x new", "Repeatable. Default: 64x4kx128.", many=True)
+@_size_option("--case cases", "batch x prompt x new", "Repeatable. Default: 64x4kx128.", many=True)
 @click.option(
     "--peers",
     default="dense-dynamic,dense-static",
@@ -167,18 +182,11 @@ def kernel(setup: Setup, case: Any, layers: Any, peers: str | None, rounds: int 
     show_default=True,
     help="Seconds after which compiling dense-static is given up.",
 )
-def generate(setup: Setup, case: Any, peers: str, rounds: int | None, static_limit: float) -> dict[str, Any]:
+def generate(setup: Setup, **options: Any) -> dict[str, Any]:
     """A decode step and whole `generate` calls against the dense model on the same random weights."""
-    from leank_convert.benchmark.decode_attention import read_peers
-    from leank_convert.benchmark.generate import PEERS, benchmark_generate
+    from leank_convert.benchmark.generate import benchmark_generate
 
-    return benchmark_generate(
-        setup,
-        case or ([(2, 40, 12)] if setup.is_toy else [(64, 4096, 128)]),
-        peers=read_peers(peers, PEERS),
-        rounds=rounds or 3,
-        static_limit=static_limit,
-    )
+    return benchmark_generate(setup, **options)
 
 
 @benchmark.command()
@@ -202,22 +210,12 @@ def generate(setup: Setup, case: Any, peers: str, rounds: int | None, static_lim
     type=click.FloatRange(0, min_open=True),
     help="GB for weights and cache. Default: all there is.",
 )
-def memory(
-    setup: Setup, allocated: Any, prefill: Any, largest: Any, skip: tuple[str, ...], limit: float | None
-) -> dict[str, Any]:
+def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: Any) -> dict[str, Any]:
     """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
     from leank_convert.benchmark.memory import benchmark_memory
 
-    toy = setup.is_toy
-    if toy and limit is None:
-        limit = 0.002  # the toy model and some rows
-    return benchmark_memory(
-        setup,
-        allocated=None if "allocated" in skip else allocated or ((200, 12) if toy else (32768, 128)),
-        prefill=None if "prefill" in skip else prefill or ((2, 64) if toy else (4, 32768)),
-        batches=[] if "largest" in skip else largest or ([(48, 8)] if toy else [(4096, 1024), (32768, 128)]),
-        limit=None if limit is None else round(limit * 1e9),
-    )
+    parts |= dict.fromkeys(skip, ())
+    return benchmark_memory(setup, limit=None if limit is None else round(limit * 1e9), **parts)
 
 
 @benchmark.command()
@@ -228,20 +226,11 @@ def memory(
 )
 @_size_option("--question-size", "question x answer", "Tokens of each. Default: 24x40.")
 @_rounds_option("3, on the CPU 1")
-def train(
-    setup: Setup, length: Any, questions: int | None, question_size: Any, rounds: int | None
-) -> dict[str, Any]:
+def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
     """A training step, with one and with several questions, against its own prefill; and its peak memory."""
     from leank_convert.benchmark.training_step import benchmark_train
 
-    toy = setup.is_toy
-    return benchmark_train(
-        setup,
-        length=length[0] if length else (96 if toy else 65536),
-        num_questions=questions or (3 if toy else 8),
-        question_size=question_size or ((4, 6) if toy else (24, 40)),
-        rounds=rounds or (1 if toy else 3),
-    )
+    return benchmark_train(setup, length=length[0], **options)
 
 
 @benchmark.command()
@@ -271,10 +260,10 @@ def onnx(
     recipe: str | None,
     geometry: str | None,
     length: Any,
-    layers: list[int] | None,
     weights: str,
     threads: int | None,
     rounds: int | None,
+    **options: Any,
 ) -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
     from leank_convert.benchmark.onnx_step import benchmark_onnx
@@ -284,9 +273,9 @@ def onnx(
     document = benchmark_onnx(
         choose_setup(mask, recipe, geometry),
         [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
-        layers=layers,
         weights=None if weights == "float32" else weights,
         threads=threads or min(2, os.cpu_count() or 1),
         rounds=rounds or (3 if toy else 21),
+        **options,
     )
     _finish(document)

@@ -116,21 +116,6 @@ def round_weights(model: Any, weights: str) -> None:
         module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)
 
 
-def quantized_bytes(model: Any, weights: str) -> int:
-    """Bytes of a model's linear weights in a graph, scales included."""
-    scheme = SCHEMES[weights]
-    total = 0
-    for module in _linear_layers(model):
-        blocks = module.out_features * -(-module.in_features // scheme.block_size)
-        total += blocks * (scheme.block_size * scheme.bits // 8 + module.weight.element_size())
-    return total
-
-
-def linear_bytes(model: Any) -> int:
-    """Bytes of the same weights in the model's own type."""
-    return sum(module.weight.numel() * module.weight.element_size() for module in _linear_layers(model))
-
-
 def _linear_layers(model: Any) -> list[nn.Linear]:
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
