@@ -14,7 +14,7 @@ from leank_convert.data.haystack import control_tokens, open_haystack
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prompt import Prompt, score
-from leank_convert.evaluate.ruler.questions import draft_question, read_questions
+from leank_convert.evaluate.ruler.questions import collect_documents, draft_question, read_questions
 from leank_convert.evaluate.ruler.synthetic import (
     NEEDLE_TASKS,
     Draft,
@@ -62,6 +62,7 @@ def draw_prompts(
     control = control_tokens(tokenizer)
     text = open_haystack(HaystackSection(source=haystack), control)
     asked = [] if questions is None else read_questions(questions, control)
+    documents = collect_documents(asked)
 
     def draft(task: str, length: int, index: int) -> Draft:
         rng = random.Random(f"{seed}/{task}/{length}/{index}")
@@ -70,7 +71,7 @@ def draw_prompts(
         if task == "vt":
             return draft_tracking(rng)
         if questions is not None and task == "qa":
-            return draft_question(asked, questions, seed, index, rng)
+            return draft_question(asked, documents, questions, seed, index, rng)
         return draft_common_words(rng, length) if task == "cwe" else draft_frequent_words(rng, length)
 
     prompts: list[Prompt] = []

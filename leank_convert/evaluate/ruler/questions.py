@@ -23,11 +23,12 @@ _Kind = TypeVar("_Kind")
 
 
 class Question(NamedTuple):
-    """A question, each of whose answers is right, and the documents that a prompt must hold."""
+    """A question with its answers and documents."""
 
     text: str
-    answers: tuple[str, ...]
-    documents: tuple[str, ...]
+    answers: tuple[str, ...]  # each is right
+    documents: tuple[str, ...]  # those that a prompt must hold
+    article: tuple[str, ...] = ()  # SQuAD's paragraphs around it and its own, which fill a prompt first
 
 
 def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question]:
@@ -50,16 +51,29 @@ def read_questions(path: Path, control_tokens: Collection[str]) -> list[Question
         is_squad = "paragraphs" in record
         for question in _read_article(record, place) if is_squad else [_read_plain(record, place)]:
             if not control.search("\n".join((question.text, *question.documents))):
-                questions.append(question)
+                article = tuple(text for text in question.article if not control.search(text))
+                questions.append(question._replace(article=article))
     if not questions:
         raise LeanKError(f"question file `{path}` has no question with an answer", hint=_FORM)
     return questions
 
 
+def collect_documents(questions: Sequence[Question]) -> list[str]:
+    """The documents of a file, each once, in their order."""
+    return list(dict.fromkeys(text for asked in questions for text in asked.article or asked.documents))
+
+
 def draft_question(
-    questions: Sequence[Question], path: Path, seed: int, index: int, rng: random.Random
+    questions: Sequence[Question],
+    documents: Sequence[str],
+    path: Path,
+    seed: int,
+    index: int,
+    rng: random.Random,
 ) -> Draft:
     """Draw the question of an index, the same at every length, and the documents around its own.
+
+    As RULER does, those of its article come first, then the file's others.
 
     Raises:
         LeanKError: If the file has fewer questions, or no document of another one.
@@ -71,14 +85,14 @@ def draft_question(
             hint=f"ask for {len(questions)} samples or fewer, or leave `qa` out",
         )
     asked = questions[random.Random(f"{seed}/qa").sample(range(len(questions)), len(questions))[index]]
-    documents = dict.fromkeys(text for question in questions for text in question.documents)
-    others = [text for text in documents if text not in asked.documents]
-    if not others:
+    near = [text for text in asked.article if text not in asked.documents]
+    far = [text for text in documents if text not in asked.documents and text not in asked.article]
+    if not near and not far:
         raise LeanKError(
             f"question file `{path}` has no document besides those of `{asked.text}`",
             hint="add records on other documents: they fill the prompt",
         )
-    filler = first_pieces(_repeat_shuffled(others, random.Random(rng.getrandbits(64))))
+    filler = first_pieces(_repeat_shuffled(near, far, random.Random(rng.getrandbits(64))))
     order = rng.getrandbits(64)
 
     def render(num_documents: int) -> str:
@@ -101,14 +115,15 @@ def _read_plain(record: dict[str, Any], place: str) -> Question:
 
 def _read_article(article: dict[str, Any], place: str) -> Iterator[Question]:
     """The questions of an article of SQuAD's file; those without an answer are left out."""
-    for paragraph in _get(article, "paragraphs", list, place):
+    paragraphs = _get(article, "paragraphs", list, place)
+    contexts = tuple(_get(paragraph, "context", str, place).strip() for paragraph in paragraphs)
+    for paragraph, context in zip(paragraphs, contexts, strict=True):
         for asked in _get(paragraph, "qas", list, place):
             if answers := [
                 _get(answer, "text", str, place) for answer in _get(asked, "answers", list, place)
             ]:
-                documents = [_get(paragraph, "context", str, place)]
-                plain = {**asked, "answers": list(dict.fromkeys(answers)), "documents": documents}
-                yield _read_plain(plain, place)
+                plain = {**asked, "answers": list(dict.fromkeys(answers)), "documents": [context]}
+                yield _read_plain(plain, place)._replace(article=contexts)
 
 
 def _get(record: Any, key: str, kind: type[_Kind], place: str) -> _Kind:
@@ -120,7 +135,7 @@ def _get(record: Any, key: str, kind: type[_Kind], place: str) -> _Kind:
     return value
 
 
-def _repeat_shuffled(texts: Sequence[str], rng: random.Random) -> Iterator[str]:
-    shuffled = rng.sample(texts, len(texts))
+def _repeat_shuffled(first: Sequence[str], then: Sequence[str], rng: random.Random) -> Iterator[str]:
+    shuffled = [*rng.sample(first, len(first)), *rng.sample(then, len(then))]
     while True:
         yield from shuffled

@@ -1,13 +1,19 @@
 """Files of questions, and prompts of them."""
 
 import json
+import random
 import re
 from collections import Counter
 
 import pytest
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.ruler.questions import Question, read_questions
+from leank_convert.evaluate.ruler.questions import (
+    Question,
+    collect_documents,
+    draft_question,
+    read_questions,
+)
 
 RECORD = {"question": "One?", "answers": ["1"], "documents": ["One."]}
 
@@ -43,7 +49,8 @@ def test_squads_questions_that_have_answers_are_read_with_their_paragraphs(write
         "squad.json",
         json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": paragraphs}]}, indent=indent),
     )
-    assert read_questions(path, ()) == [Question("What?", ("down",), ("Rivers run down.",))]
+    article = ("Rivers run down.", "Iron rusts.")
+    assert read_questions(path, ()) == [Question("What?", ("down",), article[:1], article)]
 
 
 def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
@@ -109,3 +116,16 @@ def test_a_file_that_is_too_small_is_refused(plain_tokenizer, draw):
     with pytest.raises(LeanKError, match="has 12 questions, fewer than the samples") as caught:
         draw(plain_tokenizer, "qa", num_samples=13)
     assert "12 samples or fewer" in caught.value.hint
+
+
+def test_the_rest_of_an_article_fills_a_prompt_before_other_documents(tmp_path):
+    first, second = ("A1", "A2", "A3"), ("B1", "B2")
+    asked = [Question("a?", ("1",), first[:1], first), Question("b?", ("2",), second[:1], second)]
+    documents = collect_documents(asked)
+    assert documents == [*first, *second]
+    for index in range(2):
+        draft = draft_question(asked, documents, tmp_path, 0, index, random.Random(index))
+        own = first if "a?" in draft.render(0) else second
+        shown = re.findall(r"^[AB]\d$", draft.render(len(own) - 1), re.M)
+        assert sorted(shown) == sorted(own)
+        assert set(re.findall(r"^[AB]\d$", draft.render(4), re.M)) == set(documents)
