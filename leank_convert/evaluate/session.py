@@ -46,7 +46,7 @@ def evaluate_checkpoint(
     tasks: Sequence[str] = (),
     lengths: Sequence[int] = (),
     haystack: str | None = None,
-    questions: Path | None = None,
+    questions: str | Path | None = None,
     num_samples: int = 200,
     seed: int = 1_000_000,
     also: Sequence[str] | None = None,
@@ -65,11 +65,15 @@ def evaluate_checkpoint(
         overrides: Changes to a recipe that is read from a file, `key=value`.
         tasks: RULER's tasks by name instead of a recipe's data; `ruler` is all of them.
         lengths: With `tasks`: tokens of a prompt and its answer.
-        haystack: With `tasks`: running text, see `HaystackSection.source`; None for built-in sentences.
-        questions: With the task `qa`: a file of questions, see `ruler.questions`.
+        haystack: With `tasks`: running text, a .txt, .json or .jsonl file or a dataset's hub id; None for
+            built-in sentences.
+        questions: With the task `qa`: a .json or .jsonl file of records with `question`, `answers` and
+            `documents`, or SQuAD's .json.
         num_samples: Prompts; with `tasks`, of each task at each length.
         seed: Of the prompts.
-        also: What else answers, see `find_variants`; None for `window`, and for nothing with `tasks`.
+        also: What else answers: `window` (no pruned key at all), `think` (ThinK's choice of channels per
+            prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice); None for `window`,
+            and for nothing with `tasks`.
         against: What to compare with instead: a model, another checkpoint or an ONNX folder; hub id or path.
         out: Where every answer is kept as it comes, and the results; an evaluation that finds some answers
             there asks only the rest.
@@ -90,7 +94,8 @@ def evaluate_checkpoint(
     evaluated = load_evaluated(checkpoint, chosen_device)
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     if data is None:
-        prompts = draw_prompts(tokenizer, tasks, lengths, num_samples, seed, haystack, questions)
+        file = None if questions is None else Path(questions)
+        prompts = draw_prompts(tokenizer, tasks, lengths, num_samples, seed, haystack, file)
     else:
         prompts = held_out_prompts(tokenizer, data, num_samples=num_samples, seed=seed)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
@@ -142,7 +147,8 @@ def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrid
     if isinstance(recipe, Recipe):
         return recipe
     read_leank_config(checkpoint)  # what is no checkpoint is refused as such
-    provenance = load_mask(checkpoint / MASK_FILE_NAME).provenance
+    mask_file = checkpoint / MASK_FILE_NAME
+    provenance = load_mask(mask_file).provenance if recipe is None and mask_file.exists() else None
     return choose_recipe(recipe, checkpoint, provenance.model if provenance else None, overrides)
 
 
