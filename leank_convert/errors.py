@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class LeanKError(Exception):
-    """A mistake or a fault that is told in one sentence, with a remedy where there is one.
+    """A mistake or a fault in one sentence, with a remedy where there is one.
 
     `str(error)` is the message. The command line prints ``error: <message>`` and, where a hint is given,
     ``hint: <hint>``, and leaves with `exit_code`.

@@ -221,7 +221,9 @@ class Recipe(_Section):
     offload_context: bool = Field(
         False, description="keep the context's keys and values in host memory, for contexts a GPU cannot hold"
     )
-    trackers: tuple[Tracker, ...] = Field(("tensorboard",), description="who is told of every step")
+    trackers: tuple[Tracker, ...] = Field(
+        ("tensorboard",), description="where every step is logged besides log.jsonl"
+    )
     save_every: _PositiveInt = Field(50, description="steps between two saved states")
     seed: _NonNegativeInt = Field(0, description="samples are a function of the seed and the step")
 

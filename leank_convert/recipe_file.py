@@ -1,7 +1,7 @@
 """Recipes as files: one YAML, checked whole before anything runs.
 
 Precedence: defaults < the recipe's file < `--set key=value` < flags. An unknown key is an error with a
-suggestion, and every problem is told at once.
+suggestion, and all problems come in one message.
 Importing this module does not import torch.
 """
 
@@ -49,7 +49,7 @@ def load_recipe(
     Args:
         path_or_name: A YAML file, or the bare name of a packaged recipe such as `quickstart`.
         overrides: `key=value` strings; keys are dotted (`stage1.steps`), values YAML; later ones win.
-        flags: Values by dotted key, applied last. Told to the user as command-line options of the key's
+        flags: Values by dotted key, applied last. Messages name them as command-line options of the key's
             last part: `windows.flush_size` as `--flush-size`.
 
     Raises:

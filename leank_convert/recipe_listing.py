@@ -65,7 +65,7 @@ def render(name: str | None = None, *, keys: bool = False, as_json: bool = False
 
 
 def describe_recipe(packaged: PackagedRecipe) -> ListedRecipe:
-    """Read what the listing tells of a packaged recipe."""
+    """Read what the listing shows of a packaged recipe."""
     recipe = load_recipe(packaged.name)
     return ListedRecipe(
         name=packaged.name,

@@ -127,7 +127,7 @@ def finish_export(out: Path, repo_id: str | None, private: bool) -> None:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own loading bars out of the terminal; ours tell more."""
+    """Keep transformers' own loading bars out of the terminal; ours say more."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

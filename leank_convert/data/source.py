@@ -78,7 +78,7 @@ class SampleSource:
         """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
 
         Raises:
-            LeanKError: As `draw`; tells the length that leaves room. Also where no task uses the haystack.
+            LeanKError: As `draw`; names the length that leaves room. Also where no task uses the haystack.
         """
         if self.data.haystack.source is not None and not self._uses_haystack:
             raise LeanKError(

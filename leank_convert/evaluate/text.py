@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 JSON_NAME, FIGURE_NAME = "text.json", "text.png"
 NUM_BINS = 8
-_FLOOR = 1e-7  # of a divergence, in nats: below, float32 tells nothing
+_FLOOR = 1e-7  # of a divergence, in nats: below, float32 is noise
 
 
 @dataclass(frozen=True)

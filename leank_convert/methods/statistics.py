@@ -1,4 +1,4 @@
-"""What one dense pass over a prompt tells of a model's channels, from queries and keys after RoPE.
+"""Statistics of a model's channels from one dense pass over a prompt: queries and keys after RoPE.
 
 Letters: L layers, H query heads, H_kv KV heads, G = H / H_kv, N tokens, W tokens of the observation window,
 D head_dim. Channels i and i + D/2 are one RoPE pair, whose frequency falls with i.

@@ -1,4 +1,4 @@
-"""The report of a mask: one HTML page that needs nothing beside it, no network and no script."""
+"""The report of a mask: one HTML page that needs no other file, no network and no script."""
 
 from __future__ import annotations
 
