@@ -49,7 +49,7 @@ def analyze(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Tell how a mask's channels are distributed: over RoPE pairs, layers and heads, and what that saves.
+    """Show how a mask's channels are distributed: over RoPE pairs, layers and heads, and what that saves.
 
     MASK|CKPT is a mask file, a training run, a converted checkpoint, or the hub id of one. With --model: also
     whether the same channels are large in every task and at every length, and which heads live on high

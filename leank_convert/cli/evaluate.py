@@ -46,12 +46,14 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
 @click.option(
     "--haystack",
     metavar="FILE|ID",
-    help="With --task: running text, .txt, .json, .jsonl or a dataset's id. Default: built-in sentences.",
+    help="With --task: running text, .txt, or with the extra `datasets` .json, .jsonl or a dataset's id. "
+    "Default: built-in sentences.",
 )
 @click.option(
     "--questions",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --task qa: .json or .jsonl of records (question, answers, documents), or SQuAD's .json.",
+    help="With --task qa and the extra `datasets`: .json or .jsonl of records (question, answers, documents), "
+    "or SQuAD's .json.",
 )
 @click.option(
     "--text",

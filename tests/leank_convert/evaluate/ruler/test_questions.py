@@ -129,3 +129,9 @@ def test_the_rest_of_an_article_fills_a_prompt_before_other_documents(tmp_path):
         shown = re.findall(r"^[AB]\d$", draft.render(len(own) - 1), re.M)
         assert sorted(shown) == sorted(own)
         assert set(re.findall(r"^[AB]\d$", draft.render(4), re.M)) == set(documents)
+
+
+def test_a_file_with_nothing_to_fill_a_prompt_with_is_refused(tmp_path):
+    asked = [Question("a?", ("1",), ("A1",))]
+    with pytest.raises(LeanKError, match=r"no document besides those of `a\?`"):
+        draft_question(asked, collect_documents(asked), tmp_path, 0, 0, random.Random(0))
