@@ -52,8 +52,8 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
 @click.option(
     "--questions",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --task qa and the extra `datasets`: .json or .jsonl of records (question, answers, documents), "
-    "or SQuAD's .json.",
+    help="With --task qa and the extra `datasets`: .json or .jsonl of records (question, answers, "
+    "documents), or SQuAD's .json.",
 )
 @click.option(
     "--text",
