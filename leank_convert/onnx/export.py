@@ -92,7 +92,9 @@ def export_onnx(
     checkpoint = resolve_model(model)
     choice = None
     if "leank" in read_config(checkpoint):
-        if mask is not None or any(value not in (None, (), False) for value in choices.values()):
+        # A window size of 0 is a choice, though 0 equals False.
+        chosen = [value for value in choices.values() if value not in (None, ()) and value is not False]
+        if mask is not None or chosen:
             raise LeanKError(
                 f"`{model}` already is a LeanK checkpoint, with a mask and windows of its own",
                 hint="leave out --mask, --all-channels, --recipe, --set and the window sizes, or start from "

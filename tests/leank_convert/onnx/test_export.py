@@ -294,9 +294,10 @@ def test_model_that_cannot_be_a_graph_is_refused_and_nothing_written(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_checkpoints_own_mask_is_not_to_be_replaced(checkpoint, mask_file, tmp_path):
-    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
-    result = run("export", checkpoint, *arguments)
+@pytest.mark.parametrize("option", ["mask", "sink_size"])
+def test_checkpoints_own_mask_and_windows_are_not_to_be_replaced(option, checkpoint, mask_file, tmp_path):
+    given = ["--mask", mask_file] if option == "mask" else ["--sink-size", "0"]
+    result = run("export", checkpoint, *given, "--format", "onnx", "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert "already is a LeanK checkpoint, with a mask and windows of its own" in result.stderr
     assert "hint: leave out --mask" in result.stderr

@@ -177,8 +177,10 @@ def test_another_opset_than_the_graphs_is_found(folder):
         ("inputs", lambda tensor: tensor.update(width=8), "width 8, part key); the widths give"),
         ("inputs", lambda tensor: tensor.update(shape=["batch", 1, "pruned_slots", 8]), "'pruned_slots', 8]"),
         ("outputs", lambda tensor: tensor.update(name="present.9.key"), "number 3 is `present.9.key`"),
+        # A host may take what has a region for the cache.
+        ("outputs", lambda tensor: tensor.update(region="window"), "region window); the widths give `present"),
     ],
-    ids=["dtype", "width", "shape", "name"],
+    ids=["dtype", "width", "shape", "name", "region"],
 )
 def test_a_tensor_described_otherwise_than_the_heads_are_is_found(part, edit, message, folder):
     # Tensor 6 of the inputs is the pruned key of the bucket of width 7.
