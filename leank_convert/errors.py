@@ -47,6 +47,10 @@ class RecipeError(LeanKError):
         super().__init__(message, hint)
 
 
+class LeanKMemoryError(LeanKError):
+    """Memory does not suffice; with less to hold it may."""
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message; the hub's errors go on with request ids and advice."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -61,7 +65,7 @@ def out_of_memory(what: str, hint: str) -> Iterator[None]:
         hint: What to lower.
 
     Raises:
-        LeanKError: In place of `torch.OutOfMemoryError` or `MemoryError`; exit code 1.
+        LeanKMemoryError: In place of `torch.OutOfMemoryError` or `MemoryError`; exit code 1.
     """
     try:
         yield
@@ -69,6 +73,6 @@ def out_of_memory(what: str, hint: str) -> Iterator[None]:
         # By its name: this module is read where torch is not, and `torch.OutOfMemoryError` is a RuntimeError.
         if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":
             raise
-        raise LeanKError(
+        raise LeanKMemoryError(
             f"memory does not suffice for {what}: {first_line(error)}", hint=hint, exit_code=1
         ) from error

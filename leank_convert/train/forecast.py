@@ -15,7 +15,7 @@ import torch
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
 from leank_convert.safetensors_file import DTYPE_BYTES
 from leank_convert.train.log import check_trackers
@@ -191,14 +191,14 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
     )
     if found.capacity is not None and found.weights + found.working > found.capacity:
         return replace(found, why_unmeasured="the weights do not fit, so nothing was measured")
-    loaded = load_model(files, recipe, chosen)
-    Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
-    samples = _draw_mean_samples(loaded, recipe)
-    found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
     try:
+        loaded = load_model(files, recipe, chosen)
+        Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
+        samples = _draw_mean_samples(loaded, recipe)
+        found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
         with out_of_memory("a step", "see above"):
             return replace(found, seconds_per_context=_time_context(loaded, recipe, samples[0], chosen))
-    except LeanKError as error:
+    except LeanKMemoryError as error:
         return replace(found, why_unmeasured=str(error))
 
 

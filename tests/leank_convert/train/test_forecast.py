@@ -137,11 +137,13 @@ def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe,
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore of it")
 
-    monkeypatch.setattr(module, "distil", fail)
-    found = forecast(retriever_folder, short_recipe(), device="cpu")
-    assert found.seconds is None
-    assert found.to_dict()["steps"] == 13
-    assert "not estimated: memory does not suffice for a step: CUDA out of memory." in found.render()
+    for place, part in (("train.forecast.distil", "a step"), ("train.model._load_weights", "the weights")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"leank_convert.{place}", fail)
+            found = forecast(retriever_folder, short_recipe(), device="cpu")
+        assert found.seconds is None
+        assert found.to_dict()["steps"] == 13
+        assert f"not estimated: memory does not suffice for {part}" in found.render()
 
 
 def test_weights_that_a_gpu_cannot_hold_are_not_loaded(retriever_folder, short_recipe, monkeypatch):
