@@ -178,7 +178,11 @@ def test_another_opset_than_the_graphs_is_found(folder):
         ("inputs", lambda tensor: tensor.update(shape=["batch", 1, "pruned_slots", 8]), "'pruned_slots', 8]"),
         ("outputs", lambda tensor: tensor.update(name="present.9.key"), "number 3 is `present.9.key`"),
         # A host may take what has a region for the cache.
-        ("outputs", lambda tensor: tensor.update(region="window"), "region window); the widths give `present"),
+        (
+            "outputs",
+            lambda tensor: tensor.update(region="window"),
+            "region window); the widths give `present",
+        ),
     ],
     ids=["dtype", "width", "shape", "name", "region"],
 )
