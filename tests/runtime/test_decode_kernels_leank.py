@@ -1,7 +1,10 @@
 """Decode kernels as they are found, compiled, launched and shown to torch; no device is needed for it."""
 
+import contextlib
 import importlib
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +42,50 @@ def test_one_warning_names_what_no_kernel_serves(change, reason, monkeypatch, ca
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert [find(**change), find(**change)] == [None, None]
     assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.fixture
+def makes(monkeypatch):
+    """A GPU whose kernels are made at once; errors to end with, and keys of all made."""
+    made = SimpleNamespace(keys=[], errors=[])
+
+    def make(key):
+        made.keys.append(key)
+        time.sleep(0.02)  # so that threads meet
+        if made.errors:
+            raise made.errors.pop()
+        return SimpleNamespace(key=key)
+
+    monkeypatch.setattr(find_kernels_leank, "DecodeKernels", make)
+    monkeypatch.setattr(find_kernels_leank, "disagreement", lambda kernels: 0.0)
+    monkeypatch.setattr(find_kernels_leank.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return made
+
+
+def test_kernels_are_made_once_also_for_threads_at_once(makes):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(find())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(makes.keys) == 1 and len(found) == 4
+    assert all(kernels is found[0] is not None for kernels in found)
+
+
+def test_out_of_memory_is_the_callers_and_does_not_last(makes, caplog):
+    makes.errors.append(torch.OutOfMemoryError("no memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        find()
+    assert find() is not None and not caplog.records
+
+
+def test_another_failure_is_one_warning_and_lasts(makes, caplog):
+    makes.errors.append(RuntimeError("nvcc: no such file"))
+    assert [find(), find()] == [None, None]
+    assert ["RuntimeError: nvcc: no such file" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_the_cpu_decodes_in_plain_torch_without_a_warning(caplog):
