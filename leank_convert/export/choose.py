@@ -55,9 +55,11 @@ def choose(
     """Choose what to export; arguments are `export_checkpoint`'s.
 
     Raises:
-        LeanKError: If there is no mask, or one that cannot be read, the recipe is wrong, or a size makes no
-            sense.
+        LeanKError: If there is no mask, one that cannot be read or is excluded by `all_channels`, the
+            recipe is wrong, or a size makes no sense.
     """
+    if all_channels and mask is not None:
+        raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
     chosen = _choose_recipe(model, out, recipe, overrides)
     if config_overrides is None:
         config_overrides = chosen.model.config_overrides if chosen else {}

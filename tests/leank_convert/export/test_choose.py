@@ -76,6 +76,8 @@ def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
     given = choose(source, files[0], out, recipe=recipe, overrides=overrides)
     assert given.mask.channel_mask.equal(trained.channel_mask)
     assert choose(source, None, out, all_channels=True).mask.pruning_ratio == 0
+    with pytest.raises(LeanKError, match="`mask` and `all_channels` exclude each other"):
+        choose(source, trained, out, all_channels=True)
     with pytest.raises(LeanKError, match="no mask for"):
         choose(source, None, tmp_path / "elsewhere", recipe=recipe)
 
