@@ -131,7 +131,8 @@ _KEYS: dict[str, Any] = {
         "vocab_size": _COUNT,
         "max_position_embeddings": _COUNT,
     },
-    "bos_token_id": (_SIZE,),
+    # Some models' configs say -1 for none.
+    "bos_token_id": (_Value("a whole number or null", lambda value: type(value) is int),),
     "eos_token_ids": [_SIZE],
     "sink_size": _SIZE,
     "recent_size": _SIZE,
