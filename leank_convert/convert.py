@@ -1,4 +1,4 @@
-"""From a model to its pruned checkpoints: refusals first, then masks, then exports."""
+"""Conversion of a model into pruned checkpoints: refusals first, then masks, then exports."""
 
 from __future__ import annotations
 

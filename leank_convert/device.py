@@ -1,4 +1,4 @@
-"""Which device a run computes on, and whether this process is the one that writes."""
+"""Device of a run, and whether this process is the one that writes."""
 
 from __future__ import annotations
 

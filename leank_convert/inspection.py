@@ -1,4 +1,4 @@
-"""What is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes per token, provenance."""
+"""Inspection of a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may say: its keys, their defaults, and which of them go together.
+"""The recipe: its keys, their defaults, and which of them go together.
 
 Importing this module does not import torch.
 """

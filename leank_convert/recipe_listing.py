@@ -1,4 +1,4 @@
-"""What `leank-convert recipes` prints: the packaged recipes side by side, one of them, or every key there is.
+"""Listing of recipes: the packaged ones as a table, one of them, or every key there is.
 
 Importing this module does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Compile and check a checkpoint's kernels on this machine, so that a server never compiles."""
+"""Warm-up: compile and check a checkpoint's kernels on this machine, so that a server never compiles."""
 
 from __future__ import annotations
 

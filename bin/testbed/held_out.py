@@ -1,4 +1,4 @@
-"""Measures the shipped model's answers to held-out prompts: `python -m bin.testbed.held_out`."""
+"""Held-out answers of the shipped model, measured: `python -m bin.testbed.held_out`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains the shipped model from scratch on its three tasks (one GPU, minutes): `bin/train-testbed`.
+"""Training of the shipped model from scratch on its three tasks (one GPU, minutes): `bin/train-testbed`.
 
 Every training sequence is one document and as many questions as fit behind it; only answers count in the
 loss. Retrieval circuits do not form on long documents from the start: the length grows from 64 tokens, each

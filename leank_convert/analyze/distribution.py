@@ -1,4 +1,4 @@
-"""How a mask's channels are distributed: over RoPE pairs, layers and heads, and what that saves."""
+"""Distribution of a mask's channels over RoPE pairs, layers and heads, and what that saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An analysis as text, and as files: a page that opens offline, its figures as PNG, its numbers as JSON."""
+"""Presentation of an analysis: text, a page that opens offline, figures as PNG, numbers as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`leank-convert export`, and what `train` shares with it."""
+"""The `export` command, and the options it shares with `train`."""
 
 from __future__ import annotations
 

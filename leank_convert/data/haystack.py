@@ -1,4 +1,4 @@
-"""Where running text comes from: a file or a dataset that the recipe names, or the built-in grammar.
+"""Haystack: running text of a file or a dataset that the recipe names, or of the built-in grammar.
 
 A file or a dataset is read once, up to `_MAX_BYTES`, and cut into sentences; a sample takes consecutive ones
 from a random place on and goes on at the beginning where the text ends.

@@ -1,4 +1,4 @@
-"""Draws the sample of any index: which task, how long, and the text that fills that length.
+"""Source of samples: the task, the length and the filling text of the sample of any index.
 
 Three tasks in wording of our own. Two are the paper's (section "Training stage 1"): `retrieval`, where every
 line of the context gives a key and its value and one is asked, and `multi_value`, where values of several

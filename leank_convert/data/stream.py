@@ -1,4 +1,4 @@
-"""Samples drawn ahead of their use, in a thread of their own."""
+"""Stream of samples, drawn ahead of their use in a thread of its own."""
 
 from __future__ import annotations
 
