@@ -1,4 +1,4 @@
-"""The `export` command, and the options it shares with `train`."""
+"""The `export` command, with the checks and the closing report that `train` shares."""
 
 from __future__ import annotations
 
