@@ -1,4 +1,4 @@
-"""The safetensors format as bytes: read and check a header, write a file.
+"""Safetensors files as bytes: read and check a header, write a file.
 
 The `safetensors` package loads a file's tensors and serialises them again. Conversion moves most bytes
 without looking at them and must not hold a shard in memory, so it works on offsets; and this writer puts

@@ -1,4 +1,4 @@
-"""How time is measured: replays of a CUDA graph between two events; on the CPU the wall clock.
+"""Timing: replays of a CUDA graph between two events; on the CPU the wall clock.
 
 And what surrounds a measurement: the device, how fast its memory can be read, peers that fail.
 """

@@ -1,4 +1,4 @@
-"""What is measured: a mask on a real model's shape, and models of random weights, ours and the stock one."""
+"""Models of random weights to measure, ours and the stock one, and a mask on a real model's shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark prints: its environment, tables for people on stderr, one JSON document for machines."""
+"""Tables of a benchmark for people, its JSON document for machines, and the environment that both name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmark train`: what a training step costs beside its own prefill, in seconds and in memory.
+"""`benchmark train`: a training step beside its own prefill, in seconds and in memory.
 
 Before anything is timed, loss and gradient are held to full sequences in higher precision: the stock model
 runs prompt and answer at once, with an attention function that scales the answer's rows. That is what one

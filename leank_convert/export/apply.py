@@ -1,4 +1,4 @@
-"""Run a plan: write each shard from its source, one range of bytes at a time.
+"""Shard writer of an export: a plan's edits, one range of bytes at a time from the source.
 
 Rows of a permuted tensor are runs of bytes, so they are copied inside the kernel like everything else; only
 columns pass through memory, a few megabytes at a time. Peak memory depends on no size of the model.

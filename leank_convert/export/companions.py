@@ -1,4 +1,4 @@
-"""The small files that travel with a model's weights: its tokenizer above all."""
+"""Companion files of a model's weights: its tokenizer above all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export changes, decided before anything is written: config + mask + architecture → tensor edits.
+"""Plan of an export, made before anything is written: config + mask + architecture → tensor edits.
 
 Pure data. Every tensor the model must have is looked up in the headers here, so that what follows can only
 fail for want of a disk.

@@ -1,4 +1,4 @@
-"""Put a folder in place whole or not at all.
+"""Atomic replacement of a folder: whole or not at all.
 
 A folder is written as `<out>.partial`, then swapped: `<out>` becomes `<out>.previous`, the partial folder
 becomes `<out>`, the previous one is removed. Whatever moment the process dies in, the next run finds its way

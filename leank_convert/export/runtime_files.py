@@ -1,4 +1,4 @@
-"""The files that make a checkpoint load by itself: found as data, copied flat, never imported."""
+"""Runtime files of a checkpoint: found as data, copied flat, never imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's.
+"""Checks of a written graph: onnx's own checker, then onnxruntime's answers against PyTorch's.
 
 A graph is held to PyTorch strictly as long as its weights are the model's. One of quantized weights is
 held to PyTorch with the same rounded weights: how far those take logits from the model's is measured and

@@ -1,4 +1,4 @@
-"""What graphs need: operator sets, and the libraries that know them."""
+"""Libraries that ONNX export needs, and the operator sets they know."""
 
 from __future__ import annotations
 

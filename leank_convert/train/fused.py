@@ -1,4 +1,4 @@
-"""Attention that also gives its log-sum-exp, so that the parts of a split softmax can be merged.
+"""Fused attention with its log-sum-exp, so that the parts of a split softmax can be merged.
 
 PyTorch's fused kernels compute it where they run: cuDNN's, which is nearly twice as fast on Hopper, else
 FlashAttention. Their public function keeps the log-sum-exp to itself, so the operators behind it are called.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, where its state can be saved."""
+"""Interruption by Ctrl-C or SIGTERM: a run ends between two steps, where its state can be saved."""
 
 from __future__ import annotations
 

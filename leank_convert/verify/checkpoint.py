@@ -1,4 +1,4 @@
-"""Check a checkpoint: against itself, and against the model it was made from.
+"""Checks of a checkpoint: against itself, and against the model it was made from.
 
 Nothing is loaded into a model. Weights are compared as bytes, a few megabytes at a time.
 """

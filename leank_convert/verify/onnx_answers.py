@@ -1,4 +1,4 @@
-"""Run a graph by its host: a decode step, its regions, and a prompt that its source reads too."""
+"""Answers of a graph, run by its host: a decode step, its regions, a prompt that its source reads too."""
 
 from __future__ import annotations
 

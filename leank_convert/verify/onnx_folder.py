@@ -1,4 +1,4 @@
-"""Check an ONNX folder: its description, its files, its graph, and what the host makes of it."""
+"""Checks of an ONNX folder: its description, its files, its graph, and what the host makes of it."""
 
 from __future__ import annotations
 
