@@ -1,4 +1,4 @@
-"""docs/formats.md, the contract for other implementations, names every key that the code writes."""
+"""Pages that repeat what code holds: the keys of files that others read, the table of methods."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 
 from leank_convert.export.config_json import LEANK_KEYS
 from leank_convert.mask import MaskProvenance
+from leank_convert.methods import METHODS
 from leank_convert.onnx import description
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "formats.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = DOCS / "formats.md"
 
 
 def section(title: str) -> set[str]:
@@ -43,3 +45,10 @@ def literal_keys(function: object) -> set[str]:
 )
 def test_the_page_names_every_key(title, keys):
     assert keys - section(title) == set()
+
+
+def test_the_page_on_ratios_lists_the_table_of_methods():
+    page = (DOCS / "ratio.md").read_text(encoding="utf-8")
+    rows = [f"| `{m.name}` | {m.summary} | {'yes' if m.trains else 'no'} |" for m in METHODS.values()]
+    listed = "\n".join(row.replace("|q·k|", r"\|q·k\|") for row in rows)
+    assert listed in page, f"the rows under `Simpler methods` are those of METHODS:\n{listed}"
