@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +19,7 @@ from leank_convert.benchmark.onnx_step import (
 from leank_convert.benchmark.random_models import choose_setup
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
+from leank_convert.onnx.leank_onnx import Cache
 from leank_convert.onnx.quantize import quantize_weights
 
 TOY = ["benchmark", "onnx", "--geometry", "tiny", "--layers", "0", "--rounds", "2", "--threads", "1"]
@@ -109,6 +111,23 @@ def test_a_wrong_step_gets_no_figures(run, monkeypatch):
     assert not case["step"]["checks"]["leank"]["ok"]
     assert "ratio" not in case["step"]
     assert "the leank graph's logits are WRONG" in result.stderr
+
+
+def test_a_cache_that_the_host_fills_wrongly_gets_no_figures(run, monkeypatch):
+    right = Cache.split
+
+    def shift(cache):
+        right(cache)
+        for keys, _ in cache._pruned.values():
+            held = keys[:, :, : cache.pruned_lengths[0]]
+            held[...] = np.roll(held, 1, axis=2)
+
+    monkeypatch.setattr(Cache, "split", shift)
+    result = run("--length", "96")
+    (case,) = json.loads(result.stdout)["cases"]
+    assert (result.exit_code, case["ok"]) == (1, False)
+    assert case["step"]["checks"]["dense"]["ok"]
+    assert not case["step"]["checks"]["leank"]["ok"]
 
 
 def test_layers_that_stand_for_all_come_from_all_depths():
