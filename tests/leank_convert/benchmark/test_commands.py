@@ -187,7 +187,11 @@ def test_wrong_decoding_is_not_timed_and_exits_1(command, monkeypatch):
 
 def test_a_training_step_is_held_to_full_sequences_and_timed_beside_its_prefill(measured):
     document, _ = measured(*TRAIN)
-    assert (document["check"]["questions"], document["check"]["gradient"]["ok"]) == (2, True)
+    cases = document["check"]["cases"]
+    assert [(case["stage"], case["questions"], case["gradient"]["ok"]) for case in cases] == [
+        (1, 1, True),
+        (2, 2, True),
+    ]
     step = document["step"]
     # Two questions of 3 + 5 tokens share the first 96 - 8.
     assert (step["length"], step["context"]) == (96, 88)
@@ -224,7 +228,7 @@ def test_a_window_of_one_token_less_is_a_wrong_step(monkeypatch):
     right = training.distil
     monkeypatch.setattr(training, "distil", narrower)
     check = json.loads(run(*TRAIN, "--dtype", "float32").stdout)["check"]
-    assert not check["gradient"]["ok"]
+    assert [case["gradient"]["ok"] for case in check["cases"]] == [False, False]
 
 
 @pytest.mark.parametrize("command", ["kernel", "generate", "memory", "train"])
