@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,6 +50,23 @@ class RecipeError(LeanKError):
 
 class LeanKMemoryError(LeanKError):
     """Memory does not suffice; with less to hold it may."""
+
+
+_CUT_LENGTH = 120
+_CUT = reprlib.Repr()
+_CUT.maxstring = _CUT.maxother = _CUT.maxlong = 80
+_CUT.maxlevel = 3
+
+
+def cut(value: object) -> str:
+    """A value for a message, short however large or deep it is.
+
+    Text comes in quotes, so that `1` and `"1"` differ.
+    """
+    if isinstance(value, int) and abs(value) >= 10**40:  # its digits alone may take minutes
+        return f"an integer of {value.bit_length()} bits"
+    text = _CUT.repr(value)
+    return text if len(text) <= _CUT_LENGTH else f"{text[:_CUT_LENGTH]}…"
 
 
 def first_line(error: Exception) -> str:
