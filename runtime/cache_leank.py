@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import check_prune, read_settings
+from .configuration_leank import check_prune, check_window_size, read_settings
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
@@ -181,7 +181,7 @@ class LeanKCache(Cache):
             flush_size: Tokens pruned at a time while decoding.
 
         Raises:
-            ValueError: If the prompt is split already, or a size is too small.
+            ValueError: If the prompt is split already, or a size is too small or too large.
         """
         if self.rows.is_split:
             raise ValueError(
@@ -190,9 +190,8 @@ class LeanKCache(Cache):
             )
         sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
         for name, value in sizes.items():
-            least = 1 if name == "flush_size" else 0
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"`{name}` is {value!r}, not an integer of at least {least}")
+            if value is not None:
+                check_window_size(name, value)
         shared = [
             tensor
             for layer in self.layers

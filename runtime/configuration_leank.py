@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import (
 
 FORMAT_VERSION = 1
 PRUNE_MODES = ("eager", "deferred")
+MAX_WINDOW_SIZE = 1 << 24
+"""Most tokens that sink_size, recent_size and flush_size may be: the kernels count in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
                 f"config.json: `leank.head_permutation[{layer}]` is {list(row)}, "
                 f"not a permutation of 0…{num_heads - 1}"
             )
-    for key, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
-        if not _is_int(block[key]) or block[key] < least:
-            raise ValueError(
-                f"config.json: `leank.{key}` is {block[key]!r}, not an integer of at least {least}"
-            )
+    for key in ("sink_size", "recent_size", "flush_size"):
+        check_window_size(key, block[key], "config.json: `leank.")
     _refuse_sliding_windows(config)
     return LeanKSettings(
         widths=widths,
@@ -123,6 +123,15 @@ def check_prune(value: object, origin: str) -> str:
             f"{origin} is {value!r}, not one of {', '.join(f'`{mode}`' for mode in PRUNE_MODES)}"
         )
     return value
+
+
+def check_window_size(name: str, value: object, origin: str = "`") -> None:
+    """Raise a ValueError that begins with `origin` and `name` unless `value` can be a window size."""
+    least = 1 if name == "flush_size" else 0
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_WINDOW_SIZE:
+        raise ValueError(
+            f"{origin}{name}` is {reprlib.repr(value)}, not an integer from {least} to {MAX_WINDOW_SIZE}"
+        )
 
 
 def _is_int(value: object) -> bool:

@@ -232,7 +232,7 @@ def test_forks_are_refused_where_they_make_no_sense(model):
     with torch.no_grad():
         model(ids(1, 30), past_key_values=cache)
     for sizes, message in (
-        ({"flush_size": 0}, "`flush_size` is 0, not an integer of at least 1"),
+        ({"flush_size": 0}, "`flush_size` is 0, not an integer from 1 to 16777216"),
         ({"recent_size": -1}, "`recent_size` is -1"),
         ({"sink_size": 1.5}, "`sink_size` is 1.5"),
     ):
