@@ -52,7 +52,7 @@ class LeanKMemoryError(LeanKError):
     """Memory does not suffice; with less to hold it may."""
 
 
-_CUT_LENGTH = 120
+_CUT_LENGTH, _LINE_LENGTH = 120, 300
 _CUT = reprlib.Repr()
 _CUT.maxstring = _CUT.maxother = _CUT.maxlong = 80
 _CUT.maxlevel = 3
@@ -70,8 +70,9 @@ def cut(value: object) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; the hub's errors go on with request ids and advice."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message, cut short; the hub's errors go on with request ids and advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}…"
 
 
 @contextmanager

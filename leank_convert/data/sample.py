@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 
 # Some templates write the date. Today's would make a resumed run see other samples than yesterday's, so what
 # transformers offers them as the clock is replaced by one that stands still.
@@ -95,7 +95,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     """Tokenise user messages through the chat template, each as a conversation of its own.
 
     Raises:
-        LeanKError: If the tokenizer has no chat template.
+        LeanKError: If the tokenizer has no chat template, or it fails.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise LeanKError(
@@ -104,17 +104,23 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
         )
     if not prompts:
         return []  # which a template refuses
-    template = tokenizer.get_chat_template()
-    # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
-    # are tokenised in parallel by a fast tokenizer.
-    encoded: Any = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": prompt}] for prompt in prompts],
-        chat_template=_CLOCK + template if "strftime_now" in template else template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        enable_thinking=False,  # the answer follows at once, which a template may have to be told
-    )
+    try:
+        template = tokenizer.get_chat_template()
+        # The template writes the special tokens itself: a second BOS is never added. Several prompts in one
+        # call are tokenised in parallel by a fast tokenizer.
+        encoded: Any = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in prompts],
+            chat_template=_CLOCK + template if "strftime_now" in template else template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            enable_thinking=False,  # the answer follows at once, which a template may have to be told
+        )
+    except Exception as error:  # a template may do what any program may
+        raise LeanKError(
+            f"the chat template of `{tokenizer.name_or_path}` fails: {first_line(error)}",
+            hint="it is given one user message: see `chat_template.jinja` beside the model's tokenizer",
+        ) from error
     rows: list[list[int]] = encoded
     return rows
 

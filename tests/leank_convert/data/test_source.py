@@ -183,6 +183,26 @@ def test_tokenizer_without_chat_template_is_refused(plain_tokenizer, section):
         SampleSource(plain_tokenizer, section(), seed=0).draw(0)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.absent.absent }}",
+        "{% for",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        {"tool_use": "{{ messages }}"},
+        5,
+    ],
+    ids=["raises", "undefined", "syntax", "recursion", "no default", "no text"],
+)
+def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section, template):
+    plain_tokenizer.name_or_path = "a/b"
+    plain_tokenizer.chat_template = template
+    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` fails: .{9,301}\Z") as caught:
+        SampleSource(plain_tokenizer, section(), seed=0).draw(0)
+    assert "chat_template.jinja" in caught.value.hint
+
+
 @pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
 def test_testbed_wording_is_the_shipped_models_language(task, testbed_tokenizer):
     data = DataSection(tasks=[task], wording="testbed", min_length=256, max_length=2048)
