@@ -1,8 +1,11 @@
-"""The progress bar of every long command: training, calibration, evaluation, analysis."""
+"""Progress of every long command: a bar in a terminal, a plain line now and then in a file or a CI log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import datetime
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,6 +22,9 @@ from rich.text import Text
 
 # The remaining time is judged by what these seconds took; a training step at 96K tokens takes several.
 _ESTIMATE_SECONDS = 600.0
+# Where nothing can be drawn over, the first line comes early: it shows that the command is at work.
+_FIRST_LINE_SECONDS = 5.0
+_LINE_SECONDS = 30.0
 
 
 class Advance(Protocol):
@@ -36,21 +42,75 @@ class _TwoLines(Progress):
         yield from (Text(task.fields["figures"]) for task in self.tasks if task.fields["figures"])
 
 
+class _Lines:
+    """Prints a line when it is moved on, at most every `_LINE_SECONDS`."""
+
+    def __init__(self, what: str, total: int, done: int, clock: Callable[[], float]) -> None:
+        self._what, self._total, self._done, self._clock = what, total, done, clock
+        self._first_done = done
+        self._began = clock()
+        self._next = self._began + _FIRST_LINE_SECONDS
+        self._figures = ""
+        self._printed: int | None = None
+
+    def advance(self, count: int = 1, /, *, what: str | None = None, figures: str = "") -> None:
+        self._done += count
+        self._what, self._figures = what or self._what, figures
+        if self._clock() >= self._next:
+            self._print()
+
+    def close(self, always: bool) -> None:
+        """Print how far it came, unless the last line said so, or it was over before the first."""
+        if self._printed != self._done and (always or self._printed is not None):
+            self._print()
+
+    def _print(self) -> None:
+        now = self._clock()
+        elapsed, done = now - self._began, self._done - self._first_done
+        line = f"{self._what}: {self._done}/{self._total}, {_render_time(elapsed)} elapsed"
+        if done and self._done < self._total:
+            line += f", {_render_time(elapsed / done * (self._total - self._done))} left"
+        if self._figures:
+            line += f"  {self._figures}"
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+        self._printed = self._done
+        self._next = now + _LINE_SECONDS
+
+
+def _render_time(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
 @contextmanager
 def progress_bar(
-    shown: bool, what: str, total: int, *, done: int = 0, stays: bool = False
+    shown: bool,
+    what: str,
+    total: int,
+    *,
+    done: int = 0,
+    stays: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Draw a progress bar to stderr; yields what moves it on.
+    """Show progress on stderr; yields what moves it on.
 
     Args:
-        shown: Whether to draw it at all.
-        what: Stands before the bar.
+        shown: Whether to show it at all.
+        what: Stands before the bar, or begins the line.
         total: Of whatever is counted.
         done: Of these before it begins.
-        stays: Whether its last state is left behind, in a file too; otherwise it goes when it is done, and is
-            drawn in terminals alone, for elsewhere nothing can be drawn over.
+        stays: Whether its last state is left behind; otherwise a terminal's bar goes when it is done, and
+            elsewhere what took no longer than the first line waits leaves nothing.
+        clock: Of the plain lines, in seconds.
     """
     console = Console(stderr=True)
+    if shown and not console.is_terminal:
+        lines = _Lines(what, total, done, clock)
+        try:
+            yield lines.advance
+        finally:
+            lines.close(stays)
+        return
     bar = _TwoLines(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -60,7 +120,7 @@ def progress_bar(
         TimeRemainingColumn(),
         console=console,
         transient=not stays,
-        disable=not shown or not (stays or console.is_terminal),
+        disable=not shown,
         speed_estimate_period=_ESTIMATE_SECONDS,
     )
     task = bar.add_task(what, total=total, completed=done, figures="")

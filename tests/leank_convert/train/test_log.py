@@ -1,6 +1,7 @@
 """What a run's log, trackers and progress bar hold, row by row."""
 
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -217,6 +218,7 @@ def test_present_wandb_is_accepted(wandb):
 
 def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(write, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     write(
         record(1),
         record(2, stage=2, num_tokens=3000, gpu_bytes=79_100_000_000),
@@ -224,7 +226,8 @@ def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(
     )
     captured = capsys.readouterr()
     assert captured.out == ""
-    bar, figures = captured.err.rstrip("\n").splitlines()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", captured.err)
+    bar, figures = drawn.rstrip("\n").splitlines()[-2:]
     assert bar.startswith("stage 2 ")
     assert "2/4" in bar
     assert "left" in bar
