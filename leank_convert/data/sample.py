@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError, cut, first_line
 
 # Some templates write the date. Today's would make a resumed run see other samples than yesterday's, so what
 # transformers offers them as the clock is replaced by one that stands still.
@@ -95,34 +96,69 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -
     """Tokenise user messages through the chat template, each as a conversation of its own.
 
     Raises:
-        LeanKError: If the tokenizer has no chat template, or it fails.
+        LeanKError: As `render_prompts`.
     """
+    if not prompts:
+        return []
+    # The template writes the special tokens itself: a second BOS is never added. Several prompts in one call
+    # are tokenised in parallel by a fast tokenizer.
+    rows: list[list[int]] = tokenizer(render_prompts(tokenizer, prompts), add_special_tokens=False)[
+        "input_ids"
+    ]
+    return rows
+
+
+def render_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[str]:
+    """Write user messages, one or more, as the chat template does, each as a conversation of its own.
+
+    Raises:
+        LeanKError: If the tokenizer has no chat template, it fails, or it leaves out a part of a message.
+    """
+    name = tokenizer.name_or_path
     if getattr(tokenizer, "chat_template", None) is None:
         raise LeanKError(
-            f"the tokenizer of `{tokenizer.name_or_path}` has no chat template",
+            f"the tokenizer of `{name}` has no chat template",
             hint="take an instruct model, or put a `chat_template.jinja` beside its tokenizer",
         )
-    if not prompts:
-        return []  # which a template refuses
     try:
         template = tokenizer.get_chat_template()
-        # The template writes the special tokens itself: a second BOS is never added. Several prompts in one
-        # call are tokenised in parallel by a fast tokenizer.
-        encoded: Any = tokenizer.apply_chat_template(
+        rendered: Any = tokenizer.apply_chat_template(
             [[{"role": "user", "content": prompt}] for prompt in prompts],
             chat_template=_CLOCK + template if "strftime_now" in template else template,
             add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             enable_thinking=False,  # the answer follows at once, which a template may have to be told
         )
     except Exception as error:  # a template may do what any program may
         raise LeanKError(
-            f"the chat template of `{tokenizer.name_or_path}` fails: {first_line(error)}",
+            f"the chat template of `{name}` fails: {first_line(error)}",
             hint="it is given one user message: see `chat_template.jinja` beside the model's tokenizer",
         ) from error
-    rows: list[list[int]] = encoded
-    return rows
+    texts: list[str] = rendered
+    for text, prompt in zip(texts, prompts, strict=True):
+        missing = _find_missing(prompt, text)
+        if missing:
+            raise LeanKError(
+                f"the chat template of `{name}` leaves out a part of the user message: {cut(missing)} is not "
+                "in the prompt that it writes",
+                hint="the model would not see what it is asked: see `chat_template.jinja` beside the model's "
+                "tokenizer",
+            )
+    return texts
+
+
+def _find_missing(prompt: str, text: str) -> str:
+    """What of a prompt is not in a text: all from the first word on that is not there in its turn."""
+    if prompt.strip() in text:
+        return ""
+    place, read = 0, 0
+    for word in re.finditer(r"\S+", prompt):  # a template may write white space in another way
+        place = text.find(word[0], place)
+        if place < 0:
+            return prompt[read:].strip()
+        place += len(word[0])
+        read = word.end()
+    return ""
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:

@@ -18,7 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft, fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
-from leank_convert.data.sample import TrainingSample, encode_answer, encode_prompts, join_questions
+from leank_convert.data.sample import (
+    TrainingSample,
+    encode_answer,
+    encode_prompts,
+    join_questions,
+    render_prompts,
+)
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
 
@@ -27,6 +33,8 @@ from leank_convert.recipe import DataSection
 _NUM_DRAWS = 64
 # In the same way, `check` wants a document with enough questions among fewer than `draw` goes through.
 _NUM_CHECKED_DOCUMENTS, _NUM_DOCUMENTS = 32, 1000
+# As many characters as the longest sample has, or nearly, and no more than a second takes.
+_MAX_LONG_WORDS = 2**18
 
 
 class _NoRoomError(LeanKError):
@@ -78,7 +86,8 @@ class SampleSource:
         """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
 
         Raises:
-            LeanKError: As `draw`; names the length that leaves room. Also where no task uses the haystack.
+            LeanKError: As `draw`; names the length that leaves room. Also where no task uses the haystack, and
+                for a chat template that cuts long messages short.
         """
         if self.data.haystack.source is not None and not self._uses_haystack:
             raise LeanKError(
@@ -87,6 +96,7 @@ class SampleSource:
                 "has running text",
                 hint="remove `data.haystack`, or add `multi_value` or `passkey` of `wording: general`",
             )
+        render_prompts(self.tokenizer, ["word " * min(self.data.max_length, _MAX_LONG_WORDS)])
         worst = None
         for task in self.data.tasks:
             rng = random.Random(self.seed)

@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Regex, normalizers
 
 from leank_convert.data import SampleSource
+from leank_convert.data import source as source_module
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import DataSection
 
@@ -54,14 +55,14 @@ def test_a_context_is_tokenised_few_times_and_once_more_for_each_further_questio
 ):
     """What finds the length runs on one question alone."""
     lengths = []
-    original = plain_tokenizer.apply_chat_template
+    original = source_module.encode_prompts
 
-    def counting(*args, **kwargs):
-        encoded = original(*args, **kwargs)
+    def counting(*args):
+        encoded = original(*args)
         lengths.extend(map(len, encoded))
         return encoded
 
-    monkeypatch.setattr(plain_tokenizer, "apply_chat_template", counting)
+    monkeypatch.setattr(source_module, "encode_prompts", counting)
     data = section(min_length=9000, max_length=9000, questions_per_context=4)
     source = SampleSource(plain_tokenizer, data, seed=0)
     for step in range(4):
@@ -201,6 +202,42 @@ def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section
     with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` fails: .{9,301}\Z") as caught:
         SampleSource(plain_tokenizer, section(), seed=0).draw(0)
     assert "chat_template.jinja" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|turn|>user\nHello.</s><|turn|>assistant\n",
+        "{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}<|turn|>assistant\n",
+        "{{ messages[-1]['content'][:2000] }}<|turn|>assistant\n",
+        "{{ messages[-1]['content'][-2000:] }}<|turn|>assistant\n",
+        "{{ messages[-1]['content'].splitlines()[-1] }}<|turn|>assistant\n",
+    ],
+    ids=["ignores it", "takes the first for the system's", "truncates", "keeps the end", "keeps a line"],
+)
+def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenizer, section, template):
+    plain_tokenizer.name_or_path = "a/b"
+    plain_tokenizer.chat_template = template
+    with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` leaves out .{9,251}\Z") as caught:
+        SampleSource(plain_tokenizer, section(), seed=0).check()
+    assert "chat_template.jinja" in caught.value.hint
+
+
+def test_a_chat_template_that_cuts_only_long_messages_is_found_before_one_is_drawn(plain_tokenizer, section):
+    """The shortest samples, which `check` draws, pass whole."""
+    plain_tokenizer.chat_template = "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n"
+    with pytest.raises(LeanKError, match="leaves out"):
+        SampleSource(plain_tokenizer, section(), seed=0).check()
+
+
+@pytest.mark.parametrize(
+    "content", ["m['content'] | trim", "m['content'].split() | join(' ')", "m['content'] | tojson"]
+)
+def test_a_chat_template_may_write_white_space_in_its_own_way(plain_tokenizer, section, content):
+    plain_tokenizer.chat_template = "{% for m in messages[-1:] %}<s>{{ " + content + " }}</s>{% endfor %}"
+    source = SampleSource(plain_tokenizer, section(), seed=0)
+    source.check()
+    assert "Which code opens" in plain_tokenizer.decode(source.draw(0).prompt_ids())
 
 
 @pytest.mark.parametrize("task", ["retrieval", "multi_value", "variable_tracking"])
