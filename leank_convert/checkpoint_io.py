@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_facts
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.files import read_json
-from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
+from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, is_name, read_header
 
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -39,13 +40,17 @@ COMPANION_PATTERNS = (
     "NOTICE*",
     "USE_POLICY*",
 )
+_SUFFIX = ".safetensors"
+_ADAPTER_NAME = "adapter_config.json"
 DOWNLOADED_PATTERNS = (
     CONFIG_NAME,
+    _ADAPTER_NAME,  # a few lines that say of which model it is an adapter
     SINGLE_FILE_NAME,
     INDEX_NAME,
     "model-*.safetensors",
     *COMPANION_PATTERNS,
 )
+GGUF_HINT = "GGUF holds weights quantized for llama.cpp: name the model in safetensors that it was made of"
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,11 @@ class Checkpoint:
 
     def shard_of(self, tensor: str) -> str | None:
         """The name of the shard that holds a tensor, None where none does."""
-        return next((name for name, header in self.shards.items() if tensor in header.tensors), None)
+        return self._holders.get(tensor)
+
+    @cached_property
+    def _holders(self) -> dict[str, str]:
+        return {tensor: name for name, header in self.shards.items() for tensor in header.tensors}
 
     def find(self, tensor: str) -> TensorInfo | None:
         """A tensor's header entry, None where no shard holds it."""
@@ -96,9 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise LeanKError(f"`{folder}` does not exist")
     if not path.is_file():
-        hint = "name the folder of a model in Hugging Face's layout"
-        if (folder / ONNX_DESCRIPTION_NAME).exists():
-            hint = "it is an ONNX folder: name the checkpoint or the model that it was made of"
+        hint = _other_layout_hint(folder) or "name the folder of a model in Hugging Face's layout"
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
     return read_json(path)
 
@@ -135,7 +142,9 @@ def read_leank_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
     model_type = str(config.get("model_type"))
     origin = str(folder / CONFIG_NAME)
     if not model_type.startswith(LEANK_PREFIX):
-        raise LeanKError(f"`{origin}`: `model_type` is `{model_type}`, not that of a LeanK checkpoint")
+        raise LeanKError(
+            f"`{origin}`: `model_type` is {cut(config.get('model_type'))}, not that of a LeanK checkpoint"
+        )
     return read_model_facts({**config, "model_type": model_type.removeprefix(LEANK_PREFIX)}, origin=origin)
 
 
@@ -153,15 +162,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not index_path.is_file():
         raise _no_weights(folder)
     index = read_json(index_path)
-    weight_map = index.get("weight_map")
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise LeanKError(f"`{index_path}` has no `weight_map`")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise LeanKError(
+            f"`{index_path}`: `metadata` is {cut(metadata)}, not an object", hint="download the model again"
+        )
     shards: dict[str, SafetensorsHeader] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise LeanKError(f"`{index_path}`: tensor `{tensor}` is in `{name}`, which is no file name")
+        if not is_name(tensor):
+            raise LeanKError(f"`{index_path}`: {cut(tensor)} is no name of a tensor")
+        if not (
+            isinstance(name, str) and is_name(name) and Path(name).name == name and name.endswith(_SUFFIX)
+        ):
+            raise LeanKError(
+                f"`{index_path}`: tensor `{tensor}` is in {cut(name)}, which is no name of a `{_SUFFIX}` file"
+            )
         if name not in shards:
-            if not (folder / name).is_file():
+            if not (folder / name).exists():
                 raise LeanKError(
                     f"shard `{name}` is missing in `{folder}`; `{INDEX_NAME}` names it for tensor `{tensor}`",
                     hint="download the model again",
@@ -180,9 +199,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, shards, index)
 
 
+def _other_layout_hint(folder: Path) -> str | None:
+    """What to do about a folder that holds a model in another form, None where it is none of those known."""
+    if (folder / ONNX_DESCRIPTION_NAME).exists():
+        return "it is an ONNX folder: name the checkpoint or the model that it was made of"
+    if (folder / _ADAPTER_NAME).exists():
+        return (
+            "it is an adapter: merge it into its base model (PEFT's `merge_and_unload`), save that with "
+            "`save_pretrained` and name the folder"
+        )
+    return GGUF_HINT if any(folder.glob("*.gguf")) else None
+
+
 def _no_weights(folder: Path) -> LeanKError:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickled:
+    other_layout = _other_layout_hint(folder)
+    if pickled and not other_layout:
         return LeanKError(
             f"`{folder}` holds only pickled weights (`{pickled[0]}`)",
             hint="convert them to safetensors: load the model with transformers and save it with "
@@ -190,5 +222,5 @@ def _no_weights(folder: Path) -> LeanKError:
         )
     return LeanKError(
         f"`{folder}` has neither `{SINGLE_FILE_NAME}` nor `{INDEX_NAME}`",
-        hint="only safetensors weights are read; of a hub model, nothing else is downloaded",
+        hint=other_layout or "only safetensors weights are read; of a hub model, nothing else is downloaded",
     )

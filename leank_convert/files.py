@@ -1,36 +1,125 @@
-"""Files: atomic writes, JSON, SHA-256 digests."""
+"""Files: bounded reading, JSON, atomic writes, SHA-256 digests."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut, first_line
 
 _BLOCK_SIZE = 1 << 20
 _SAMPLED_BYTES = 8 << 20
+
+
+# JSON of nothing but brackets takes forty times its size when parsed; an index of 100,000 tensors fits.
+MAX_JSON_BYTES = 16 << 20
+_MAX_JSON_DEPTH = 64
+_MAX_JSON_DIGITS = 300  # so that every number fits into a float
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read bytes from; a pipe or a device, which may never end, is none.
+
+    Raises:
+        LeanKError: If it is missing, is something else or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise LeanKError(f"`{path}` is a folder, a pipe or a device, not a file")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise LeanKError(f"cannot read `{path}`: {error.strerror}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        LeanKError: If the file is missing, cannot be read or holds something else.
+        LeanKError: If the file is missing, cannot be read, is absurdly large or holds something else.
     """
+    with open_file(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise LeanKError(f"`{path}` is larger than {MAX_JSON_BYTES >> 20} MB, which is no model's JSON")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LeanKError(f"cannot read `{path}`: {error.strerror}") from error
+        value = parse_json(content)
     except ValueError as error:
-        raise LeanKError(f"`{path}` is not JSON: {error}") from error
+        raise LeanKError(f"`{path}` is not JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise LeanKError(f"`{path}` holds a `{type(value).__name__}`, not an object")
     return value
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON as its standard has it: no key twice, no NaN, and nothing that could not be written again.
+
+    Raises:
+        ValueError: If it is something else, or nested beyond all reason.
+    """
+    if content.startswith(b"\xef\xbb\xbf"):
+        raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        value = json.loads(
+            content.decode(),
+            object_pairs_hook=_unique_keys,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    level = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            break
+    else:
+        raise ValueError(f"it is nested deeper than {_MAX_JSON_DEPTH} levels")
+    if b"\\ud" in content.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("it holds half of a surrogate pair, which is no character") from error
+    return value
+
+
+def _containers(value: object) -> list[object]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in inner if isinstance(item, dict | list)]
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {cut(twice)} stands there twice")
+    return found
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_JSON_DIGITS:
+        raise ValueError(f"it holds a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number {cut(digits)} is beyond what a float holds")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"`{name}` is no number in JSON")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from leank_convert.checkpoint_io import DOWNLOADED_PATTERNS, TRAINING_FOLDER, read_leank_config
+from leank_convert.checkpoint_io import DOWNLOADED_PATTERNS, GGUF_HINT, TRAINING_FOLDER, read_leank_config
 from leank_convert.errors import LeanKError, first_line
 
 TESTBED = "testbed"
@@ -28,7 +28,8 @@ def resolve_model(model: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise LeanKError(f"model `{model}` is a file", hint="name the folder that holds config.json")
+        hint = GGUF_HINT if folder.suffix == ".gguf" else "name the folder that holds config.json"
+        raise LeanKError(f"model `{model}` is a file", hint=hint)
     if str(model) == TESTBED:
         from leank_convert.testbed import MODEL_DIR
 

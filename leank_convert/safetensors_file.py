@@ -13,30 +13,38 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.files import MAX_JSON_BYTES, open_file, parse_json
 
-# Bytes per element. A dtype that is not listed here is carried along without a check of its size.
-DTYPE_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
+# Bits per element of every dtype that the safetensors package reads: a file with another loads nowhere.
+DTYPE_BITS: Mapping[str, int] = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
 }
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMS = 16
+_MAX_NAME = 200
+_MAX_NUMBER = 2**63
 
 
 @dataclass(frozen=True)
@@ -81,39 +89,47 @@ def read_header(path: Path) -> SafetensorsHeader:
     """Read a file's header and check it against the file's size.
 
     Raises:
-        LeanKError: If the file is missing, is not safetensors, is truncated, or its offsets do not fit.
+        LeanKError: If the file is missing, is not safetensors, is truncated, has a dtype that the safetensors
+            package does not read, or its offsets do not fit.
     """
+    with open_file(path) as file:
+        file_size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        header_size = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_size > file_size - 8:
+            raise _damaged(
+                path, f"its header claims {header_size} bytes, the file has {file_size}", file_size
+            )
+        if header_size > MAX_JSON_BYTES:
+            raise LeanKError(f"`{path}`: a header of {header_size} bytes is none of a model's weights")
+        text = file.read(header_size)
     try:
-        with path.open("rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            header_size = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or header_size > min(file_size - 8, _MAX_HEADER_BYTES):
-                raise _damaged(
-                    path, f"its header claims {header_size} bytes, the file has {file_size}", file_size
-                )
-            text = file.read(header_size)
-    except OSError as error:
-        raise LeanKError(f"cannot read `{path}`: {error.strerror}") from error
-    try:
-        entries = json.loads(text)
+        entries = parse_json(text)
+        if not isinstance(entries, dict):
+            raise ValueError("it is no object")
         metadata = entries.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("`__metadata__` is no object of texts")
         tensors = sorted((_read_entry(name, entry) for name, entry in entries.items()), key=_by_offset)
-        metadata = {str(key): str(value) for key, value in metadata.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, "its header cannot be parsed", file_size) from error
+    except ValueError as error:
+        raise _damaged(path, f"its header cannot be parsed: {first_line(error)}", file_size) from error
     data_start, offset = 8 + header_size, 0
     for tensor in tensors:
         if tensor.start != offset or tensor.stop < tensor.start:
             raise _damaged(
                 path, f"tensor `{tensor.name}` begins at byte {tensor.start}, not {offset}", file_size
             )
-        expected = math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
-        if tensor.dtype in DTYPE_BYTES and tensor.num_bytes != expected:
+        if tensor.dtype not in DTYPE_BITS:
+            raise LeanKError(
+                f"`{path}`: tensor `{tensor.name}` has dtype {cut(tensor.dtype)}, which the safetensors "
+                "package cannot read"
+            )
+        bits = math.prod(tensor.shape) * DTYPE_BITS[tensor.dtype]
+        if 8 * tensor.num_bytes != bits:
             raise _damaged(
                 path,
-                f"tensor `{tensor.name}` of shape {list(tensor.shape)} and dtype {tensor.dtype} "
-                f"has {tensor.num_bytes} bytes, not {expected}",
+                f"tensor `{tensor.name}` of shape {cut(list(tensor.shape))} and dtype {tensor.dtype} "
+                f"has {tensor.num_bytes} bytes, not {bits / 8:.15g}",
                 file_size,
             )
         offset = tensor.stop
@@ -150,12 +166,33 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_entry(name: str, entry: Mapping[str, Any]) -> TensorInfo:
-    start, stop = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise ValueError(name)
-    return TensorInfo(name, str(entry["dtype"]), shape, start, stop)
+def is_name(text: str) -> bool:
+    """Whether a text may name a tensor or a file of them, and can stand in a message as it is."""
+    return 0 < len(text) <= _MAX_NAME and text.isprintable()
+
+
+def _read_entry(name: str, entry: object) -> TensorInfo:
+    if not is_name(name):
+        raise ValueError(f"{cut(name)} is no name of a tensor")
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"tensor `{name}` is not described by `dtype`, `shape` and `data_offsets`")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # The package multiplies in 64 bits, and a size of 0 hides no overflow from it.
+    if not (
+        _is_list_of_sizes(shape)
+        and len(shape) <= _MAX_DIMS
+        and math.prod(max(1, size) for size in shape) < _MAX_NUMBER >> 6
+    ):
+        raise ValueError(f"tensor `{name}` has shape {cut(shape)}")
+    if not (_is_list_of_sizes(offsets) and len(offsets) == 2):
+        raise ValueError(f"tensor `{name}` has `data_offsets` {cut(offsets)}")
+    if not isinstance(dtype, str):
+        raise ValueError(f"tensor `{name}` has dtype {cut(dtype)}")
+    return TensorInfo(name, dtype, tuple(shape), *offsets)
+
+
+def _is_list_of_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < _MAX_NUMBER for size in value)
 
 
 def _by_offset(tensor: TensorInfo) -> tuple[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 
 PRUNE_MODES = ("eager", "deferred")
+MAX_WINDOW = 2**24  # more tokens than any context has
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Windows:
     def __post_init__(self) -> None:
         for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise LeanKError(f"`{name}` is `{value!r}`; it is a whole number from {least} up")
+            if type(value) is not int or not least <= value <= MAX_WINDOW:
+                raise LeanKError(
+                    f"`{name}` is {cut(value)}; it is a whole number of tokens from {least} to {MAX_WINDOW}"
+                )
         if self.prune not in PRUNE_MODES:
-            raise LeanKError(f"`prune` is `{self.prune}`; it is `eager` or `deferred`")
+            raise LeanKError(f"`prune` is {cut(self.prune)}; it is `eager` or `deferred`")

@@ -17,7 +17,7 @@ from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
-from leank_convert.safetensors_file import DTYPE_BYTES
+from leank_convert.safetensors_file import DTYPE_BITS
 from leank_convert.train.log import check_trackers
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, ModelFiles, find_model, load_model
@@ -206,7 +206,7 @@ def _count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dic
     """What a GPU has to hold, by the model's headers, and what it can."""
     facts = files.facts
     tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]
-    stored_bytes = DTYPE_BYTES.get(max(tensors, key=lambda tensor: tensor.num_bytes).dtype, 2)
+    stored_bytes = DTYPE_BITS[max(tensors, key=lambda tensor: tensor.num_bytes).dtype] // 8
     dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
     weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes

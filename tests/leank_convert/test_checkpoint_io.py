@@ -73,7 +73,7 @@ def test_shards_that_contradict_the_index_are_refused(
     edit_json(folder / INDEX_NAME, weight_map={**weight_map, name: other})
     refused(folder, f"has no tensor `{name}`")
     edit_json(folder / INDEX_NAME, weight_map={**weight_map, "x": "../x.safetensors"})
-    refused(folder, "which is no file name")
+    refused(folder, "which is no name of a `.safetensors` file")
     edit_json(folder / INDEX_NAME, weight_map=...)
     refused(folder, "has no `weight_map`")
     edit_json(folder / INDEX_NAME, weight_map=weight_map)
@@ -81,6 +81,55 @@ def test_shards_that_contradict_the_index_are_refused(
     refused(folder, f"shard `{other}` is missing")
     (folder / other).write_bytes((folder / weight_map[name]).read_bytes())
     assert "has no tensor" in str(refused(folder, other))
+
+
+@pytest.mark.parametrize("metadata", ["total", [1], 3])
+def test_an_index_whose_metadata_is_no_object_is_refused(
+    source_model: Callable[..., Path], edit_json: Callable[..., None], metadata: object
+) -> None:
+    folder = source_model("llama")
+    edit_json(folder / INDEX_NAME, metadata=metadata)
+    refused(folder, f"`{folder / INDEX_NAME}`: `metadata` is {metadata!r}, not an object")
+
+
+@pytest.mark.parametrize(
+    "name", [3, None, {}, "", "a/b.safetensors", "x.bin", "x" * 10**5, "a\0.safetensors"]
+)
+def test_shards_of_no_sensible_name_are_refused(
+    source_model: Callable[..., Path], edit_json: Callable[..., None], name: object
+) -> None:
+    folder = source_model("llama")
+    edit_json(folder / INDEX_NAME, weight_map={"x": name})
+    assert len(str(refused(folder, "which is no name of a `.safetensors` file"))) < 600
+    edit_json(folder / INDEX_NAME, weight_map={"x" * 10**5: "a.safetensors"})
+    assert len(str(refused(folder, "is no name of a tensor"))) < 600
+
+
+def test_shards_that_are_no_files_are_refused(
+    source_model: Callable[..., Path], edit_json: Callable[..., None]
+) -> None:
+    folder = source_model("llama")
+    edit_json(folder / INDEX_NAME, weight_map={"x": "s.safetensors"})
+    (folder / "s.safetensors").symlink_to("s.safetensors")
+    refused(folder, "shard `s.safetensors` is missing")
+    (folder / "s.safetensors").unlink()
+    (folder / "s.safetensors").symlink_to("/dev/zero")
+    refused(folder, "not a file")
+
+
+def test_adapters_and_gguf_get_their_hint(source_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = source_model("llama", shards=False)
+    (folder / SINGLE_FILE_NAME).unlink()
+    for name, hint in (("x.gguf", "GGUF"), ("adapter_config.json", "merge it into its base model")):
+        (folder / name).touch()
+        assert hint in str(refused(folder, "has neither").hint)
+        other = tmp_path / name
+        other.mkdir()
+        (other / name).touch()
+        assert hint in str(refused(other, "has no `config.json`").hint)
+    with pytest.raises(LeanKError, match="is a file") as caught:
+        resolve_model(folder / "x.gguf")
+    assert "GGUF" in str(caught.value.hint)
 
 
 def test_a_tensor_in_two_shards_is_refused(

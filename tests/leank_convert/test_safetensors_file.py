@@ -1,14 +1,16 @@
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
-from leank_convert.safetensors_file import encode_header, read_header
+from leank_convert.safetensors_file import DTYPE_BITS, encode_header, read_header
 
 
 def write(path: Path, header: object, data: bytes = b"", *, claim: int | None = None) -> Path:
@@ -93,6 +95,62 @@ def test_files_too_short_for_a_header_are_refused(tmp_path: Path, content: bytes
         read_header(tmp_path / "f.safetensors")
 
 
-def test_an_unknown_dtype_is_carried(tmp_path: Path) -> None:
-    path = write(tmp_path / "f.safetensors", {"a": entry([3], 0, 2, "F4")}, b"12")
-    assert read_header(path).tensors["a"].dtype == "F4"
+def test_known_dtypes_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.safetensors", {"a": entry([0], 0, 0, "?")})
+    with pytest.raises(SafetensorError) as caught, safe_open(path, "pt"):
+        pass
+    _, _, listed = str(caught.value).partition("expected one of")
+    known = re.findall(r"`(\w+)`", listed)
+    assert {"BF16", "F8_E4M3"} <= set(known) <= DTYPE_BITS.keys()
+    for dtype in known:
+        size = DTYPE_BITS[dtype]
+        write(path, {"a": entry([8], 0, size, dtype)}, b"\0" * size)
+        with safe_open(path, "pt") as file:
+            assert file.keys() == ["a"]
+        assert read_header(path).tensors["a"].num_bytes == size
+
+
+@pytest.mark.parametrize("dtype", ["F128", "f32", "X" * 10**6])
+def test_a_dtype_that_no_one_reads_is_refused(tmp_path: Path, dtype: str) -> None:
+    path = write(tmp_path / "f.safetensors", {"a": entry([1], 0, 4, dtype)}, b"1234")
+    with pytest.raises(SafetensorError), safe_open(path, "pt"):
+        pass
+    with pytest.raises(LeanKError, match=r"tensor `a` has dtype .*which the safetensors package") as caught:
+        read_header(path)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"a": 1, "a": 2}', "key 'a' stands there twice"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "key 'dtype' stands there twice"),
+        (b"[" * 10**5, "nested too deep"),
+        ({"a": [[]] * 10**6}, "`dtype`, `shape` and `data_offsets`"),
+        ({"a": entry([10**200] * 4000, 0, 4)}, "has shape"),
+        ({"a": entry([9] * 10**6, 0, 4)}, "has shape"),
+        ({"a": entry([2**40, 2**40, 0], 0, 0)}, "has shape"),
+        ({"a": entry([1.0], 0, 4)}, "has shape [1.0]"),
+        ({"a": entry([True], 0, 4)}, "has shape [True]"),
+        ({"a": {**entry([1], 0, 4), "dtype": {}}}, "has dtype {}"),
+        ({"": entry([1], 0, 4)}, "'' is no name of a tensor"),
+        ({"a\n\0": entry([1], 0, 4)}, "is no name of a tensor"),
+        ({"a" * 10**6: entry([1], 0, 4)}, "is no name of a tensor"),
+        ({"__metadata__": {"x": 1}}, "`__metadata__` is no object of texts"),
+        ({"__metadata__": ["x"]}, "`__metadata__` is no object of texts"),
+        ({"a": entry([3], 0, 2, "F4")}, "has 2 bytes, not 1.5"),
+        (b" " * (16 << 20) + b"{}", "is none of a model's weights"),
+    ],
+)
+def test_absurd_headers_are_refused_in_a_sentence(tmp_path: Path, header: object, message: str) -> None:
+    path = write(tmp_path / "f.safetensors", header)
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f.safetensors")
+    for path in (tmp_path / "f.safetensors", Path("/dev/zero"), tmp_path):
+        with pytest.raises(LeanKError, match="not a file"):
+            read_header(path)

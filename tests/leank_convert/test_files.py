@@ -1,0 +1,61 @@
+"""What is read as JSON, and what is not."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from leank_convert.errors import LeanKError
+from leank_convert.files import read_json
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"[1]", "holds a `list`, not an object"),
+        (b"\xff\xfe{}", "is not JSON: 'utf-8' codec"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' stands there twice"),
+        (b'{"%s": 1, "%s": 2}' % (b"k" * 10**6, b"k" * 10**6), "stands there twice"),
+        (b'{"a": [NaN]}', "`NaN` is no number in JSON"),
+        (b'{"a": -Infinity}', "`-Infinity` is no number in JSON"),
+        (b'{"a": 1e999}', "number '1e999' is beyond"),
+        (b'{"a": %s}' % (b"9" * 5000), "a number of 5000 digits"),
+        (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "nested too deep"),
+        (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested deeper than 64 levels"),
+        (b'{"a": "\\uD800"}', "half of a surrogate pair"),
+        (b" " * (17 << 20) + b"{}", "larger than 16 MB"),
+    ],
+)
+def test_what_is_no_json_of_a_model_is_refused_in_a_sentence(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+
+
+def test_what_is_json_is_read(tmp_path: Path) -> None:
+    value = {"a": 10**30, "b": [1e30, None, True], "c": {"\U0001f600 ü": "\\ud"}}
+    for ascii_only in (False, True):
+        (tmp_path / "x.json").write_text(json.dumps(value, ensure_ascii=ascii_only))
+        assert read_json(tmp_path / "x.json") == value
+
+
+def test_what_may_never_end_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for path, message in (
+        (tmp_path / "pipe", "not a file"),
+        (Path("/dev/zero"), "not a file"),
+        (tmp_path, "not a file"),
+        (tmp_path / "loop", "symbolic links"),
+        (tmp_path / "none", "No such file"),
+    ):
+        with pytest.raises(LeanKError, match=message):
+            read_json(path)
