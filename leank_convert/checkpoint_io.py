@@ -6,6 +6,7 @@ config, the index, every shard's header against its size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, is_nam
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+ADAPTER_NAME = "adapter_config.json"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 # A training run, in the folder that becomes or became its checkpoint.
 TRAINING_FOLDER = "leank"
@@ -40,17 +43,32 @@ COMPANION_PATTERNS = (
     "NOTICE*",
     "USE_POLICY*",
 )
+# What they may end in, so that no code is among them; `tokenizer.model.v3` is one of Mistral's.
+_DATA_NAME = re.compile(r"[^.]+|.+\.(json|model|txt|jinja|tiktoken|bpe|vocab|md|rst|pdf|v?[0-9]\w*)")
 _SUFFIX = ".safetensors"
-_ADAPTER_NAME = "adapter_config.json"
 DOWNLOADED_PATTERNS = (
     CONFIG_NAME,
-    _ADAPTER_NAME,  # a few lines that say of which model it is an adapter
+    ADAPTER_NAME,  # a few lines that say of which model it is an adapter
     SINGLE_FILE_NAME,
     INDEX_NAME,
     "model-*.safetensors",
     *COMPANION_PATTERNS,
 )
 GGUF_HINT = "GGUF holds weights quantized for llama.cpp: name the model in safetensors that it was made of"
+# `tokenizer*` fits code, too, and nothing runs a source's.
+NEVER_DOWNLOADED_PATTERNS = ("*.py",)
+# Keys of a config.json by which transformers would load something else than the folder's own files: another
+# config, kernels from the hub, the code of another folder, code for `pipeline`, other weights.
+OTHER_CONFIGS_KEY = "configuration_files"
+KERNEL_KEYS = {f"{prefix}{part}_implementation" for prefix in ("", "_") for part in ("attn", "experts")}
+_LOADING_KEYS = {
+    OTHER_CONFIGS_KEY,
+    *KERNEL_KEYS,
+    "_name_or_path",
+    "name_or_path",
+    "custom_pipelines",
+    "transformers_weights",
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +113,24 @@ def is_onnx_folder(path: Path) -> bool:
     return (path / "model.onnx").exists() and not (path / CONFIG_NAME).exists()
 
 
+def find_companions(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Find the small files that travel with a model's weights.
+
+    Returns:
+        Their paths by name within the folder, and the names of files that are called so and are no data.
+    """
+    found = {
+        path.relative_to(folder).as_posix(): path
+        for pattern in COMPANION_PATTERNS
+        for path in sorted(folder.glob(pattern))
+        if path.is_file()
+    }
+    others = sorted(name for name, path in found.items() if not _DATA_NAME.fullmatch(path.name))
+    return {name: path for name, path in found.items() if name not in others}, others
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json.
+    """Read a model folder's config.json, without what would make transformers load anything else.
 
     Raises:
         LeanKError: If there is none, or it is not a JSON object.
@@ -107,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         hint = _other_layout_hint(folder) or "name the folder of a model in Hugging Face's layout"
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
-    return read_json(path)
+    return {key: value for key, value in read_json(path).items() if key not in _LOADING_KEYS}
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -203,7 +237,7 @@ def _other_layout_hint(folder: Path) -> str | None:
     """What to do about a folder that holds a model in another form, None where it is none of those known."""
     if (folder / ONNX_DESCRIPTION_NAME).exists():
         return "it is an ONNX folder: name the checkpoint or the model that it was made of"
-    if (folder / _ADAPTER_NAME).exists():
+    if (folder / ADAPTER_NAME).exists():
         return (
             "it is an adapter: merge it into its base model (PEFT's `merge_and_unload`), save that with "
             "`save_pretrained` and name the folder"

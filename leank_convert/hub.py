@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from leank_convert.checkpoint_io import DOWNLOADED_PATTERNS, GGUF_HINT, TRAINING_FOLDER, read_leank_config
+from leank_convert.checkpoint_io import (
+    DOWNLOADED_PATTERNS,
+    GGUF_HINT,
+    NEVER_DOWNLOADED_PATTERNS,
+    TRAINING_FOLDER,
+    read_leank_config,
+)
 from leank_convert.errors import LeanKError, first_line
 
 TESTBED = "testbed"
@@ -39,7 +45,13 @@ def resolve_model(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(model):
-        return Path(snapshot_download(model, allow_patterns=list(DOWNLOADED_PATTERNS)))
+        return Path(
+            snapshot_download(
+                model,
+                allow_patterns=list(DOWNLOADED_PATTERNS),
+                ignore_patterns=list(NEVER_DOWNLOADED_PATTERNS),
+            )
+        )
 
 
 def model_name(model: str | Path) -> str:

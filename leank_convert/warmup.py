@@ -14,22 +14,25 @@ from torch import Tensor
 
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
+from leank_convert.trust import check_code
 
 _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
+def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dict[str, Any]:
     """Compile what decoding from a checkpoint needs, into tilelang's cache on disk. Reads no weights.
 
     Args:
         checkpoint: A converted checkpoint's folder.
         device: A CUDA device; None for the current one.
+        trust: Whether its Python files may run even where they are no release's.
 
     Returns:
         JSON-ready facts of what was compiled.
 
     Raises:
-        LeanKError: If there is no GPU, or the kernels cannot be used on it.
+        LeanKError: If there is no GPU, the kernels cannot be used on it, or the checkpoint holds other code
+            than a release's.
     """
     if not checkpoint.is_dir():
         raise LeanKError(f"`{checkpoint}` is no folder", hint="warmup takes a converted checkpoint's folder")
@@ -41,7 +44,7 @@ def warm_up(checkpoint: Path, device: str | None) -> dict[str, Any]:
     chosen = choose_device(device or "cuda")
     if chosen.type != "cuda":
         raise LeanKError(f"kernels are compiled for `cuda` devices, not for `{chosen.type}`")
-    model = load_without_weights(checkpoint)
+    model = load_without_weights(checkpoint, trust=trust)
     config, layout = model.config, model.build_cache().layers[0].layout
     name = str(config.dtype or "bfloat16").removeprefix("torch.")
     if name not in _COMPUTED_DTYPES:
@@ -80,16 +83,19 @@ def render_warm_up(facts: dict[str, Any]) -> str:
     )
 
 
-def load_without_weights(checkpoint: Path) -> Any:
+def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
     """A checkpoint's model on the meta device, with masks of the right widths, be it of other channels.
 
     Raises:
-        LeanKError: If transformers cannot load it.
+        LeanKError: If it holds other code than a release's, or transformers cannot load it.
     """
+    check_code(checkpoint, trust=trust)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
+        # From where the model's class is taken: config.json may name another place.
+        config.name_or_path = str(checkpoint)
         widths = torch.tensor(config.leank["widths"])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # type: ignore[no-untyped-call]

@@ -127,6 +127,12 @@ def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
     )
 
 
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """Copies a folder, so that it may be changed: `copy_of(folder)`."""
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / folder.name))
+
+
 @pytest.fixture(scope="session")
 def shipped_onnx(once_per_run: Callable[..., Path], shipped_checkpoint: Path) -> Path:
     """An ONNX folder of it."""

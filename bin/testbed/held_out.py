@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2, help="of the prompts; default: 2, as in training.json")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device, trust_remote_code=False)
     print(render_table(measure_all(model, count=arguments.count, seed=arguments.seed)))
 
 

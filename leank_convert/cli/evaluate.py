@@ -14,6 +14,7 @@ from leank_convert.cli.options import (
     json_option,
     recipe_option,
     set_option,
+    trust_option,
 )
 
 _OTHERS = ("window", "think", "per-head-budget-dynamic")
@@ -80,6 +81,7 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
     help="Folder for every answer as it comes, and for the results as JSON, CSV and a plot. Where it holds "
     "some of the answers already, the rest are asked.",
 )
+@trust_option
 @json_option
 def evaluate(
     checkpoint: Path,
@@ -98,6 +100,7 @@ def evaluate(
     batch_size: int,
     device: str | None,
     out: Path | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Compare CHECKPOINT's pruned answers with its own dense ones, from one prefill.
@@ -131,6 +134,7 @@ def evaluate(
             also=also,
             out=out,
             device=device,
+            trust=trust,
             progress=True,
         )
         text = json.dumps(text_result.to_dict()) if as_json else render_text_comparison(text_result)
@@ -153,6 +157,7 @@ def evaluate(
             out=out,
             device=device,
             batch_size=batch_size,
+            trust=trust,
             progress=True,
         )
         text = json.dumps(result.to_dict()) if as_json else render_comparison(result)

@@ -23,6 +23,9 @@ set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; repeatable."
 )
 device_option = click.option("--device", help="Device to run on. Default: cuda if there is one, else cpu.")
+trust_option = click.option(
+    "--trust", is_flag=True, help="Run the checkpoint's Python files even where no release wrote them."
+)
 held_out_seed_option = click.option(
     "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out prompts."
 )

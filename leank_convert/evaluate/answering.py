@@ -14,13 +14,15 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model, load_tokenizer
+from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
 from leank_convert.evaluate.variants import Masked, Variant
 from leank_convert.hub import resolve_model
 from leank_convert.onnx.description import host_errors
 from leank_convert.onnx.libraries import check_available
+from leank_convert.tokenizer import load_tokenizer
+from leank_convert.trust import check_code, check_config
 
 if TYPE_CHECKING:
     from leank_convert.onnx.leank_onnx import LeanKOnnx
@@ -64,26 +66,30 @@ def answer_prompts(
             yield _answer(evaluated, batch, variants)
 
 
-def find_opponent(name: str, tokenizer: Any) -> Path:
+def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
     """Find the folder of a model to compare with, and check that it takes the same prompts.
 
     Args:
         name: A model or a checkpoint, as a hub id or a folder, or an ONNX folder.
         tokenizer: The checkpoint's.
+        trust: Whether another checkpoint's code runs whatever it is.
 
     Raises:
-        LeanKError: If there is no such model, it has another vocabulary, or it is a graph that cannot be run.
+        LeanKError: If there is no such model, it has another vocabulary, it is a graph that cannot be run, or
+            a checkpoint with other code than a release's.
     """
     folder = resolve_model(name)
-    graph = _is_graph(folder)
-    if graph:
+    if _is_graph(folder):
         check_available()
         from leank_convert.onnx.leank_onnx import Description
 
         with host_errors():
             Description.read(folder)
-    is_checkpoint = not graph and "leank" in read_config(folder)
-    other = load_tokenizer(folder, trust_remote_code=is_checkpoint)
+    elif "leank" in read_config(folder):
+        check_code(folder, trust=trust)
+    else:
+        check_config(folder)
+    other = load_tokenizer(folder)
     if other.get_vocab() != tokenizer.get_vocab():
         raise LeanKError(
             f"`{name}` has another vocabulary than the checkpoint: the same prompt would be other tokens",
@@ -93,7 +99,13 @@ def find_opponent(name: str, tokenizer: Any) -> Path:
 
 
 def answer_against(
-    folder: Path, tokenizer: Any, prompts: Sequence[Prompt], device: torch.device, batch_size: int
+    folder: Path,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    device: torch.device,
+    batch_size: int,
+    *,
+    trust: bool = False,
 ) -> Iterator[list[Answer]]:
     """Answer prompts by what `find_opponent` found; a graph runs on the CPU, whatever the device.
 
@@ -107,7 +119,7 @@ def answer_against(
             graph = LeanKOnnx(folder, threads=torch.get_num_threads())
             yield from answer_by_graph(graph, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
     elif "leank" in read_config(folder):
-        other = load_evaluated(folder, device)
+        other = load_evaluated(folder, device, trust=trust)
         yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
     else:
         model = load_model(folder, device, trust_remote_code=False)

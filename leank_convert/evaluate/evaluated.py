@@ -12,12 +12,13 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.tokenizer import load_tokenizer
+from leank_convert.trust import check_code
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
@@ -44,17 +45,18 @@ class EvaluatedModel:
         return Windows(*(self.leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
 
 
-def load_evaluated(checkpoint: Path, device: torch.device) -> EvaluatedModel:
-    """Load a checkpoint, and its dense twin on the same memory.
+def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = False) -> EvaluatedModel:
+    """Load a checkpoint, and its dense twin on the same memory; `trust` runs whatever code it holds.
 
     Raises:
-        LeanKError: If it is no LeanK checkpoint, a shard of it is damaged, or it has no tokenizer.
+        LeanKError: If it is no LeanK checkpoint, holds other code than a release's, a shard of it is damaged,
+            or it has no tokenizer.
     """
+    check_code(checkpoint, trust=trust)
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     open_checkpoint(checkpoint)  # names a damaged shard better than loading does
-    # Without trust_remote_code transformers asks on the terminal, as the config is remote code too.
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=True)
+    tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
     return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts)
 
@@ -64,21 +66,6 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return model.to(device).eval()
-
-
-def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of a model's folder.
-
-    Raises:
-        LeanKError: If there is none, or it cannot be loaded.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise LeanKError(
-            f"the tokenizer of `{folder}` cannot be loaded: {first_line(error)}",
-            hint="prompts are made with the model's own tokenizer: put its files into that folder",
-        ) from error
 
 
 def warn_of_positions(evaluated: EvaluatedModel, num_tokens: int) -> None:

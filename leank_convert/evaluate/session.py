@@ -54,6 +54,7 @@ def evaluate_checkpoint(
     out: str | Path | None = None,
     device: str | torch.device | None = None,
     batch_size: int = 8,
+    trust: bool = False,
     progress: bool = False,
 ) -> Comparison:
     """Compare a checkpoint's pruned answers with those of its own weights in the stock class.
@@ -79,19 +80,21 @@ def evaluate_checkpoint(
             there asks only the rest.
         device: Default: CUDA if there is any, else the CPU.
         batch_size: Prompts decoded together, padded on the left.
+        trust: Whether a checkpoint's Python files may run even where they are no release's.
         progress: Whether to draw a progress bar to stderr.
 
     Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint, there is no such recipe or task, prompts cannot be
-            drawn for its tokenizer, all of them are too short for anything to be pruned, `against` has
-            another tokenizer, `out` holds answers of another evaluation, or memory does not suffice.
+        LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, there is no
+            such recipe or task, prompts cannot be drawn for its tokenizer, all of them are too short for
+            anything to be pruned, `against` has another tokenizer, `out` holds answers of another
+            evaluation, or memory does not suffice.
     """
     if bool(tasks) != bool(lengths) or (not tasks and (haystack or questions)):
         raise LeanKError("RULER's `tasks` and `lengths` go together, `haystack` and `questions` with them")
     checkpoint, out = Path(checkpoint), None if out is None else Path(out)
     chosen_device = choose_device(device)
     data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
-    evaluated = load_evaluated(checkpoint, chosen_device)
+    evaluated = load_evaluated(checkpoint, chosen_device, trust=trust)
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     if data is None:
         file = None if questions is None else Path(questions)
@@ -100,7 +103,7 @@ def evaluate_checkpoint(
         prompts = held_out_prompts(tokenizer, data, num_samples=num_samples, seed=seed)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
     # Before hours of answers, not after.
-    opponent = None if against is None else find_opponent(against, tokenizer)
+    opponent = None if against is None else find_opponent(against, tokenizer, trust=trust)
     if also is None:
         also = () if tasks else (WINDOW,)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
@@ -123,7 +126,7 @@ def evaluate_checkpoint(
         if opponent is not None:
             del evaluated, variants  # one model's weights at a time
             missing = log.missing(prompts, [AGAINST])
-            answers = answer_against(opponent, tokenizer, missing, chosen_device, batch_size)
+            answers = answer_against(opponent, tokenizer, missing, chosen_device, batch_size, trust=trust)
             keep(answers if missing else iter(()), len(prompts) - len(missing))
             names.insert(0, AGAINST)
     result = Comparison(

@@ -127,6 +127,7 @@ def evaluate_text(
     also: Sequence[str] = (),
     out: str | Path | None = None,
     device: str | torch.device | None = None,
+    trust: bool = False,
     progress: bool = False,
 ) -> TextComparison:
     """Compare a checkpoint's predictions on a text with those of its own weights in the stock class.
@@ -138,16 +139,18 @@ def evaluate_text(
         also: What else is compared, see `find_variants`.
         out: Where the numbers are left as JSON, and a figure.
         device: Default: CUDA if there is any, else the CPU.
+        trust: Whether a checkpoint's Python files may run even where they are no release's.
         progress: Whether to draw a progress bar to stderr.
 
     Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint, or as `compare_text`.
+        LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
+            `compare_text`.
     """
     try:
         text = Path(text_file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise LeanKError(f"`{text_file}`: {error}", hint="--text takes plain text in UTF-8") from error
-    evaluated = load_evaluated(Path(checkpoint), choose_device(device))
+    evaluated = load_evaluated(Path(checkpoint), choose_device(device), trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     result = compare_text(
         evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=progress

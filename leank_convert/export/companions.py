@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leank_convert.checkpoint_io import COMPANION_PATTERNS, read_config
-from leank_convert.errors import first_line
+from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, read_config
+from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import encode_json
-from leank_convert.files import read_json, write_atomically
-
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+from leank_convert.files import write_atomically
+from leank_convert.tokenizer import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "tekken")
 # What transformers loads where a folder names no tokenizer class, and a name it had before.
@@ -24,9 +25,9 @@ _logger = logging.getLogger("leank_convert")
 def copy_companions(folder: Path, target: Path) -> None:
     """Copy a model's companions, so that the checkpoint's tokenizer gives the same tokens as the model's.
 
-    Files are copied byte for byte, but for the tokenizer's class: transformers looks it up by `model_type`,
-    and does not know that of a checkpoint. Where that would choose another class, tokenizer_config.json names
-    the model's. One warning names what is missing.
+    Files are copied byte for byte, but for tokenizer_config.json: a reference to code is left out, and
+    transformers looks the tokenizer's class up by `model_type`, and does not know that of a checkpoint; where
+    that would choose another class, the file names the model's. One warning names what is missing.
 
     Args:
         folder: The model.
@@ -35,22 +36,16 @@ def copy_companions(folder: Path, target: Path) -> None:
     Raises:
         OSError: If a file cannot be read or written.
     """
-    found = {
-        str(path.relative_to(folder)): path
-        for pattern in COMPANION_PATTERNS
-        for path in sorted(folder.glob(pattern))
-        if path.is_file()
-    }
-    for name, path in found.items():
-        copy = target / name
-        copy.parent.mkdir(exist_ok=True)
-        write_atomically(copy, path.read_bytes())
+    found, refers_to_code = read_companions(folder)
+    settings = _read_settings(found)
     missing = []
-    settings: dict[str, Any] = {}
     if any(name.startswith(_TOKENIZER_FILES) for name in found):
-        settings = _keep_tokenizer_class(folder, target)
+        # What is code here could not be loaded for its class, and was warned of.
+        if not refers_to_code:
+            found.update(_name_tokenizer_class(folder, settings))
     else:
         missing.append("tokenizer")
+    write_companions(found, target)
     if "chat_template" not in settings and not any("chat_template" in name for name in found):
         missing.append("chat template")
     if "generation_config.json" not in found:
@@ -59,36 +54,72 @@ def copy_companions(folder: Path, target: Path) -> None:
         _logger.warning("`%s` has no %s; nor will the checkpoint", folder, ", no ".join(missing))
 
 
-def _keep_tokenizer_class(folder: Path, target: Path) -> dict[str, Any]:
-    """Name the class in the copied tokenizer_config.json if need be, and give the model's own settings."""
-    settings: dict[str, Any] = {}
-    try:
-        if (folder / TOKENIZER_CONFIG_NAME).is_file():
-            settings = read_json(folder / TOKENIZER_CONFIG_NAME)
-        chosen = _load_tokenizer_class(folder)
-    except Exception as error:  # a tokenizer's files fail to load in as many ways as there are tokenizers
+def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
+    """Read a model's companions, data alone; one warning says what is left out because it is code.
+
+    Returns:
+        Contents by name within the folder, and whether the tokenizer refers to code.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    paths, others = find_companions(folder)
+    found = {name: path.read_bytes() for name, path in paths.items()}
+    settings = _read_settings(found)
+    refers_to_code = "auto_map" in settings
+    left_out = [f"`{name}`" for name in others]
+    if refers_to_code:
+        del settings["auto_map"]
+        found[TOKENIZER_CONFIG_NAME] = encode_json(settings)
+        left_out.append(f"`auto_map` of `{TOKENIZER_CONFIG_NAME}`")
+    if left_out:
         _logger.warning(
-            "the tokenizer of `%s` cannot be loaded (%s); it is copied as it is", folder, first_line(error)
+            "`%s`: not carried over, being code or no known kind of data: %s; a tokenizer that needs it may "
+            "not load, or give other tokens: bring your own",
+            folder,
+            ", ".join(left_out),
         )
-        return settings
-    named = settings.get("tokenizer_class") or read_config(folder).get("tokenizer_class") or _GENERIC_CLASS
-    if chosen not in (named, named.removesuffix("Fast")) and (named, chosen) != (
-        _GENERIC_CLASS_BEFORE,
-        _GENERIC_CLASS,
-    ):
-        write_atomically(target / TOKENIZER_CONFIG_NAME, encode_json({**settings, "tokenizer_class": chosen}))
-    return settings
+    return found, refers_to_code
 
 
-def _load_tokenizer_class(folder: Path) -> str:
-    # Imported here: it takes most of a second, which an import of the toolkit need not.
-    from transformers import AutoTokenizer
+def write_companions(contents: Mapping[str, bytes], target: Path) -> None:
+    """Write companions into an existing folder.
+
+    Raises:
+        OSError: If one cannot be written.
+    """
+    for name, content in contents.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        write_atomically(target / name, content)
+
+
+def _read_settings(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """What tokenizer_config.json says; nothing where transformers cannot read it either."""
+    try:
+        settings = json.loads(contents.get(TOKENIZER_CONFIG_NAME, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any]) -> dict[str, bytes]:
+    """tokenizer_config.json with the tokenizer's class in it, by its name; nothing if need not be."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     # Its advice is about the source, not about what is written.
     transformers_logging.set_verbosity(logging.ERROR)
     try:
-        return type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
+        chosen = type(load_tokenizer(folder)).__name__
+    except LeanKError as error:
+        _logger.warning("%s; it is copied as it is", error)
+        return {}
     finally:
         transformers_logging.set_verbosity(verbosity)
+    named = settings.get("tokenizer_class") or read_config(folder).get("tokenizer_class") or _GENERIC_CLASS
+    if chosen in (named, named.removesuffix("Fast")) or (named, chosen) == (
+        _GENERIC_CLASS_BEFORE,
+        _GENERIC_CLASS,
+    ):
+        return {}
+    return {TOKENIZER_CONFIG_NAME: encode_json({**settings, "tokenizer_class": chosen})}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.checkpoint_io import COMPANION_PATTERNS, ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export import (
     MaskLike,
@@ -24,6 +24,7 @@ from leank_convert.export import (
     refuse_overlap,
     refuse_to_lose_mask,
 )
+from leank_convert.export.companions import read_companions, write_companions
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.publish import MARKER_NAME, staged_folder
 from leank_convert.files import sha256_of, write_atomically
@@ -178,11 +179,8 @@ def _describe_folder(
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:
     """Copy the tokenizer and its kin as the checkpoint has them."""
-    found = {path for pattern in COMPANION_PATTERNS for path in checkpoint.glob(pattern) if path.is_file()}
-    for path in sorted(found):
-        copy = folder / path.relative_to(checkpoint)
-        copy.parent.mkdir(exist_ok=True)
-        write_atomically(copy, path.read_bytes())
+    contents, _ = read_companions(checkpoint)
+    write_companions(contents, folder)
     if not (folder / "tokenizer.json").exists():
         _logger.warning(
             "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, _HOST.name

@@ -12,17 +12,17 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
 from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
-from leank_convert.errors import LeanKError, first_line, out_of_memory
+from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import Recipe
+from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.passes import BLOCK_SIZE
@@ -106,7 +106,7 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
     return LoadedModel(
         name=files.name,
         model=model,
-        tokenizer=_load_tokenizer(folder, files.name),
+        tokenizer=load_tokenizer(folder, files.name),
         facts=files.facts,
         config=files.config,
         weights_digest=digest_files(folder / shard for shard in files.checkpoint.shards),
@@ -119,13 +119,14 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
         built = CONFIG_MAPPING[files.facts.model_type].from_dict(dict(files.config))
         # Without weights, so that what fails here is the config's fault alone.
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
+            AutoModelForCausalLM.from_config(built, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever transformers stumbles upon in a value
         raise _refused_config(error, recipe, name) from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             files.checkpoint.folder,
             config=built,
+            trust_remote_code=False,
             dtype=recipe.model.dtype,
             device_map=recipe.model.device_map,
             attn_implementation=ATTENTION_NAME,
@@ -166,17 +167,6 @@ def _refused_config(error: Exception, recipe: Recipe, name: str) -> LeanKError:
         f"the config of model `{name}` is refused: {reason or type(error).__name__}",
         hint=f"see `model.config_overrides` ({changed})" if changed else "see the model's `config.json`",
     )
-
-
-def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise LeanKError(
-            f"the tokenizer of model `{name}` cannot be loaded: {first_line(error)}",
-            hint="samples are made with the model's own tokenizer: put its files into the model's folder",
-        ) from error
-    return tokenizer
 
 
 def _check_positions(config: Mapping[str, Any], facts: ModelFacts, recipe: Recipe, name: str) -> None:

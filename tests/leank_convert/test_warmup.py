@@ -51,7 +51,7 @@ def test_what_cannot_be_warmed_up_exits_2(checkpoint, source_model, tmp_path):
     assert run(tmp_path, "--device", "cpu").exit_code == 2
     dense = run(source_model("llama"))
     assert dense.exit_code == 2
-    assert "is no checkpoint that this machine can load" in dense.stderr
+    assert "is not a LeanK checkpoint" in dense.stderr
     single = run(checkpoint("float32"))
     assert single.exit_code == 2
     assert "stored in float32" in single.stderr

@@ -1,0 +1,44 @@
+"""Tokenizers of model folders, loaded so that no code of a folder runs and nobody is asked to let it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.errors import LeanKError, first_line
+
+
+def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool = False) -> Any:
+    """Load the tokenizer of a model, of a checkpoint or of an ONNX folder.
+
+    Args:
+        folder: Where it lies.
+        name: What the user called it.
+        trust: Whether a tokenizer that is code of the folder's own may run.
+
+    Raises:
+        LeanKError: If there is none, it cannot be loaded, or it is code that may not run.
+    """
+    # Imported here: it takes most of a second, which an import of the toolkit need not.
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    config = None
+    try:
+        # Of a checkpoint, transformers would run the config's code to learn what it needs of config.json, or
+        # warn that it does not know the model type.
+        if not trust and (folder / CONFIG_NAME).is_file() and "leank" in (content := read_config(folder)):
+            config = PreTrainedConfig.from_dict(content)
+        # Not left out: transformers would then ask on the terminal.
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust)
+    except Exception as error:  # a tokenizer's files fail to load in as many ways as there are tokenizers
+        if not trust and "trust_remote_code" in str(error):
+            raise LeanKError(
+                f"the tokenizer of `{name or folder}` is code of its own (`auto_map` in "
+                "`tokenizer_config.json`), which is not run",
+                hint="save a tokenizer of one of transformers' own classes into that folder",
+            ) from error
+        raise LeanKError(
+            f"the tokenizer of `{name or folder}` cannot be loaded: {first_line(error)}",
+            hint="prompts are made with the model's own tokenizer: put its files into that folder",
+        ) from error

@@ -1,0 +1,135 @@
+"""Trust: before a checkpoint's code is imported, it is held to that of this release and of earlier ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from leank_convert.checkpoint_io import (
+    ADAPTER_NAME,
+    CONFIG_NAME,
+    KERNEL_KEYS,
+    OTHER_CONFIGS_KEY,
+    TOKENIZER_CONFIG_NAME,
+    read_leank_config,
+    read_leank_facts,
+)
+from leank_convert.errors import LeanKError, cut
+from leank_convert.export.runtime_files import auto_map, read_runtime_files
+from leank_convert.files import read_json, sha256_of
+
+_HINT = "look at what it is; pass `--trust` (in Python `trust=True`) to let it run"
+# Twenty times the largest runtime file: what is larger need not be hashed.
+_LARGEST = 1 << 20
+
+
+def check_code(folder: Path, *, trust: bool = False) -> None:
+    """Check that transformers, told to trust a checkpoint's remote code, would run nothing but a release's.
+
+    Every Python file in the folder and below has to be one of this release's runtime files or of an earlier
+    one's, by name and SHA-256, and config.json has to refer to those alone.
+
+    Args:
+        folder: A converted checkpoint.
+        trust: Whether its owner vouches for it; nothing is checked then.
+
+    Raises:
+        LeanKError: If anything else could run; names the file.
+        OSError: If a folder in it cannot be listed.
+    """
+    if trust:
+        return
+    config, _ = read_leank_config(folder)
+    architecture = read_leank_facts(config, folder).architecture
+    check_config(folder)
+    if config.get("auto_map") != (expected := auto_map(architecture)):
+        raise LeanKError(
+            f"`{folder / CONFIG_NAME}`: `auto_map` is {cut(config.get('auto_map'))}, and not that of a "
+            f"`{architecture.leank_model_type}` checkpoint, such as {cut(expected['AutoConfig'])}",
+            hint=_HINT,
+        )
+    if "auto_map" in _read(folder / TOKENIZER_CONFIG_NAME):
+        raise LeanKError(
+            f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer is",
+            hint=_HINT,
+        )
+    if os.path.lexists(folder / ADAPTER_NAME):
+        raise LeanKError(
+            f"`{folder / ADAPTER_NAME}`: transformers would load an adapter; no checkpoint has one",
+            hint=_HINT,
+        )
+    known = read_known_digests()
+    for path in _python_files(folder):
+        if path.parent != folder or not _is_known(path, known.get(path.name, set())):
+            raise LeanKError(
+                f"`{path}` is no runtime file of this release of leank-convert, nor of an earlier one",
+                hint=_HINT,
+            )
+
+
+def check_config(folder: Path) -> None:
+    """Check that transformers reads a folder's config.json and no other, and takes no kernels from the hub.
+
+    Raises:
+        LeanKError: If it would.
+    """
+    path = folder / CONFIG_NAME
+    config = _read(path)
+    if OTHER_CONFIGS_KEY in config:
+        raise LeanKError(
+            f"`{path}`: `{OTHER_CONFIGS_KEY}` is {cut(config[OTHER_CONFIGS_KEY])}, by which transformers "
+            "would read another file instead",
+            hint="remove that key",
+        )
+    for key in KERNEL_KEYS & config.keys():
+        value = config[key]
+        # A kernel's name is `owner/name`, or there is one for each part of the model.
+        if value is not None and (not isinstance(value, str) or "/" in value):
+            raise LeanKError(
+                f"`{path}`: `{key}` is {cut(value)}, a kernel that transformers would download and run",
+                hint="remove that key",
+            )
+
+
+def read_known_digests() -> dict[str, set[str]]:
+    """SHA-256 of every runtime file by its name, as this release has it and as earlier ones had it."""
+    content: dict[str, list[str]] = json.loads(
+        files("leank_convert").joinpath("known_runtimes.json").read_text(encoding="utf-8")
+    )
+    known = {name: set(digests) for name, digests in content.items()}
+    for name, data in read_runtime_files().items():
+        known.setdefault(name, set()).add(hashlib.sha256(data).hexdigest())
+    return known
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    """Every Python file in a folder and below, hidden ones too.
+
+    Raises:
+        LeanKError: If a folder in it is a link: what it leads to may be another by the time that it is read.
+        OSError: If a folder in it cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        for name in folders:
+            if Path(parent, name).is_symlink():
+                raise LeanKError(
+                    f"`{Path(parent, name)}` is a link to a folder, which is not looked into", hint=_HINT
+                )
+        yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".py"))
+
+
+def _is_known(path: Path, digests: set[str]) -> bool:
+    return bool(digests) and path.is_file() and path.stat().st_size < _LARGEST and sha256_of(path) in digests
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

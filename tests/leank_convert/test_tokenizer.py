@@ -1,0 +1,118 @@
+"""Tokenizers are loaded without running a folder's code, without a question, and without a warning."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe_file import load_recipe
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.tokenizer import load_tokenizer
+from leank_convert.train.model import find_model, load_model
+
+RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+
+
+@pytest.fixture(autouse=True)
+def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers asks by `input` whether code may run."""
+
+    def ask(*_: object) -> str:
+        pytest.fail("it asks on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    yield
+
+
+def plant(folder: Path, marker: Path, **settings: Any) -> None:
+    """Give a model's folder a config, a model and a tokenizer of its own."""
+    (folder / "tokenization_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: ...\n")
+    classes = ("AutoConfig", "AutoModelForCausalLM")
+    auto_maps = {
+        "config.json": dict.fromkeys(classes, "tokenization_own.Own"),
+        "tokenizer_config.json": {"AutoTokenizer": [None, "tokenization_own.Own"]},
+    }
+    for name, auto_map in auto_maps.items():
+        content = json.loads((folder / name).read_text())
+        content.update(settings if name.startswith("tokenizer") else {}, auto_map=auto_map)
+        (folder / name).write_text(json.dumps(content))
+
+
+def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers_knows_it(
+    retriever_folder: Path, copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    folder, marker = copy_of(retriever_folder), tmp_path / "ran"
+    expected = load_tokenizer(folder)
+    plant(folder, marker)
+    loaded = load_model(find_model(folder, RECIPE), RECIPE, torch.device("cpu"))
+    assert type(loaded.model).__module__.startswith("transformers.")
+    assert loaded.tokenizer.get_vocab() == expected.get_vocab()
+    plant(folder, marker, tokenizer_class="OwnTokenizer", model_max_length=7)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own"}))
+    with pytest.raises(LeanKError, match="the tokenizer of `me/model` is code of its own") as caught:
+        load_tokenizer(folder, "me/model")
+    assert "trust_remote_code" not in f"{caught.value} {caught.value.hint}"
+    assert not marker.exists()
+
+
+def test_a_checkpoints_tokenizer_needs_none_of_its_code(
+    shipped_checkpoint: Path, copy_of: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_of(shipped_checkpoint)
+    for path in folder.glob("*.py"):
+        path.unlink()
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        found = load_tokenizer(folder)
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert caplog.records == []
+    expected = AutoTokenizer.from_pretrained(MODEL_DIR, trust_remote_code=False)
+    assert type(found) is type(expected)
+    assert found("goze 17 42 ; find goze")["input_ids"] == expected("goze 17 42 ; find goze")["input_ids"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_no_code_is_carried_into_a_checkpoint(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, marker = source_model(), tmp_path / "ran"
+    plant(source, marker, chat_template="{{ messages }}")
+    code = {"tokenizer_own.py", "tokenizer.pkl", "vocab.so", "chat_template.py", "LICENSE.py"}
+    data = {"tokenizer.model", "tokenizer.model.v3", "vocab.json", "x.tiktoken", "LICENSE-2.0", "NOTICE.md"}
+    for name in code | data:
+        (source / name).write_text("{}")
+    config = json.loads((source / "config.json").read_text())
+    loading = {
+        "_name_or_path": "me/other",
+        "attn_implementation": "me/kernel",
+        "custom_pipelines": {"x": {"impl": "pipeline.X"}},
+        "configuration_files": ["config.5.0.0.json"],
+        "transformers_weights": "other.safetensors",
+    }
+    (source / "config.json").write_text(json.dumps({**config, **loading}))
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+    names = {path.name for path in out.iterdir()}
+    assert data <= names and not code & names
+    assert {name for name in names if name.endswith(".py")} == {
+        name for name in names if name.endswith("_leank.py")
+    }
+    written = json.loads((out / "config.json").read_text())
+    assert not loading.keys() & written.keys()
+    assert written["auto_map"]["AutoConfig"] == "configuration_leank.LeanKLlamaConfig"
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert all(f"`{name}`" in told for name in code) and "`auto_map` of `tokenizer_config.json`" in told
+    assert not marker.exists()

@@ -1,0 +1,131 @@
+"""What a checkpoint's folder may hold before its code is imported."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leank_convert import trust
+from leank_convert.errors import LeanKError
+from leank_convert.trust import check_code, check_config, read_known_digests
+
+
+@pytest.fixture
+def folder(shipped_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint without its weights: nothing here reads them."""
+    ignored = shutil.ignore_patterns("model*.safetensors")
+    return Path(shutil.copytree(shipped_checkpoint, tmp_path / "out", ignore=ignored))
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def set_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "config.json", **changes)
+
+
+def write(name: str, text: str = "") -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return plant
+
+
+def change_a_byte(folder: Path) -> None:
+    path = folder / "cache_leank.py"
+    path.write_bytes(path.read_bytes().replace(b"K", b"k", 1))
+
+
+def link_a_file(folder: Path) -> None:
+    other = folder.parent / "other.py"
+    other.write_text("")
+    (folder / "cache_leank.py").unlink()
+    (folder / "cache_leank.py").symlink_to(other)
+
+
+def link_a_folder(folder: Path) -> None:
+    write("elsewhere/generate.py")(folder.parent)
+    (folder / "custom_generate").symlink_to(folder.parent / "elsewhere")
+
+
+def put_a_pipe(folder: Path) -> None:
+    (folder / "cache_leank.py").unlink()
+    os.mkfifo(folder / "cache_leank.py")
+
+
+OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfig"}
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        (change_a_byte, "cache_leank.py` is no runtime file"),
+        (write("evaluate_me.py"), "evaluate_me.py` is no runtime file"),
+        (write("configuration_llama.PY"), "configuration_llama.PY` is no runtime file"),
+        # transformers runs it in place of `generate`, without a word in any config.
+        (write("custom_generate/generate.py"), "custom_generate/generate.py` is no runtime file"),
+        (lambda folder: shutil.copy(folder / "cache_leank.py", folder / "leank_x.py"), "leank_x.py` is no"),
+        (link_a_file, "cache_leank.py` is no runtime file"),
+        (link_a_folder, "custom_generate` is a link to a folder"),
+        (put_a_pipe, "cache_leank.py` is no runtime file"),
+        (write("adapter_config.json", "{}"), "adapter_config.json`: transformers would load an adapter"),
+        (set_config(auto_map=OTHER_REPOSITORY), "config.json`: `auto_map` is {'AutoConfig': 'me/other--"),
+        (set_config(auto_map=None), "config.json`: `auto_map` is None"),
+        (set_config(configuration_files=["config.5.0.0.json"]), "`configuration_files` is ['config.5.0.0"),
+        (set_config(attn_implementation="me/kernel"), "`attn_implementation` is 'me/kernel', a kernel"),
+        (set_config(_attn_implementation={"": "me/kernel"}), "`_attn_implementation` is {'': 'me/kernel'}"),
+        (
+            lambda folder: change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": "a.B"}),
+            "tokenizer_config.json`: `auto_map` names code",
+        ),
+    ],
+)
+def test_what_no_release_wrote_is_refused_by_name(
+    plant: Callable[[Path], Any], named: str, folder: Path
+) -> None:
+    check_code(folder)
+    plant(folder)
+    with pytest.raises(LeanKError, match=re.escape(named)):
+        check_code(folder)
+    check_code(folder, trust=True)
+
+
+def test_what_runs_nothing_is_let_be(folder: Path) -> None:
+    write("__pycache__/cache_leank.cpython-311.pyc")(folder)
+    write("leank/notes.txt")(folder)
+    shutil.move(folder / "cache_leank.py", folder.parent / "blob")
+    (folder / "cache_leank.py").symlink_to(folder.parent / "blob")  # as the hub's cache keeps files
+    change_json(folder / "config.json", _name_or_path="me/source", attn_implementation="sdpa")
+    check_code(folder)
+
+
+def test_an_earlier_releases_files_are_known_by_name_and_content(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = read_known_digests()
+    assert all(name.endswith("_leank.py") for name in known)
+    assert "attention_leank.py" in known  # the name that a file had before
+    earlier = b"# as it was\n"
+    (folder / "cache_leank.py").write_bytes(earlier)
+    known["cache_leank.py"].add(sha256(earlier).hexdigest())
+    monkeypatch.setattr(trust, "read_known_digests", lambda: known)
+    check_code(folder)
+    (folder / "layer_leank.py").write_bytes(earlier)
+    with pytest.raises(LeanKError, match=r"layer_leank\.py` is no runtime file"):
+        check_code(folder)
+
+
+def test_a_model_that_is_compared_with_brings_no_kernels_either(source_model: Callable[..., Path]) -> None:
+    folder = source_model()
+    check_config(folder)
+    change_json(folder / "config.json", attn_implementation="me/kernel")
+    with pytest.raises(LeanKError, match="`attn_implementation` is 'me/kernel', a kernel"):
+        check_config(folder)
