@@ -41,10 +41,10 @@ class RecipeError(LeanKError):
         self.path = os.fspath(path)
         self.problems = tuple(problems)
         if len(self.problems) == 1:
-            message = f"recipe `{self.path}`: {self.problems[0]}"
+            message = f"recipe `{shorten(self.path)}`: {self.problems[0]}"
         else:
             listed = "".join(f"\n  {problem}" for problem in self.problems)
-            message = f"recipe `{self.path}`: {len(self.problems)} problems:{listed}"
+            message = f"recipe `{shorten(self.path)}`: {len(self.problems)} problems:{listed}"
         super().__init__(message, hint)
 
 
@@ -52,7 +52,7 @@ class LeanKMemoryError(LeanKError):
     """Memory does not suffice; with less to hold it may."""
 
 
-_CUT_LENGTH, _LINE_LENGTH = 120, 300
+_CUT_LENGTH = 120
 _CUT = reprlib.Repr()
 _CUT.maxstring = _CUT.maxother = _CUT.maxlong = 80
 _CUT.maxlevel = 3
@@ -69,10 +69,16 @@ def cut(value: object) -> str:
     return text if len(text) <= _CUT_LENGTH else f"{text[:_CUT_LENGTH]}…"
 
 
+def shorten(text: str, length: int = 80) -> str:
+    """A name for a message, in one line and cut short; without quotes, unlike `cut`."""
+    start = text[:length]
+    shown = start if start.isprintable() else repr(start)[1:-1]
+    return shown if len(text) <= length else f"{shown}…"
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, cut short; the hub's errors go on with request ids and advice."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}…"
+    return shorten((str(error).strip().splitlines() or [type(error).__name__])[0], 300)
 
 
 @contextmanager

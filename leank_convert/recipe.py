@@ -5,8 +5,9 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import (
@@ -18,13 +19,20 @@ from pydantic import (
     Field,
     PrivateAttr,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 
+from leank_convert.errors import cut, first_line
 from leank_convert.methods import METHODS, Budget, Method, Part
 
 Task = Literal["retrieval", "multi_value", "passkey", "variable_tracking"]
 Tracker = Literal["tensorboard", "wandb"]
+_RUNNING_TEXT_TASKS = ("multi_value", "passkey")  # whose facts are hidden in it
+HAYSTACK_SUFFIXES = (".txt", ".json", ".jsonl")
+UNCHECKED = {"check": False}  # as pydantic's context: keys may contradict one another
+_LARGEST_COUNT = 2**24  # of tokens, steps and all else that is counted
+_LARGEST_SEED = 2**63 - 1
 
 
 def _refuse_bool(value: object) -> object:
@@ -46,10 +54,13 @@ _MethodName = Annotated[
     AfterValidator(_check_method),
     Field(json_schema_extra=lambda schema: schema.update(enum=list(METHODS))),
 ]
-_PositiveInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-_NonNegativeInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
-_PositiveFloat = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
-_NonNegativeFloat = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
+_PositiveInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=_LARGEST_COUNT)]
+_NonNegativeInt = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=_LARGEST_COUNT)]
+_Seed = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=_LARGEST_SEED)]
+# Of factors between 0 and 1: more than their whole range in a step, or a thousand times what they may lose,
+# is a slip of the pen.
+_Rate = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, le=1, allow_inf_nan=False)]
+_Weight = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1000, allow_inf_nan=False)]
 _Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
@@ -61,6 +72,14 @@ _Fractions = Annotated[
 ]
 
 
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config.json could not hold it: {first_line(error)}") from error
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +88,7 @@ class ModelSection(_Section):
     """Which model is trained on, and how it is loaded."""
 
     id: str | None = Field(None, description="hub id or local folder; the command line's MODEL goes first")
-    config_overrides: dict[str, Any] = Field(
+    config_overrides: Annotated[dict[str, Any], AfterValidator(_check_json)] = Field(
         default_factory=dict, description="config.json keys to change, here and in the exported checkpoint"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -104,15 +123,6 @@ class HaystackSection(_Section):
     config: str | None = Field(None, description="the dataset's configuration")
     split: str = Field("train", description="the dataset's split")
 
-    @model_validator(mode="after")
-    def _check(self) -> HaystackSection:
-        # Compared with the defaults: a resolved recipe spells out every key.
-        unread = self.model_dump(exclude_defaults=True) if self.source is None else {}
-        if unread:
-            keys = ", ".join(f"`{key}`" for key in unread)
-            raise ValueError(f"{keys} without a `source`: nothing is read")
-        return self
-
 
 class DataSection(_Section):
     """Which samples are drawn. Every step draws fresh ones."""
@@ -130,32 +140,20 @@ class DataSection(_Section):
     )
     haystack: HaystackSection = Field(default_factory=HaystackSection)
 
-    @model_validator(mode="after")
-    def _check(self) -> DataSection:
-        if self.min_length > self.max_length:
-            raise ValueError(f"`min_length` {self.min_length} is above `max_length` {self.max_length}")
-        if self.wording == "general" and "variable_tracking" in self.tasks:
-            raise ValueError("task `variable_tracking` exists only in `wording: testbed`")
-        if self.wording == "testbed" and "passkey" in self.tasks:
-            raise ValueError("task `passkey` does not exist in `wording: testbed`")
-        return self
-
 
 class Stage1Section(_Section):
     """Stage 1: real-valued scaling factors under an L1 penalty."""
 
     steps: _NonNegativeInt = Field(2000, description="optimizer steps")
-    learning_rate: _PositiveFloat = Field(0.02, description="Adam's, between its ramps")
-    l1_weight: _NonNegativeFloat = Field(
-        0.06, description="the paper's lambda, on the mean of |scaling factor|"
-    )
+    learning_rate: _Rate = Field(0.02, description="Adam's, between its ramps")
+    l1_weight: _Weight = Field(0.06, description="the paper's lambda, on the mean of |scaling factor|")
 
 
 class Stage2Section(_Section):
     """Stage 2: the 0/1 mask itself, straight through to the scaling factors."""
 
     steps: _NonNegativeInt = Field(200, description="optimizer steps, for each pruning ratio")
-    learning_rate: _PositiveFloat = Field(0.01, description="Adam's, between its ramps")
+    learning_rate: _Rate = Field(0.01, description="Adam's, between its ramps")
 
 
 class HeadsSection(_Section):
@@ -175,8 +173,8 @@ class HeadsSection(_Section):
         "takes the recipe's `pruning_ratio`",
     )
     steps: _PositiveInt = Field(2000, description="optimizer steps")
-    learning_rate: _PositiveFloat = Field(0.02, description="Adam's, between its ramps")
-    l1_weight: _NonNegativeFloat = Field(0.05, description="on the mean of all gates")
+    learning_rate: _Rate = Field(0.02, description="Adam's, between its ramps")
+    l1_weight: _Weight = Field(0.05, description="on the mean of all gates")
 
 
 class Recipe(_Section):
@@ -225,7 +223,7 @@ class Recipe(_Section):
         ("tensorboard",), description="where every step is logged besides log.jsonl"
     )
     save_every: _PositiveInt = Field(50, description="steps between two saved states")
-    seed: _NonNegativeInt = Field(0, description="samples are a function of the seed and the step")
+    seed: _Seed = Field(0, description="samples are a function of the seed and the step")
 
     _text: str | None = PrivateAttr(default=None)
 
@@ -240,40 +238,9 @@ class Recipe(_Section):
         return document
 
     @model_validator(mode="after")
-    def _check(self) -> Recipe:
-        if self.method_row.whole_heads:
-            if self.budget == "uniform":
-                raise ValueError(
-                    f"`budget: uniform` does not go with `method: {self.method}`, whose heads keep all "
-                    "channels or none; leave it out"
-                )
-            if self.max_width is not None:
-                raise ValueError(
-                    f"`max_width` {self.max_width} does not go with `method: {self.method}`, whose "
-                    "heads keep all channels or none; set it to null"
-                )
-        elif self.method_row.has_gates:
-            if self.budget == "uniform":
-                raise ValueError(
-                    f"`budget: uniform` does not go with `method: {self.method}`, some of whose heads keep "
-                    "no channel; leave it out"
-                )
-            if min(self.pruning_ratios) < self.heads.pruning_ratio:
-                raise ValueError(
-                    f"`pruning_ratio` {min(self.pruning_ratios)} is below `heads.pruning_ratio` "
-                    f"{self.heads.pruning_ratio}, which heads without channels remove already; lower that one"
-                )
-        if len(set(self.pruning_ratios)) < len(self.pruning_ratios):
-            raise ValueError(f"`pruning_ratio` {list(self.pruning_ratios)} names a ratio twice")
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"`trackers` {list(self.trackers)} names a tracker twice")
-        full_width = self.windows.sink_size + self.windows.recent_size
-        if self.data.max_length <= full_width:
-            raise ValueError(
-                f"`data.max_length` {self.data.max_length} leaves nothing to prune between "
-                f"`windows.sink_size` {self.windows.sink_size} and `windows.recent_size` "
-                f"{self.windows.recent_size}"
-            )
+    def _check(self, info: ValidationInfo) -> Recipe:
+        if info.context != UNCHECKED and (found := "; ".join(c.problem for c in find_contradictions(self))):
+            raise ValueError(found)
         return self
 
     @property
@@ -320,3 +287,97 @@ class Recipe(_Section):
     def to_yaml(self) -> str:
         """The resolved recipe, every key spelt out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a section, dotted, those of its own sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        annotations = (field.annotation, *get_args(field.annotation))
+        for annotation in annotations:
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from known_keys(annotation, f"{prefix}{name}.")
+
+
+class Contradiction(NamedTuple):
+    """Keys whose values are each in order, and do not go together."""
+
+    keys: tuple[str, ...]
+    problem: str
+
+
+def find_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
+    """What in a recipe does not go together."""
+    yield from _find_in_data(recipe.data)
+    yield from _find_in_method(recipe)
+    if len(set(recipe.pruning_ratios)) < len(recipe.pruning_ratios):
+        yield Contradiction(
+            ("pruning_ratio",), f"`pruning_ratio` {cut(list(recipe.pruning_ratios))} names a ratio twice"
+        )
+    if len(set(recipe.trackers)) < len(recipe.trackers):
+        yield Contradiction(("trackers",), f"`trackers` {cut(list(recipe.trackers))} names a tracker twice")
+    windows, longest = recipe.windows, recipe.data.max_length
+    if longest <= windows.sink_size + windows.recent_size:
+        yield Contradiction(
+            ("data.max_length", "windows.sink_size", "windows.recent_size"),
+            f"`data.max_length` {longest} leaves nothing to prune between `windows.sink_size` "
+            f"{windows.sink_size} and `windows.recent_size` {windows.recent_size}",
+        )
+
+
+def _find_in_data(data: DataSection) -> Iterator[Contradiction]:
+    haystack = data.haystack
+    # Compared with the defaults: a resolved recipe spells out every key.
+    unread = haystack.model_dump(exclude_defaults=True) if haystack.source is None else {}
+    if unread:
+        keys = ", ".join(f"`{key}`" for key in unread)
+        yield Contradiction(
+            ("data.haystack",), f"`data.haystack`: {keys} without a `source`: nothing is read"
+        )
+    if haystack.source is not None and not (
+        data.wording == "general" and any(task in _RUNNING_TEXT_TASKS for task in data.tasks)
+    ):
+        yield Contradiction(
+            ("data.haystack", "data.tasks", "data.wording"),
+            f"`data.haystack.source` is {cut(haystack.source)}, and none of the tasks "
+            f"{', '.join(f'`{task}`' for task in dict.fromkeys(data.tasks))} in `wording: {data.wording}` "
+            "has running text; remove it, or add `multi_value` or `passkey` of `wording: general`",
+        )
+    if data.min_length > data.max_length:
+        yield Contradiction(
+            ("data.min_length", "data.max_length"),
+            f"`data`: `min_length` {data.min_length} is above `max_length` {data.max_length}",
+        )
+    if data.wording == "general" and "variable_tracking" in data.tasks:
+        yield Contradiction(
+            ("data.tasks", "data.wording"),
+            "`data`: task `variable_tracking` exists only in `wording: testbed`",
+        )
+    if data.wording == "testbed" and "passkey" in data.tasks:
+        yield Contradiction(
+            ("data.tasks", "data.wording"), "`data`: task `passkey` does not exist in `wording: testbed`"
+        )
+
+
+def _find_in_method(recipe: Recipe) -> Iterator[Contradiction]:
+    method, ratio = recipe.method_row, min(recipe.pruning_ratios)
+    if recipe.budget == "uniform" and (method.whole_heads or method.has_gates):
+        whose = "some of whose heads keep no channel"
+        if method.whole_heads:
+            whose = "whose heads keep all channels or none"
+        yield Contradiction(
+            ("budget", "method"),
+            f"`budget: uniform` does not go with `method: {method.name}`, {whose}; leave it out",
+        )
+    if method.whole_heads and recipe.max_width is not None:
+        yield Contradiction(
+            ("max_width", "method"),
+            f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, whose heads keep all "
+            "channels or none; set it to null",
+        )
+    if method.has_gates and not method.whole_heads and ratio < recipe.heads.pruning_ratio:
+        yield Contradiction(
+            ("pruning_ratio", "heads.pruning_ratio", "method"),
+            f"`pruning_ratio` {ratio} is below `heads.pruning_ratio` {recipe.heads.pruning_ratio}, which "
+            "heads without channels remove already; lower that one",
+        )

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
-
-import yaml
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from leank_convert.checkpoint_io import TRAINING_FOLDER
-from leank_convert.errors import LeanKError, RecipeError
-from leank_convert.recipe import ONE, SEVERAL, Recipe
+from leank_convert.errors import LeanKError, RecipeError, shorten
+from leank_convert.files import open_file
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_problems import Problem, judge, refuse
+from leank_convert.recipe_yaml import MAX_BYTES, MAX_DEPTH, parse_yaml
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -43,6 +43,7 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     flags: Mapping[str, object] = MappingProxyType({}),
+    training: bool = False,
 ) -> Recipe:
     """Read and check a recipe.
 
@@ -51,6 +52,7 @@ def load_recipe(
         overrides: `key=value` strings; keys are dotted (`stage1.steps`), values YAML; later ones win.
         flags: Values by dotted key, applied last. Messages name them as command-line options of the key's
             last part: `windows.flush_size` as `--flush-size`.
+        training: Whether to look for the files and packages that only training needs, too.
 
     Raises:
         RecipeError: Everything that is wrong with the recipe, the overrides and the flags, at once.
@@ -61,25 +63,20 @@ def load_recipe(
     document = _parse(name, text)
     changes = [f"--set {override}" for override in overrides]
     origins: dict[str, str] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for override in overrides:
         problem = _apply_override(document, override, origins)
         if problem is not None:
-            problems.append(problem)
+            problems.append(Problem(problem))
     for key, value in flags.items():
         option = f"--{key.rpartition('.')[2].replace('_', '-')}"
         _write_key(document, key, value)
         origins[key] = option
         changes.append(f"{option} {value}")
-    hint = None
-    recipe = None
-    try:
-        recipe = Recipe.model_validate(document)
-    except ValidationError as error:
-        found, hint = _describe_errors(error, origins)
-        problems += found
-    if recipe is None or problems:
-        raise RecipeError(name, problems, hint)
+    recipe, found = judge(document, origins, training=training)
+    problems += found
+    if problems:
+        raise refuse(name, problems)
     if changes and not text.endswith("\n"):
         text += "\n"
     recipe.remember_text(text + "".join(f"# {line}\n" for change in changes for line in change.splitlines()))
@@ -92,7 +89,7 @@ def list_recipes() -> list[PackagedRecipe]:
         PackagedRecipe(
             name=entry.name.removesuffix(".yaml"),
             summary=text.partition("\n")[0].lstrip("# ").strip(),
-            model=(yaml.safe_load(text).get("model") or {}).get("id"),
+            model=(_parse(entry.name, text).get("model") or {}).get("id"),
             text=text,
         )
         for entry in sorted(_packaged_files(), key=lambda entry: entry.name.removesuffix(".yaml"))
@@ -150,46 +147,36 @@ def _packaged_files() -> Iterator[Traversable]:
 
 def _read_text(path_or_name: str | Path) -> str:
     name = str(path_or_name)
-    path = Path(path_or_name)
     packaged = {entry.name.removesuffix(".yaml"): entry for entry in _packaged_files()}
-    if not path.is_file() and name in packaged:
-        return packaged[name].read_text(encoding="utf-8")
+    path = Path(path_or_name)
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        is_file, exists = path.is_file(), path.exists()
+    except OSError:  # a name longer than files have
+        is_file = exists = False
+    if name in packaged and not is_file:
+        return packaged[name].read_text(encoding="utf-8")
+    if not exists:
         close = difflib.get_close_matches(path.name.removesuffix(".yaml"), packaged, n=1)
         raise LeanKError(
-            f"recipe `{name}` is neither a file nor a packaged recipe",
+            f"recipe `{shorten(name)}` is neither a file nor a packaged recipe",
             hint=f"did you mean `{close[0]}`?"
             if close
             else f"packaged recipes: {', '.join(sorted(packaged))}",
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LeanKError(f"recipe `{name}` cannot be read: {error}") from None
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which by itself lets the last of two equal keys win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key `{key}` is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+        )
+    with open_file(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise LeanKError(f"recipe `{name}` is not UTF-8 text: line {line}: {error.reason}") from None
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:
     try:
-        document = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise RecipeError(name, [f"{place}{getattr(error, 'problem', None) or error}"]) from None
+        document = parse_yaml(text)
+    except ValueError as error:
+        raise RecipeError(name, [str(error)]) from None
     if document is None or document == {}:
         # The defaults alone are nobody's recipe; a file cut short is more likely.
         raise RecipeError(name, ["the file holds no key"], "write at least one key, such as `seed: 0`")
@@ -203,11 +190,13 @@ def _apply_override(document: dict[str, Any], override: str, origins: dict[str, 
     key, equals, value = override.partition("=")
     key = key.strip()
     if not equals or not key:
-        return f"`--set {override}` is not of the form `key=value`"
+        return f"`--set {shorten(override)}` is not of the form `key=value`"
+    if key.count(".") >= MAX_DEPTH:
+        return f"`--set {shorten(override)}`: the key is nested deeper than {MAX_DEPTH} levels"
     try:
-        parsed = yaml.load(value, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        return f"`--set {override}`: the value is not YAML: {getattr(error, 'problem', None) or error}"
+        parsed = parse_yaml(value)
+    except ValueError as error:
+        return f"`--set {shorten(override)}`: the value is not YAML: {error}"
     _write_key(document, key, parsed)
     origins[key] = f"--set {override}"
     return None
@@ -222,72 +211,3 @@ def _write_key(document: dict[str, Any], key: str, value: object) -> None:
         section[parent] = dict(child) if isinstance(child, Mapping) else {}
         section = section[parent]
     section[leaf] = value
-
-
-def _describe_errors(error: ValidationError, origins: Mapping[str, str]) -> tuple[list[str], str | None]:
-    """One sentence per problem, and the hint: beside the problem where there are several."""
-    problems: list[str] = []
-    hints: list[str | None] = []
-    items = error.errors(include_url=False)
-    for item in items:
-        place = item["loc"]
-        within = [other for other in items if other["loc"][: len(place)] == place != other["loc"]]
-        if item["type"] == "too_short" and within:
-            continue  # pydantic counts what is left of a list without its wrong items
-        key = ".".join(str(part) for part in place if part not in (ONE, SEVERAL))
-        # The last of several is the one whose value is judged. An item of a list came with the whole list.
-        sources = [
-            origins[name]
-            for name in origins
-            if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
-        ]
-        origin = f" (from `{sources[-1]}`)" if sources else ""
-        hint = None
-        if item["type"] == "extra_forbidden":
-            problem = f"unknown key `{key}`{origin}"
-            close = _closest_key(key)
-            hint = f"did you mean `{close}`?" if close else None
-        elif item["type"] == "model_type":
-            problem = f"`{key}` is `{item['input']!r}`, not a mapping of keys{origin}"
-        elif item["type"] == "tuple_type":
-            problem = f"`{key}` is `{item['input']}`, not a list{origin}"
-        elif item["type"] == "too_short":
-            problem = f"`{key}` is `[]`, an empty list{origin}"
-        elif item["type"] == "value_error" and isinstance(item["input"], dict | BaseModel):
-            # A check over several keys names them itself, relative to its section.
-            problem = (f"`{key}`: " if key else "") + str(item["ctx"]["error"])
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            problem = f"`{key}` is `{item['input']}`: {message[:1].lower()}{message[1:]}{origin}"
-        problems.append(problem)
-        hints.append(hint)
-    if len(problems) == 1:
-        return problems, hints[0]
-    return [
-        f"{problem} ({hint})" if hint else problem for problem, hint in zip(problems, hints, strict=True)
-    ], None
-
-
-def _closest_key(key: str) -> str | None:
-    """The known key an unknown one may stand for: misplaced first, then misspelt, then anything alike."""
-    known = list(known_keys(Recipe))
-    section, _, leaf = key.rpartition(".")
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return same_leaf[0]
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, siblings, n=1)
-    if close:
-        return siblings[close[0]]
-    close = difflib.get_close_matches(key, known, n=1)
-    return close[0] if close else None
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a section, dotted, those of its own sections included."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        annotations = (field.annotation, *get_args(field.annotation))
-        for annotation in annotations:
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from known_keys(annotation, f"{prefix}{name}.")

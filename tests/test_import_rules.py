@@ -11,7 +11,18 @@ ROOT = Path(__file__).parent.parent
 # the table alone, `methods.*` the modules of that folder.
 RANKS = [
     {"errors", "methods"},
-    {"files", "windows", "architectures", "recipe", "head_layout", "safetensors_file", "device", "progress"},
+    {
+        "files",
+        "windows",
+        "architectures",
+        "recipe",
+        "recipe_problems",
+        "recipe_yaml",
+        "head_layout",
+        "safetensors_file",
+        "device",
+        "progress",
+    },
     {"checkpoint_io", "recipe_file", "recipe_listing", "testbed"},
     {"hub", "tokenizer"},
     {"mask"},
@@ -38,6 +49,8 @@ WITHOUT_TORCH = [
     "architectures",
     "recipe",
     "recipe_file",
+    "recipe_problems",
+    "recipe_yaml",
     "recipe_listing",
     "methods",
     "head_layout",

@@ -15,8 +15,6 @@ _VALUES_PER_NAME = 4
 _NUM_OTHER_NAMES = 3
 _NUM_TELEGRAMS = 10
 _WORDS_PER_TELEGRAM = (16, 32)
-RUNNING_TEXT_TASKS = ("multi_value", "passkey")
-"""The tasks whose facts are hidden in running text."""
 
 
 @dataclass(frozen=True)

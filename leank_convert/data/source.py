@@ -16,7 +16,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.drafts import RUNNING_TEXT_TASKS, Draft, draw_draft, fit
+from leank_convert.data.drafts import Draft, draw_draft, fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import (
     TrainingSample,
@@ -86,16 +86,9 @@ class SampleSource:
         """Draw every task at the shortest length, so that a recipe without room is refused before it runs.
 
         Raises:
-            LeanKError: As `draw`; names the length that leaves room. Also where no task uses the haystack, and
-                for a chat template that cuts long messages short.
+            LeanKError: As `draw`; names the length that leaves room. Also for a chat template that cuts long
+                messages short.
         """
-        if self.data.haystack.source is not None and not self._uses_haystack:
-            raise LeanKError(
-                f"`data.haystack.source` is `{self.data.haystack.source}`, and none of the tasks "
-                f"{', '.join(f'`{task}`' for task in self.data.tasks)} in `wording: {self.data.wording}` "
-                "has running text",
-                hint="remove `data.haystack`, or add `multi_value` or `passkey` of `wording: general`",
-            )
         render_prompts(self.tokenizer, ["word " * min(self.data.max_length, _MAX_LONG_WORDS)])
         worst = None
         for task in self.data.tasks:
@@ -124,10 +117,6 @@ class SampleSource:
             LeanKError: If it cannot be read.
         """
         return open_haystack(self.data.haystack, control_tokens(self.tokenizer))
-
-    @property
-    def _uses_haystack(self) -> bool:
-        return self.data.wording == "general" and any(task in RUNNING_TEXT_TASKS for task in self.data.tasks)
 
     def _draw(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
         if self.data.wording == "testbed":

@@ -13,8 +13,9 @@ from leank_convert.mask import ChannelMask
 from leank_convert.methods.calibration import Calibration
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe, load_recipe
+from leank_convert.recipe_problems import check_training
 from leank_convert.train.gates import load_pattern, save_pattern
-from leank_convert.train.loop import refuse_foreign_masks, refuse_given_mask, train, write_result
+from leank_convert.train.loop import refuse_foreign_masks, train, write_result
 from leank_convert.train.model import find_model
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import describe_origin
@@ -108,7 +109,7 @@ def train_masks(
 def _choose_recipe(recipe: Recipe | str | Path | None, model: str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    return load_recipe(find_recipe(str(model)) if recipe is None else recipe)
+    return load_recipe(find_recipe(str(model)) if recipe is None else recipe, training=True)
 
 
 def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: bool) -> None:
@@ -117,7 +118,7 @@ def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: b
             f"`method: {recipe.method}` trains nothing that {ranks.num_ranks} processes could share",
             hint="start one process; `--set model.device_map=auto` spreads a large model over all GPUs",
         )
-    refuse_given_mask(recipe)
+    check_training(recipe)
     directory.check_usable(recipe, resume=resume)
     refuse_foreign_masks(recipe, directory)
 

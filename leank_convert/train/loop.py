@@ -14,6 +14,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.recipe import Recipe
+from leank_convert.recipe_problems import check_training
 from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import LOG_NAME, TrainingLog, check_trackers, read_log
@@ -70,9 +71,10 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
     """Refuse what can be refused without the model and a folder.
 
     Raises:
-        LeanKError: If the recipe brings its mask or trains nothing, or cannot be shared by so many processes.
+        LeanKError: If the recipe brings its mask, names files that are missing or trains nothing, or cannot
+            be shared by so many processes.
     """
-    refuse_given_mask(recipe)
+    check_training(recipe)
     if not recipe.trains:
         raise LeanKError(
             f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
@@ -89,19 +91,6 @@ def check_run(recipe: Recipe, ranks: Ranks) -> None:
             f"`model.device_map: {recipe.model.device_map}` spreads one model over all GPUs, and "
             f"{ranks.num_ranks} processes were started, each with a model of its own",
             hint="start one process, or leave `model.device_map` out",
-        )
-
-
-def refuse_given_mask(recipe: Recipe) -> None:
-    """Refuse a recipe that brings its mask.
-
-    Raises:
-        LeanKError: If it does.
-    """
-    if recipe.mask is not None:
-        raise LeanKError(
-            f"the recipe has `mask: {recipe.mask}`: nothing is to be trained",
-            hint="use `leank-convert export`, or remove the key",
         )
 
 

@@ -28,8 +28,8 @@ import pytest
 from click.testing import CliRunner
 
 from leank_convert.cli import main
-from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import known_keys, load_recipe
+from leank_convert.recipe import Recipe, known_keys
+from leank_convert.recipe_file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,5 +1,9 @@
+import functools
+import itertools
+import os
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import yaml
@@ -7,7 +11,7 @@ from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError
 from leank_convert.methods import METHODS, Method
-from leank_convert.recipe import Recipe
+from leank_convert.recipe import Recipe, known_keys
 from leank_convert.recipe_file import list_recipes, load_recipe
 
 
@@ -63,13 +67,38 @@ def test_every_problem_is_told_at_once(write):
     assert len(error.problems) == 6
     for part in (
         "unknown key `stage1.step` (did you mean `stage1.steps`?)",
-        "`stage1.learning_rate` is `fast`",
-        "`pruning_ratio` is `1.0`: input should be less than 1",
-        "`rounding` is `up`: input should be 'nearest' or 'budget'",
-        "`seed` is `-1`: input should be greater than or equal to 0 (from `--set seed=-1`)",
+        "`stage1.learning_rate` is 'fast'",
+        "`pruning_ratio` is 1.0: input should be less than 1",
+        "`rounding` is 'up': input should be 'nearest' or 'budget'",
+        "`seed` is -1: input should be greater than or equal to 0 (from `--set seed=-1`)",
         "`--set nonsense` is not of the form `key=value`",
     ):
         assert part in text
+
+
+def test_what_does_not_go_together_and_what_is_missing_is_told_with_the_rest(write, monkeypatch):
+    text = (
+        "seed: one\nmask: m.npy\nmethod: duo-attention\nmax_width: 8\ntrackers: [wandb, wandb]\n"
+        "heads: {pattern: absent}\nwindows: {sinks: 3, recent_size: 40000}\n"
+        "data: {tasks: [multi_value, variable_tracking], haystack: {source: absent.txt}}"
+    )
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    error = problems_of(write(text), training=True)
+    beginnings = (
+        "unknown key `windows.sinks` (did you mean `windows.sink_size`?)",
+        "`seed` is 'one': input should be a valid integer",
+        "`data`: task `variable_tracking` exists only in",
+        "`max_width` 8 does not go with `method: duo-attention`",
+        "`trackers` ['wandb', 'wandb'] names a tracker twice",
+        "`mask` is 'm.npy': nothing is to be trained (use `leank-convert export`",
+        "`trackers` names `wandb`, which is not installed",
+        "`data.haystack.source` is 'absent.txt', and there is no such file",
+        "`heads.pattern` is 'absent', and there is no `full_attention_heads.tsv` and no `config.json` in it",
+    )
+    # Nothing is told of `windows`: what its wrong key stands for is not known.
+    assert len(error.problems) == len(beginnings)
+    for problem, beginning in zip(sorted(error.problems), sorted(beginnings), strict=True):
+        assert problem.startswith(beginning)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# a note alone\n", "{}", "---\n"])
@@ -101,12 +130,12 @@ def test_an_error_names_the_change_that_made_the_judged_value(write):
 def test_an_error_in_a_list_names_its_item_alone_and_the_change_that_brought_it(write):
     error = problems_of(write("seed: 1"), ["pruning_ratio=[true]"])
     assert len(error.problems) == 1
-    assert "`pruning_ratio.0` is `True`: a number is needed" in str(error)
+    assert "`pruning_ratio.0` is True: a number is needed" in str(error)
     assert str(error).endswith("(from `--set pruning_ratio=[true]`)")
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"), [("retrieval", "is `retrieval`, not a list"), ("[]", "is `[]`, an empty list")]
+    ("value", "problem"), [("retrieval", "is 'retrieval', not a list"), ("[]", "is `[]`, an empty list")]
 )
 def test_what_is_not_a_list_of_one_or_more_is_refused_in_yamls_words(write, value, problem):
     error = problems_of(write("seed: 1"), [f"data.tasks={value}"])
@@ -182,7 +211,7 @@ def test_file_that_is_not_a_mapping_is_refused(write):
 
 
 def test_section_that_is_not_a_mapping_is_refused(write):
-    assert str(problems_of(write("stage1: 5"))) == "recipe `x.yaml`: `stage1` is `5`, not a mapping of keys"
+    assert str(problems_of(write("stage1: 5"))) == "recipe `x.yaml`: `stage1` is 5, not a mapping of keys"
 
 
 def test_override_of_a_section_below_a_scalar_is_judged_as_a_whole(write):
@@ -226,12 +255,91 @@ def test_missing_recipe_suggests_a_packaged_one():
     assert "quickstart" in caught.value.hint
 
 
-def test_folder_and_binary_file_are_refused(tmp_path):
-    with pytest.raises(LeanKError, match="cannot be read"):
-        load_recipe(tmp_path)
-    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LeanKError, match="cannot be read"):
+def test_what_is_no_file_of_text_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(LeanKError, match="is a folder, a pipe or a device"):
+            load_recipe(path)
+    (tmp_path / "x.yaml").write_bytes(b"seed: 1\n\xff\xfe\x00")
+    with pytest.raises(LeanKError, match="is not UTF-8 text: line 2"):
         load_recipe(tmp_path / "x.yaml")
+    with pytest.raises(
+        LeanKError, match="x… is neither a file nor a packaged recipe".replace("x…", "x{80}…`")
+    ):
+        load_recipe("x" * 10**6)
+
+
+_BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in itertools.pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (_BOMB, "line 1, column 4: `&a`: recipes have no anchors; write the value out"),
+        ("seed: *a", "line 1, column 7: `*a`: recipes have no anchors; write the value out"),
+        ("a: " + "[" * 10**5, "line 1, column 23: it is nested deeper than 20 levels"),
+        ("a: " + "{a: " * 10**4, "line 1, column 77: it is nested deeper than 20 levels"),
+        ("x: 1\n" * 60_000, "it is larger than 256 KB, which no recipe is"),
+        (
+            "seed: 1\nmask: !!python/object/apply:os.system [ls]",
+            "line 2, column 7: tag `tag:yaml.org,2002",
+        ),
+        (
+            "seed: 1\n---\nseed: 2",
+            "line 2, column 1: expected a single document in the stream, but found anoth",
+        ),
+        ("seed: 1\nmask: a\0b", "line 2: character '\\x00' is not allowed"),
+        ("seed: " + "9" * 5000, "line 1, column 7: a number of 5000 digits"),
+        ("seed: 0b_", "line 1, column 7: `0b_` is no number"),
+        ("1.5: 2", "line 1, column 1: key `1.5` is no text"),
+        ("? [a]\n: b", "line 1, column 3: key `['a']` is no text"),
+        ('mask: "\\UFFFFFFFF"', "an escape stands for no character"),
+        ("? " + "k" * 10**5, f"unknown key `{'k' * 80}…`"),
+        (f"seed: {'x' * 10**5}", "`seed` is 'xxx"),
+        ("".join(f"k{n}: 1\n" for n in range(1000)), "… and more"),
+        ("pruning_ratio: [" + "0.5, " * 1000 + "]", "names a ratio twice"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_no_text_makes_a_recipe_costly_or_its_message_long(write, text, problem):
+    """The first of them asks for gigabytes in a third of a kilobyte."""
+    tracemalloc.start()
+    error = problems_of(write(text))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert problem in str(error)
+    assert len(str(error)) < 3000
+    assert peak < 100e6
+
+
+def test_a_date_is_text_and_a_number_may_be_a_key_of_the_models_config(write):
+    text = "mask: 2024-13-45\nmodel: {config_overrides: {id2label: {0: a}}}"
+    recipe = load_recipe(write(text))
+    assert recipe.mask == "2024-13-45"
+    assert recipe.model.config_overrides == {"id2label": {0: "a"}}
+
+
+NUMBERS = [
+    key
+    for key in known_keys(Recipe)
+    if type(functools.reduce(getattr, key.split("."), Recipe())) in (int, float)
+]
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "1e400", "-1", "9" * 30, "1" + "0" * 4000])
+def test_no_key_takes_a_number_beyond_all_measure(write, value):
+    path = write("trackers: []")
+    assert len(NUMBERS) > 20
+    for key in NUMBERS:
+        assert key in str(problems_of(path, [f"{key}={value}"]))
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "[1, .nan]"])
+def test_a_change_of_the_config_is_json(write, value):
+    error = problems_of(write("seed: 1"), [f"model.config_overrides.rope_theta={value}"])
+    assert "config.json could not hold it" in str(error)
 
 
 def test_local_file_goes_before_a_packaged_recipe_of_that_name(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import yaml
 from click.testing import CliRunner
 
 from leank_convert.cli import main
-from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import known_keys, list_recipes, load_recipe
+from leank_convert.recipe import Recipe, known_keys
+from leank_convert.recipe_file import list_recipes, load_recipe
 from leank_convert.recipe_listing import render_keys, render_recipes
 
 NAMES = [recipe.name for recipe in list_recipes()]

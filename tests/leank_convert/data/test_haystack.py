@@ -247,13 +247,6 @@ def test_samples_hide_their_facts_in_consecutive_sentences_of_the_haystack(
     assert len(starts) > 1
 
 
-def test_a_haystack_that_no_task_uses_is_refused(plain_tokenizer, section, story):
-    source = HaystackSection(source=str(story / "story.txt"))
-    with pytest.raises(LeanKError, match=r"none of the tasks `retrieval` .* has running text") as caught:
-        SampleSource(plain_tokenizer, section(tasks=["retrieval"], haystack=source), seed=0).check()
-    assert "`data.haystack`" in caught.value.hint
-
-
 def test_a_haystack_that_cannot_be_read_is_refused_by_the_check(plain_tokenizer, section, tmp_path):
     source = HaystackSection(source=str(tmp_path / "none.txt"))
     with pytest.raises(LeanKError, match="does not exist"):

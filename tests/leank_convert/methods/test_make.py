@@ -137,7 +137,7 @@ def test_leank_itself_learns_under_a_uniform_budget_if_asked_to(make_one):
 
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(make_one, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained"):
+    with pytest.raises(LeanKError, match=r"`mask` is 'a.pth': nothing is to be trained"):
         make_one("static-norm", mask="a.pth")
     with pytest.raises(LeanKError, match=r"`width_multiple` 32 exceeds the model's `head_dim` 16"):
         make_one("static-norm", width_multiple=32)

@@ -258,7 +258,7 @@ def test_a_checkpoint_of_the_mask_verifies(make, retriever_folder, tmp_path, cha
             "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
         ),
         ({"heads": {"step": 3}}, "unknown key `heads.step`"),
-        ({"method": "duo-attention+leank", "heads": {"steps": 0}}, "`heads.steps` is `0`"),
+        ({"method": "duo-attention+leank", "heads": {"steps": 0}}, "`heads.steps` is 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_recipe(tmp_path, changes, problem):

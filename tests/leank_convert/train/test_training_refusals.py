@@ -126,7 +126,7 @@ def test_device_that_cannot_be_used_is_refused(train_one, short_recipe, tmp_path
 
 
 def test_recipe_with_a_mask_is_refused(train_one, short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match=r"has `mask: a.pth`: nothing is to be trained") as caught:
+    with pytest.raises(LeanKError, match=r"`mask` is 'a.pth': nothing is to be trained") as caught:
         train_one(
             short_recipe(mask="a.pth"),
             tmp_path / "out",
