@@ -17,6 +17,7 @@ from leank_convert.cli.evaluate import evaluate
 from leank_convert.cli.export import export
 from leank_convert.cli.inspect import inspect
 from leank_convert.cli.recipes import recipes
+from leank_convert.cli.refusals import print_error, restate
 from leank_convert.cli.train import train
 from leank_convert.cli.verify import verify
 from leank_convert.cli.warmup import warmup
@@ -24,7 +25,18 @@ from leank_convert.errors import LeanKError
 
 
 class _Group(click.Group):
-    """Turns the toolkit's errors into `error:` and `hint:` lines and an exit code."""
+    """Turns errors, the toolkit's and click's, into `error:` and `hint:` lines and an exit code."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except click.ClickException as error:
+            print_error(refusal := restate(error))
+            code = refusal.exit_code
+        sys.exit(code)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -32,10 +44,13 @@ class _Group(click.Group):
         except LeanKError as error:
             if ctx.params.get("debug"):
                 raise
-            click.echo(f"error: {error}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
+            print_error(error)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            if ctx.params.get("debug"):
+                raise
+            click.echo("error: interrupted", err=True)
+            ctx.exit(130)
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
         except OSError as error:
@@ -46,7 +61,7 @@ class _Group(click.Group):
             ctx.exit(2)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("leank-convert", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="leank-convert")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from leank_convert.cli.options import (
+    MAX_COUNT,
     device_option,
     held_out_seed_option,
     json_option,
@@ -22,7 +23,7 @@ from leank_convert.cli.options import (
 @click.option(
     "-n",
     "--num-samples",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_COUNT),
     default=2,
     show_default=True,
     help="Prompts of each task at each of four lengths.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES, TOY
+from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
+from leank_convert.errors import shorten
 
 if TYPE_CHECKING:
     from leank_convert.benchmark.random_models import Setup
@@ -102,14 +105,17 @@ def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Ca
 
     def read(given: str) -> tuple[int, ...]:
         try:
-            parts = [(part.removesuffix("k"), part.endswith("k")) for part in given.lower().split("x")]
+            # A number of thousands of digits would take its time.
+            parts = [(part.removesuffix("k"), part.endswith("k")) for part in given[:99].lower().split("x")]
             numbers = tuple(int(number) * (1024 if is_kilo else 1) for number, is_kilo in parts)
         except ValueError:
             numbers = ()
         count = len(names.split(" x "))
         if len(numbers) != count or min(numbers) < 1:
             example = "x".join(("64", "32k", "128")[:count])
-            raise click.BadParameter(f"`{given}` is not {names}, such as {example}")
+            raise click.BadParameter(f"`{shorten(given)}` is not {names}, such as {example}")
+        if max(numbers) > MAX_TOKENS or math.prod(numbers[:2]) > 4 * MAX_TOKENS:  # batch x tokens
+            raise click.BadParameter(f"`{shorten(given)}` is more than any machine holds")
         return numbers
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -121,7 +127,7 @@ def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Ca
 
 def _rounds_option(default: str) -> Callable[[_Run], _Run]:
     text = f"Measurements of each figure. Default: {default}."
-    return click.option("--rounds", type=click.IntRange(1), help=text)
+    return click.option("--rounds", type=click.IntRange(1, MAX_COUNT), help=text)
 
 
 def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
@@ -130,9 +136,13 @@ def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) 
     if value is None or value == "all":
         return None
     try:
-        return [int(part) for part in value.split(",")]
+        layers = [int(part) for part in value.split(",")]
+        if not 0 <= min(layers) <= max(layers) < MAX_COUNT:
+            raise ValueError
+        return layers
     except ValueError:
-        raise click.BadParameter(f"`{value}` is neither `all` nor layers such as `0,10`") from None
+        message = f"`{shorten(value)}` is neither `all` nor layers such as `0,10`"
+        raise click.BadParameter(message) from None
 
 
 @click.group()
@@ -177,7 +187,7 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 @_rounds_option("3")
 @click.option(
     "--static-limit",
-    type=click.FloatRange(1),
+    type=FiniteRange(1, 86400),
     default=180,
     show_default=True,
     help="Seconds after which compiling dense-static is given up.",
@@ -207,7 +217,7 @@ def generate(setup: Setup, **options: Any) -> dict[str, Any]:
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, 1e6, min_open=True),
     help="GB for weights and cache. Default: all there is.",
 )
 def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: Any) -> dict[str, Any]:
@@ -222,7 +232,9 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 @case_options(masked=False)
 @_size_option("--length", "tokens", "Context, question and answer of the timed step. Default: 64k.")
 @click.option(
-    "--questions", type=click.IntRange(1), help="Questions on one context, beside a single one. Default: 8."
+    "--questions",
+    type=click.IntRange(1, MAX_COUNT),
+    help="Questions on one context, beside a single one. Default: 8.",
 )
 @_size_option("--question-size", "question x answer", "Tokens of each. Default: 24x40.")
 @_rounds_option("3, on the CPU 1")
@@ -252,7 +264,9 @@ def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
     help="Of both graphs; the caches stay float32.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1), help="Of onnxruntime. Default: 2, or as many cores as there are."
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Of onnxruntime. Default: 2, or as many cores as there are.",
 )
 @_rounds_option("21, of a toy 3")
 def onnx(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from leank_convert.cli.options import (
+    MAX_COUNT,
+    MAX_TOKENS,
     device_option,
     held_out_seed_option,
     json_option,
@@ -16,6 +19,9 @@ from leank_convert.cli.options import (
     set_option,
     trust_option,
 )
+
+if TYPE_CHECKING:
+    from leank_convert.recipe import Recipe
 
 _OTHERS = ("window", "think", "per-head-budget-dynamic")
 
@@ -40,7 +46,7 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
 @click.option(
     "--length",
     "lengths",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_TOKENS),
     multiple=True,
     help="With --task: tokens of a prompt and its answer. Repeatable.",
 )
@@ -62,17 +68,21 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
     type=click.Path(path_type=Path, dir_okay=False),
     help="Compare next-token distributions on this text instead, fed token by token.",
 )
-@click.option("--prefix-tokens", type=click.IntRange(1), help="With --text: the first tokens, prefilled.")
+@click.option(
+    "--prefix-tokens", type=click.IntRange(1, MAX_TOKENS), help="With --text: the first tokens, prefilled."
+)
 @click.option(
     "-n",
     "--num-samples",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_COUNT),
     default=200,
     show_default=True,
     help="Prompts; with --task, of each task at each length.",
 )
 @held_out_seed_option
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts at a time.")
+@click.option(
+    "--batch-size", type=click.IntRange(1, MAX_COUNT), default=8, show_default=True, help="Prompts at a time."
+)
 @device_option
 @click.option(
     "-o",
@@ -139,12 +149,19 @@ def evaluate(
         )
         text = json.dumps(text_result.to_dict()) if as_json else render_text_comparison(text_result)
     else:
+        from leank_convert.checkpoint_io import TRAINING_FOLDER, read_leank_config
+        from leank_convert.recipe_file import RUN_RECIPE_NAME, choose_recipe
+
+        read_leank_config(checkpoint)
+        recipe: str | Recipe | None = recipe_name
+        if not tasks and (recipe_name or (checkpoint / TRAINING_FOLDER / RUN_RECIPE_NAME).exists()):
+            recipe = choose_recipe(recipe_name, checkpoint, None, overrides)  # before torch is imported
         from leank_convert.evaluate.comparison import render_comparison
         from leank_convert.evaluate.session import evaluate_checkpoint
 
         result = evaluate_checkpoint(
             checkpoint,
-            recipe=recipe_name,
+            recipe=recipe,
             overrides=overrides,
             tasks=tasks,
             lengths=lengths,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from leank_convert.cli.options import (
     set_option,
     window_options,
 )
+
+if TYPE_CHECKING:
+    from leank_convert.recipe import Recipe
 
 
 @click.command()
@@ -45,7 +48,11 @@ from leank_convert.cli.options import (
     type=click.Choice(["int8", "int4"]),
     help="With --format onnx: quantize all weights but the embedding, not the cache. Default: as --dtype.",
 )
-@click.option("--opset", type=int, help="With --format onnx: version of the ONNX operators. Default: 23.")
+@click.option(
+    "--opset",
+    type=click.IntRange(1, 100),
+    help="With --format onnx: version of the ONNX operators. Default: 23.",
+)
 @overwrite_option
 @hub_options
 def export(
@@ -81,10 +88,15 @@ def export(
             raise click.UsageError(
                 f"--set {key} matters to training alone; export takes windows, mask and model"
             )
+    recipe: str | Recipe | None = recipe_name
+    if recipe_name or overrides:
+        from leank_convert.recipe_file import choose_recipe
+
+        recipe = choose_recipe(recipe_name, out, model, overrides)  # here, before torch is imported
     graph_options = {"opset": opset, "dtype": dtype, "weights": weights}
     given: dict[str, Any] = {name: value for name, value in graph_options.items() if value is not None}
     options: dict[str, Any] = {
-        "recipe": recipe_name,
+        "recipe": recipe,
         "overrides": overrides,
         "all_channels": all_channels,
         "sink_size": sink_size,

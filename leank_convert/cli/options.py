@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -9,8 +10,26 @@ from typing import Any, TypeVar, get_args
 import click
 
 from leank_convert.methods import METHODS, Budget
+from leank_convert.windows import MAX_WINDOW
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+# Beyond them a number is a slip of the pen, which would take all memory, or for ever.
+MAX_TOKENS = MAX_WINDOW
+MAX_COUNT = 100_000  # of prompts, questions, measurements
+SEED = click.IntRange(0, 2**63 - 1)
+
+
+class FiniteRange(click.FloatRange):
+    """A range that NaN and infinity lie outside of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number, or fail."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
 
 out_option = click.option(
     "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
@@ -27,7 +46,7 @@ trust_option = click.option(
     "--trust", is_flag=True, help="Run the checkpoint's Python files even where no release wrote them."
 )
 held_out_seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=1_000_000, show_default=True, help="Held-out prompts."
+    "--seed", type=SEED, default=1_000_000, show_default=True, help="Held-out prompts."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
 
@@ -57,7 +76,7 @@ def window_options(command: _Command) -> _Command:
         ("sink-size", "First tokens that keep every channel."),
     ):
         smallest = 1 if name == "flush-size" else 0
-        command = click.option(f"--{name}", type=click.IntRange(smallest), help=text)(command)
+        command = click.option(f"--{name}", type=click.IntRange(smallest, MAX_WINDOW), help=text)(command)
     return command
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import click
 
 from leank_convert.cli.export import check_hub_options, finish_export, quiet_transformers
-from leank_convert.cli.options import hub_options, method_options, recipe_option, set_option, window_options
+from leank_convert.cli.options import (
+    SEED,
+    FiniteRange,
+    hub_options,
+    method_options,
+    recipe_option,
+    set_option,
+    window_options,
+)
 
 
 @click.command()
@@ -25,12 +33,12 @@ from leank_convert.cli.options import hub_options, method_options, recipe_option
 @click.option(
     "--pruning-ratio",
     "pruning_ratios",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     multiple=True,
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
 @window_options
-@click.option("--seed", type=click.IntRange(0), help="Seed of the samples, and of a random mask.")
+@click.option("--seed", type=SEED, help="Seed of the samples, and of a random mask.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
 @click.option("--device", help="Device to train on. Default: cuda if there is one, else cpu.")
@@ -70,6 +78,8 @@ def train(
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--out'.")
     check_hub_options(repo_id, private)
     flags = {
         "method": method,
@@ -83,7 +93,7 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     from leank_convert.recipe_file import find_recipe, load_recipe
 
-    recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given)
+    recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given, training=True)
     if repo_id and len(recipe.pruning_ratios) > 1:
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     quiet_transformers()
@@ -95,8 +105,7 @@ def train(
             found = forecast(model, recipe, device=device)
             click.echo(json.dumps(found.to_dict()) if as_json else found.render(), nl=as_json)
         return
-    if out is None:
-        raise click.UsageError("Missing option '-o' / '--out'.")
+    assert out is not None
     from leank_convert.convert import convert_model
 
     for path in convert_model(model, out, recipe, resume=resume, mask_only=mask_only, device=device):

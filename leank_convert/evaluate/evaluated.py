@@ -17,11 +17,13 @@ from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.errors import LeanKError
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
+_MOST_TIMES = 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,21 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return model.to(device).eval()
+
+
+def check_length(evaluated: EvaluatedModel, asked: int, what: str) -> None:
+    """Refuse prompts of a length that says nothing of a model and may not fit into memory.
+
+    Raises:
+        LeanKError: If it is many times what the model was made for.
+    """
+    limit = evaluated.model.config.max_position_embeddings
+    if asked > _MOST_TIMES * limit:
+        raise LeanKError(
+            f"{what} {asked} is more than {_MOST_TIMES} times the {limit} positions of the model "
+            "(`max_position_embeddings`)",
+            hint="ask for shorter prompts",
+        )
 
 
 def warn_of_positions(evaluated: EvaluatedModel, num_tokens: int) -> None:

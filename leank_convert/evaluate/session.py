@@ -21,7 +21,7 @@ from leank_convert.evaluate.answering import (
     out_of_memory_for,
 )
 from leank_convert.evaluate.comparison import CacheBytes, Comparison, write_results
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.evaluated import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_MEASURE, draw_prompts
@@ -97,9 +97,11 @@ def evaluate_checkpoint(
     evaluated = load_evaluated(checkpoint, chosen_device, trust=trust)
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     if data is None:
+        check_length(evaluated, max(lengths), "`--length`")
         file = None if questions is None else Path(questions)
         prompts = draw_prompts(tokenizer, tasks, lengths, num_samples, seed, haystack, file)
     else:
+        check_length(evaluated, data.max_length, "`data.max_length`")
         prompts = held_out_prompts(tokenizer, data, num_samples=num_samples, seed=seed)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
     # Before hours of answers, not after.

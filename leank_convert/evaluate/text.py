@@ -24,7 +24,7 @@ from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import run_prefill
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant, find_variants
-from leank_convert.files import write_atomically
+from leank_convert.files import open_file, write_atomically
 from leank_convert.progress import progress_bar
 from leank_convert.report.figures import INK
 from leank_convert.report.page import figure_png
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 JSON_NAME, FIGURE_NAME = "text.json", "text.png"
 NUM_BINS = 8
+_MAX_BYTES = 4 << 20  # a million tokens
 _FLOOR = 1e-7  # of a divergence, in nats: below, float32 is noise
 
 
@@ -146,10 +147,7 @@ def evaluate_text(
         LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
             `compare_text`.
     """
-    try:
-        text = Path(text_file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise LeanKError(f"`{text_file}`: {error}", hint="--text takes plain text in UTF-8") from error
+    text = _read_text(Path(text_file))
     evaluated = load_evaluated(Path(checkpoint), choose_device(device), trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     result = compare_text(
@@ -161,6 +159,20 @@ def evaluate_text(
         write_atomically(out / JSON_NAME, json.dumps(result.to_dict()).encode())
         write_atomically(out / FIGURE_NAME, figure_png(lambda: _draw(result)))
     return result
+
+
+def _read_text(path: Path) -> str:
+    with open_file(path) as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise LeanKError(
+            f"`{path}` is larger than {_MAX_BYTES >> 20} MB, and every token of it would be fed by itself",
+            hint="give a part of it",
+        )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise LeanKError(f"`{path}`: {error}", hint="--text takes plain text in UTF-8") from error
 
 
 def compare_text(

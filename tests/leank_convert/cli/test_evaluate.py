@@ -1,6 +1,7 @@
 """The `evaluate` command from end to end, on a tiny model that writes any text."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -89,6 +90,37 @@ def test_a_text_that_is_none_is_named(writer, tmp_path):
     assert printed.exit_code == 2
     assert "image.png" in printed.stderr
     assert "UTF-8" in printed.stderr
+
+
+def test_a_text_that_would_be_fed_for_ever_is_refused(writer, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long.txt").write_bytes(b"long " * 10**6)
+    for name, message in (("pipe", "a pipe or a device"), ("long.txt", "is larger than 4 MB")):
+        printed = run(writer, "--text", tmp_path / name, "--prefix-tokens", 5)
+        assert printed.exit_code == 2
+        assert f"{name}` is" in printed.stderr
+        assert message in printed.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "vt", "--length", "16777216"], "`--length` 16777216 is more than 8 times the 2048"),
+        (["--set", "data.max_length=16777216"], "`data.max_length` 16777216 is more than 8 times the 2048"),
+    ],
+)
+def test_prompts_that_would_take_all_memory_are_refused_before_one_is_drawn(
+    writer, options, message, monkeypatch
+):
+    for drawing in ("draw_prompts", "held_out_prompts"):
+        monkeypatch.setattr(
+            f"leank_convert.evaluate.session.{drawing}", lambda *_, **__: pytest.fail("drawn")
+        )
+    if "--set" in options:
+        options = ["--recipe", "quickstart", *options]
+    printed = run(writer, *options)
+    assert printed.exit_code == 2
+    assert message in printed.stderr
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,13 @@ def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
     ("options", "message", "remedy"),
     [
         (["--format", "onnx", "--opset", "17"], "opset 17 is not supported", "leave `--opset` out: 23"),
-        (["--format", "onnx", "--prune", "eager"], "--prune goes with checkpoints", "Usage:"),
+        (
+            ["--format", "onnx", "--prune", "eager"],
+            "--prune goes with checkpoints",
+            "see `leank-convert export --help`",
+        ),
         (["--format", "onnx", "--push-to-hub", "a/b"], "--push-to-hub uploads checkpoints", "`hf upload`"),
-        (["--opset", "23"], "--opset goes with --format onnx", "Usage:"),
+        (["--opset", "23"], "--opset goes with --format onnx", "see `leank-convert export --help`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

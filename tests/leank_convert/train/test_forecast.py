@@ -179,7 +179,7 @@ def test_what_training_refuses_a_dry_run_refuses(retriever_folder, short_recipe)
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "Missing option '-o' / '--out'"), (["-o", "out", "--json"], "--json goes with --dry-run")],
+    [([], "missing option `-o` / `--out`"), (["-o", "out", "--json"], "--json goes with --dry-run")],
     ids=str,
 )
 def test_mistakes_with_the_flag_exit_2(retriever_folder, arguments, message):

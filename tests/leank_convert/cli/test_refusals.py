@@ -1,0 +1,140 @@
+"""What the command line refuses: in one style, before torch is imported, whatever the number."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["trian", "x"], "no such command `trian`", "did you mean `train`?"),
+        (["benchmark", "kernl"], "no such command `kernl`", "did you mean `kernel`?"),
+        (["evaluate", "x", "--lenght", "5"], "no such option `--lenght`", "did you mean `--length`?"),
+        (["--nothing"], "no such option `--nothing`", "see `leank-convert --help`"),
+        (["train"], "missing argument `MODEL`", "see `leank-convert train --help`"),
+        (["train", "testbed"], "missing option `-o` / `--out`", "see `leank-convert train --help`"),
+        (["export", "a", "-o"], "option `-o` requires an argument", "see `leank-convert --help`"),
+        (
+            ["train", "a", "--flush-size", "x"],
+            "invalid value for `--flush-size`: `x` is not a whole number",
+            "see `leank-convert train --help`",
+        ),
+        (["recipes", "a", "b"], "got unexpected extra argument (b)", "see `leank-convert recipes --help`"),
+        (
+            ["train", "a", "--json"],
+            "--json goes with --dry-run",
+            "see `leank-convert train --help`",
+        ),
+    ],
+)
+def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hint):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {message}\nhint: {hint}\n"
+
+
+def test_a_bare_group_shows_its_help():
+    result = CliRunner().invoke(main, ["benchmark"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: ")
+
+
+def test_ctrl_c_is_one_line(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("leank_convert.inspection.inspect_artifact", interrupt)
+    result = CliRunner().invoke(main, ["inspect", "x"])
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+
+
+_BENCHMARK = ["benchmark", "kernel", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 12, "1" + "0" * 4000, "1" + "0" * 5000, "-1", "nan"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((["train", "testbed"], option) for option in ("--sink-size", "--recent-size", "--flush-size")),
+        (["train", "testbed"], "--pruning-ratio"),
+        *((["evaluate", "x"], option) for option in ("-n", "--batch-size", "--length", "--prefix-tokens")),
+        (["analyze", "x"], "-n"),
+        *((_BENCHMARK, option) for option in ("--rounds", "--case", "--layers")),
+        (["benchmark", "train"], "--questions"),
+        (["benchmark", "memory"], "--limit"),
+        (["benchmark", "generate"], "--static-limit"),
+        (["benchmark", "onnx"], "--threads"),
+        (["export", "testbed", "-o", "x", "--format", "onnx"], "--opset"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)
+def test_a_number_beyond_all_measure_is_refused_by_its_option(command, option, value):
+    result = CliRunner().invoke(main, [*command, f"{option}={value}" if option[1] == "-" else option + value])
+    assert result.exit_code == 2
+    assert len(result.stderr) < 500
+    assert f"error: invalid value for `{option}`" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["train", "testbed"], ["evaluate", "x"], ["analyze", "x"]])
+def test_a_seed_has_63_bits(command):
+    result = CliRunner().invoke(main, [*command, "--seed", str(2**63)])
+    assert result.exit_code == 2
+    assert "invalid value for `--seed`" in result.stderr
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """Runs a command where torch cannot be imported."""
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "leank_convert", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "testbed", "--set", "stage1.step=5"], "unknown key `stage1.step`"),
+        (["train", "testbed", "--recipe", "/dev/zero"], "is a folder, a pipe or a device"),
+        (
+            ["train", "testbed", "--set", "data.haystack.source=absent.txt"],
+            "source` is 'absent",
+        ),
+        (["train", "testbed", "--seed", "-1"], "--seed"),
+        (["train", "someone/some-model"], "no packaged recipe"),
+        (["export", "testbed", "--set", "windows.sink_size=-1"], "`windows.sink_size` is -1"),
+        (["export", "testbed", "--recipe", "absent.yaml"], "neither a file nor a packaged recipe"),
+        (["evaluate", "absent"], "`absent"),
+    ],
+)
+def test_bad_recipes_and_options_are_refused_before_torch_is_imported(
+    without_torch, tmp_path, arguments, message
+):
+    done = without_torch(*arguments, "-o", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, tmp_path):
+    out = tmp_path / "out"
+    assert CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)]).exit_code == 0
+    done = without_torch("evaluate", out, "--recipe", "quickstart", "--set", "seed=x")
+    assert done.returncode == 2
+    assert "`seed` is 'x'" in done.stderr
