@@ -153,6 +153,7 @@ class DecodeKernels:
         lengths: torch.Tensor,
         valid: torch.Tensor | None,
         sink_size: int,
+        num_slots: int,
     ) -> None:
         """Add one token per row to the store, in place.
 
@@ -163,8 +164,9 @@ class DecodeKernels:
             lengths: Tokens per row, the new one counted `[B]`, int32.
             valid: Rows whose token is real `[B]`, bool; None if all are.
             sink_size: Sink slots of the window.
+            num_slots: All its slots; those that no row has reached need not be there.
         """
-        _append(self._handle, keys, values, *store, lengths, valid, sink_size)
+        _append(self._handle, keys, values, *store, lengths, valid, sink_size, num_slots)
 
     def attend(
         self,
@@ -175,6 +177,7 @@ class DecodeKernels:
         plan: torch.Tensor,
         *,
         sink_size: int,
+        num_slots: int,
         softmax_scale: float,
     ) -> torch.Tensor:
         """Attend with one column to what is stored; memory that no token has reached may hold anything.
@@ -186,13 +189,14 @@ class DecodeKernels:
             pruned_lengths: Pruned ones among them `[B]`, int32.
             plan: What `plan_tiles` made of these lengths.
             sink_size: Sink slots of the window.
+            num_slots: All its slots; those that no row has reached need not be there.
             softmax_scale: Factor on the logits.
 
         Returns:
             `[B, H, 1, D]`.
         """
         output: torch.Tensor = _attend(
-            self._handle, query, *store, lengths, pruned_lengths, plan, sink_size, softmax_scale
+            self._handle, query, *store, lengths, pruned_lengths, plan, sink_size, num_slots, softmax_scale
         )
         return output
 
@@ -204,6 +208,7 @@ class DecodeKernels:
         lengths: torch.Tensor,
         valid: torch.Tensor | None,
         sink_size: int,
+        num_slots: int,
     ) -> None:
         flat = (keys.shape[0], -1, self.key.head_dim)
         flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
@@ -215,7 +220,7 @@ class DecodeKernels:
                 lengths,
                 flags,
                 sink_size,
-                store.num_slots - sink_size,
+                num_slots - sink_size,
             )
 
     def _launch_attend(
@@ -226,6 +231,7 @@ class DecodeKernels:
         pruned_lengths: torch.Tensor,
         plan: torch.Tensor,
         sink_size: int,
+        num_slots: int,
         softmax_scale: float,
     ) -> torch.Tensor:
         batch_size, num_heads, _, head_dim = query.shape
@@ -245,7 +251,7 @@ class DecodeKernels:
                 lse,
                 flat_output,
                 sink_size,
-                store.num_slots - sink_size,
+                num_slots - sink_size,
                 softmax_scale * _LOG2_E,
             )
             self._merge(store.head_table, plan, parts, lse, flat_output)
@@ -308,7 +314,7 @@ def _quiet() -> Iterator[None]:
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
     schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
-    "Tensor lengths, Tensor? valid, int sink_size) -> ()",
+    "Tensor lengths, Tensor? valid, int sink_size, int num_slots) -> ()",
 )
 def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
     store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]
@@ -320,7 +326,7 @@ def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_r
     mutates_args=(),
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor lengths, Tensor pruned_lengths, "
-    "Tensor plan, int sink_size, float softmax_scale) -> Tensor",
+    "Tensor plan, int sink_size, int num_slots, float softmax_scale) -> Tensor",
 )
 def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
     store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]

@@ -98,6 +98,7 @@ class DecodeCase:
     Attributes:
         layout: How channels are cut into chunks.
         sink_size: Sink slots of the window.
+        num_slots: All its slots.
         query: `[B, H, 1, D]`.
         keys: The last token of each row `[B, H_kv, 1, D]`.
         values: `[B, H_kv, 1, D]`.
@@ -108,6 +109,7 @@ class DecodeCase:
 
     layout: ChunkLayout
     sink_size: int
+    num_slots: int
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
@@ -120,7 +122,7 @@ class DecodeCase:
         store = self.store.map_memory(torch.clone)
         kept, ring_size, index = (
             self.layout.num_kept_chunks,
-            store.num_slots - self.sink_size,
+            self.num_slots - self.sink_size,
             store.chunk_index[0],
         )
         lanes = self.keys.flatten(1)[:, index.clamp(min=0)].masked_fill(index < 0, 0)  # [B, chunks, E]
@@ -146,6 +148,7 @@ class DecodeCase:
             self.pruned_lengths,
             layout=self.layout,
             sink_size=self.sink_size,
+            num_slots=self.num_slots,
             max_length=store.kept_keys.shape[2],
             softmax_scale=softmax_scale,
         )
@@ -171,7 +174,7 @@ def make_case(
         chunk_size: E.
         num_groups: Query heads per KV head, G.
         sink_size: Sink slots of the window.
-        num_slots: All its slots.
+        num_slots: All its slots; as many as the store has room for tokens are made.
         dtype: Of queries and cache.
         device: Where everything lies.
         seed: Of the random data.
@@ -193,8 +196,8 @@ def make_case(
     store = StoreTensors(
         random(batch_size, num_kept, capacity, chunk_size),
         random(batch_size, len(layout.value_heads), capacity, head_dim),
-        random(batch_size, layout.num_dropped_chunks, num_slots, chunk_size),
-        random(batch_size, len(layout.window_heads), num_slots, head_dim),
+        random(batch_size, layout.num_dropped_chunks, min(num_slots, capacity), chunk_size),
+        random(batch_size, len(layout.window_heads), min(num_slots, capacity), head_dim),
         index,
         torch.tensor(layout.head_table, dtype=torch.int32, device=device),
     )
@@ -202,13 +205,14 @@ def make_case(
     store.window_keys.masked_fill_((index[0, num_kept:] < 0)[None, :, None, :], 0)
     before = (lengths - 1)[:, None]
     free = torch.arange(capacity, device=device) >= before
-    tokens = window_tokens(lengths - 1, sink_size, num_slots)
+    tokens = window_tokens(lengths - 1, sink_size, num_slots, capacity)
     in_window = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
     for tensor, unused in zip(store[:4], (free, free, ~in_window, ~in_window), strict=True):
         tensor.masked_fill_(unused[:, None, :, None], torch.nan)
     return DecodeCase(
         layout=layout,
         sink_size=sink_size,
+        num_slots=num_slots,
         query=random(batch_size, num_heads * num_groups, 1, head_dim),
         keys=random(batch_size, num_heads, 1, head_dim),
         values=random(batch_size, num_heads, 1, head_dim),
@@ -221,8 +225,8 @@ def make_case(
 def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
     """Append and attend by kernel; return the output `[B, H, 1, D]`. The case's store is left as it is."""
     store, sink_size = case.store.map_memory(torch.clone), case.sink_size
-    kernels.append(case.keys, case.values, store, case.lengths, None, sink_size)
-    plan = kernels.plan(case.lengths, case.pruned_lengths, sink_size, store.num_slots)
+    kernels.append(case.keys, case.values, store, case.lengths, None, sink_size, case.num_slots)
+    plan = kernels.plan(case.lengths, case.pruned_lengths, sink_size, case.num_slots)
     return kernels.attend(
         case.query,
         store,
@@ -230,6 +234,7 @@ def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> 
         case.pruned_lengths,
         plan,
         sink_size=sink_size,
+        num_slots=case.num_slots,
         softmax_scale=softmax_scale,
     )
 

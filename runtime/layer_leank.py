@@ -203,7 +203,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if append.columns is None and self.kernels is not None:
             valid = None if append.valid is None else append.valid[:, 0]
             self.kernels.append(
-                key.contiguous(), value.contiguous(), store.tensors, append.lengths, valid, append.sink_size
+                key.contiguous(),
+                value.contiguous(),
+                store.tensors,
+                append.lengths,
+                valid,
+                append.sink_size,
+                append.num_slots,
             )
             return self._attend(query, append, softmax_scale, self.kernels)
         if append.valid is not None:
@@ -269,6 +275,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 append.pruned_lengths,
                 append.plan(kernels.plan),
                 sink_size=append.sink_size,
+                num_slots=append.num_slots,
                 softmax_scale=softmax_scale,
             )
         with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
@@ -279,6 +286,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 append.pruned_lengths,
                 layout=self.layout,
                 sink_size=append.sink_size,
+                num_slots=append.num_slots,
                 max_length=append.max_length,
                 softmax_scale=softmax_scale,
                 new_keys=new_keys,

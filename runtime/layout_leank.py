@@ -22,6 +22,9 @@ import torch
 class StoreTensors(NamedTuple):
     """The memory of one layer and what says how to read it, as append and attention take them.
 
+    There are as many window slots as the store has room for tokens, but no more than sink and ring have: so a
+    slot that is not there yet belongs to a token that is not either.
+
     Attributes:
         kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
         values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
@@ -37,11 +40,6 @@ class StoreTensors(NamedTuple):
     window_values: torch.Tensor
     chunk_index: torch.Tensor
     head_table: torch.Tensor
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the window, sink and ring."""
-        return self.window_keys.shape[2]
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""

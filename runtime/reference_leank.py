@@ -23,6 +23,7 @@ def decode_attention(
     *,
     layout: ChunkLayout,
     sink_size: int,
+    num_slots: int,
     max_length: int,
     softmax_scale: float,
     new_keys: torch.Tensor | None = None,
@@ -42,6 +43,7 @@ def decode_attention(
         pruned_lengths: Pruned ones among them `[B]`.
         layout: How the layer's channels are cut into chunks.
         sink_size: Sink slots of the window; its other slots are the ring.
+        num_slots: All its slots; those that no row has reached need not be there.
         max_length: Upper bound of `lengths`, known to the host.
         softmax_scale: Factor on the logits.
         new_keys: Keys of the query tokens themselves, not stored yet, all channels `[B, H_kv, Q, D]`:
@@ -57,15 +59,15 @@ def decode_attention(
     num_kv_heads = len(layout.widths)
     num_groups = num_heads // num_kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
-    num_slots = store.num_slots
 
     stored_k = store.kept_keys[:, :, :max_length].to(dtype).transpose(-1, -2)
     stored_v = store.values[:, :, :max_length].to(dtype)
-    window_k = store.window_keys.to(dtype).transpose(-1, -2)
-    window_v = store.window_values.to(dtype)
     if view is None:
         view = stored_view(lengths, pruned_lengths, sink_size, num_slots, max_length)
     hidden_slots, slot_tokens = view.hidden_slots, view.slot_tokens
+    num_reached = hidden_slots.shape[-1]
+    window_k = store.window_keys[:, :, :num_reached].to(dtype).transpose(-1, -2)
+    window_v = store.window_values[:, :, :num_reached].to(dtype)
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
     columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
@@ -76,7 +78,7 @@ def decode_attention(
         .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
-    rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * max(max_length, num_slots)
+    rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * max_length
     block_size = max(1, _MAX_SCORES // max(rows_per_query, 1))
     blocks = []
     for start in range(0, num_queries, block_size):

@@ -105,7 +105,7 @@ class RowState:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the window buffer: sink, then a ring of recent_size + flush_size."""
+        """Slots of a full window buffer: sink, then a ring of recent_size + flush_size."""
         return self.sink_size + self.recent_size + self.flush_size
 
     @property
@@ -253,7 +253,7 @@ class RowState:
             num_tokens = max(int(lengths.max()), 1)
             order = torch.argsort((~padding).to(torch.int8), dim=1, stable=True)[:, :num_tokens]
             valid = torch.arange(num_tokens, device=device) < lengths[:, None]
-        tokens = window_tokens(lengths, self.sink_size, self.num_slots)
+        tokens = window_tokens(lengths, self.sink_size, self.num_slots, num_tokens)
         self.lengths = lengths
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
         self.addresses = new_address()
@@ -322,8 +322,9 @@ class RowState:
                 pruned_after_prefill(new, self.sink_size, self.recent_size),
                 self._pruned_after_append(new, pruned),
             )
+        max_length, capacity = self.max_length, self.max_length + num_columns
         # A slot takes a new token where the one that it must hold in the end was not there before.
-        tokens = window_tokens(new, self.sink_size, self.num_slots)
+        tokens = window_tokens(new, self.sink_size, self.num_slots, capacity)
         source = (tokens - old[:, None]).clamp(min=0).long()
         attended = pruned
         if valid is not None:
@@ -332,7 +333,6 @@ class RowState:
             # A row that gets one token decodes it as it would alone: its flush comes first.
             attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)
         placed = Columns(positions.long(), source, tokens >= old[:, None])
-        max_length, capacity = self.max_length, self.max_length + num_columns
         lengths.copy_(new)
         pruned_lengths.copy_(new_pruned)
         # Several padded columns at once are no decode step, so the device may be asked for the exact bound.

@@ -13,22 +13,23 @@ from typing import Any, TypeVar
 import torch
 
 
-def window_tokens(lengths: torch.Tensor, sink_size: int, num_slots: int) -> torch.Tensor:
+def window_tokens(lengths: torch.Tensor, sink_size: int, num_slots: int, max_length: int) -> torch.Tensor:
     """Say which token every slot of the window buffer holds.
 
     Token i lies in slot i while i < sink_size, else in slot sink_size + (i - sink_size) mod ring size,
-    so a slot holds the last token that maps to it.
+    so a slot holds the last token that maps to it. Slots that no row has reached need not be there.
 
     Args:
         lengths: Tokens per row `[B]`.
         sink_size: Slots at the front that are never overwritten.
         num_slots: Sink and ring slots together.
+        max_length: Upper bound of `lengths` (host).
 
     Returns:
-        Token numbers, -1 for a slot not written yet `[B, num_slots]`.
+        Token numbers, -1 for a slot not written yet `[B, min(num_slots, max_length)]`.
     """
     ring_size = num_slots - sink_size
-    slots = torch.arange(num_slots, device=lengths.device, dtype=lengths.dtype)
+    slots = torch.arange(min(num_slots, max_length), device=lengths.device, dtype=lengths.dtype)
     last = lengths[:, None] - 1
     rounds = (last - slots).div(ring_size, rounding_mode="floor")
     tokens = torch.where(slots < sink_size, slots.expand_as(rounds), slots + rounds * ring_size)
@@ -44,7 +45,7 @@ class Split:
         valid: Where `order` names a real token `[B, n]`; None without padding.
         num_tokens: n, the longest row (host).
         num_reserved: Tokens that the longest row will have; 0 if unknown (host).
-        window_source: Token that every window slot takes `[B, slots]`.
+        window_source: Token that every window slot takes `[B, slots]`, as far as tokens reach.
         window_fresh: Where a slot takes one `[B, slots]`.
     """
 
@@ -75,7 +76,7 @@ def stored_view(
     lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int, max_length: int
 ) -> StoredView:
     """Say what rows of `lengths` `[B]` tokens, `pruned_lengths` `[B]` of them pruned, show to a query."""
-    tokens = window_tokens(lengths, sink_size, num_slots)
+    tokens = window_tokens(lengths, sink_size, num_slots, max_length)
     whole = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
     return StoredView(
         hidden_tokens=(torch.arange(max_length, device=lengths.device) >= lengths[:, None])[:, None, None],
@@ -91,7 +92,7 @@ class Columns:
     Attributes:
         positions: Place of every column in the append-only store `[B, d]`. Padding goes beyond the row's
             length, where nothing is read and the next token overwrites it.
-        window_source: New column that every window slot takes `[B, slots]`.
+        window_source: New column that every window slot takes `[B, slots]`, as far as tokens reach.
         window_fresh: Where a slot takes one `[B, slots]`.
     """
 
@@ -113,7 +114,7 @@ class Append:
         capacity: Tokens the store must hold (host).
         num_reserved: Tokens that the longest row will have; 0 if unknown (host).
         sink_size: Sink slots of the window.
-        num_slots: All its slots.
+        num_slots: All its slots, once there are so many tokens.
         columns: Set for several columns; None for one.
     """
 

@@ -36,11 +36,13 @@ class ChunkStore:
     """K and V of one layer, after its prompt was split.
 
     Nothing moves when tokens are pruned: kept channels of every token lie in `kept_keys` and `values` from
-    the start, dropped channels lie in ring slots until later tokens overwrite them. Memory that no token
-    has reached is zero.
+    the start, dropped channels lie in ring slots until later tokens overwrite them. Until the ring has gone
+    round for the first time token i lies in slot i, so the window grows with the rest until it is whole.
+    Memory that no token has reached is zero.
 
     Attributes:
         layout: How the channels are cut into chunks.
+        num_slots: Slots of the window buffer once it is whole.
         kept_keys: As in `StoreTensors`, like the next five.
         values: V of heads that see pruned tokens.
         window_keys: Dropped channels.
@@ -64,13 +66,14 @@ class ChunkStore:
         Args:
             layout: How the channels are cut into chunks.
             index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32.
-            num_slots: Slots of the window buffer.
+            num_slots: Slots of the window buffer; no more are allocated than tokens.
             batch_size: Rows.
             capacity: Tokens per row.
             like: A tensor of the dtype and device to use.
         """
         self.layout = layout
         self.chunk_index = index
+        self.num_slots = num_slots
         self._has_padded_lanes = any(
             width % layout.chunk_size or (layout.head_dim - width) % layout.chunk_size
             for width in layout.widths
@@ -81,8 +84,9 @@ class ChunkStore:
         self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=device)
         self.kept_keys = like.new_zeros(batch_size, layout.num_kept_chunks, capacity, size)
         self.values = like.new_zeros(batch_size, len(layout.value_heads), capacity, head_dim)
-        self.window_keys = like.new_zeros(batch_size, layout.num_dropped_chunks, num_slots, size)
-        self.window_values = like.new_zeros(batch_size, len(layout.window_heads), num_slots, head_dim)
+        slots = min(num_slots, capacity)
+        self.window_keys = like.new_zeros(batch_size, layout.num_dropped_chunks, slots, size)
+        self.window_values = like.new_zeros(batch_size, len(layout.window_heads), slots, head_dim)
         self.addresses = new_address()
 
     @property
@@ -105,7 +109,7 @@ class ChunkStore:
     @property
     def is_writable(self) -> bool:
         """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
-        # Growth makes the append-only part anew, and not the window.
+        # Growth makes the append-only part anew, and the window only until it is whole.
         return is_writable(self.kept_keys) and is_writable(self.window_keys)
 
     def copy_memory(self) -> None:
@@ -121,6 +125,10 @@ class ChunkStore:
             capacity = capacity_for(num_tokens, num_reserved)
             self.kept_keys = _grown(self.kept_keys, capacity)
             self.values = _grown(self.values, capacity)
+            slots = min(self.num_slots, capacity)
+            if slots > self.window_keys.shape[2]:
+                self.window_keys = _grown(self.window_keys, slots)
+                self.window_values = _grown(self.window_values, slots)
             self.addresses = new_address()
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
@@ -191,15 +199,14 @@ class ChunkStore:
         """
         batch_size = sum(store.kept_keys.shape[0] for store in stores)
         first = stores[0]
-        num_slots = first.window_keys.shape[2]
-        joined = cls(first.layout, index, num_slots, batch_size, capacity, first.kept_keys)
+        joined = cls(first.layout, index, first.num_slots, batch_size, capacity, first.kept_keys)
         row = 0
         for store in stores:
             stop = row + store.kept_keys.shape[0]
-            num_tokens = min(store.capacity, capacity)
             for name in _BUFFERS:
-                length = num_slots if name.startswith("window") else num_tokens
-                getattr(joined, name)[row:stop, :, :length] = getattr(store, name)[:, :, :length]
+                ours, theirs = getattr(joined, name), getattr(store, name)
+                length = min(ours.shape[2], theirs.shape[2])
+                ours[row:stop, :, :length] = theirs[:, :, :length]
             row = stop
         return joined
 
@@ -231,7 +238,8 @@ class ChunkStore:
             (self.window_keys, self._to_chunks(taken_keys, kept=False)),
             (self.window_values, taken_values.index_select(1, self._window_heads)),
         ):
-            buffer.copy_(torch.where(fresh[:, None, :, None], new, buffer))
+            reached = buffer[:, :, : fresh.shape[1]]
+            reached.copy_(torch.where(fresh[:, None, :, None], new, reached))
 
 
 def _gather_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -359,11 +359,11 @@ class PlainKernels:
     def plan(self, lengths, pruned_lengths, sink_size, num_slots):
         return lengths + pruned_lengths
 
-    def append(self, keys, values, store, lengths, valid, sink_size):
+    def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
         kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
         token = (lengths - valid.int()).long()
-        ring = window_keys.shape[2] - sink_size
+        ring = num_slots - sink_size
         slot = torch.where(token < sink_size, token, sink_size + (token - sink_size) % ring)
         rows = torch.arange(len(lengths))
         index = chunk_index.long().expand(len(lengths), -1, -1)
@@ -381,13 +381,13 @@ class PlainKernels:
         ):
             buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
 
-    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, softmax_scale):
+    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):
         kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         lengths = plan - pruned_lengths  # a plan of another step shows
-        batch, num_slots, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
+        batch, num_reached, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
         ring = num_slots - sink_size
         last = lengths[:, None] - 1
-        slots = torch.arange(num_slots)
+        slots = torch.arange(num_reached)
         held = torch.where(
             slots < sink_size, slots, slots + (last - slots).div(ring, rounding_mode="floor") * ring
         )
@@ -400,7 +400,7 @@ class PlainKernels:
         for head, row in enumerate(head_table[:-1].tolist()):
             first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
             q = query[:, head * self.num_groups : (head + 1) * self.num_groups, 0]
-            partial = torch.zeros(batch, self.num_groups, num_slots)
+            partial = torch.zeros(batch, self.num_groups, num_reached)
             for chunk in range(num_kept + first_dropped, num_kept + first_dropped + num_dropped):
                 lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
                 partial = partial + lanes @ window_keys[:, chunk - num_kept].transpose(1, 2)

@@ -156,7 +156,7 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
     for number, module in enumerate(modules):
         kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
         module._kernels.append(kernels)
-    assert [int(module._attend(0, query, *rest, 0, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
+    assert [int(module._attend(0, query, *rest, 0, 8, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
 
 
 def test_the_operators_have_true_schemas_and_shapes_without_data():
@@ -169,8 +169,10 @@ def test_the_operators_have_true_schemas_and_shapes_without_data():
     tensors = [torch.zeros(2, 3) for _ in range(9)]
     checks = ("test_schema", "test_faketensor")
     query = torch.zeros(2, 4, 1, 64)
-    torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 4, 0.1), test_utils=checks)
-    append = (handle, *tensors, None, 4)
+    torch.library.opcheck(
+        decode_kernels_leank._attend, (handle, query, *tensors, 4, 8, 0.1), test_utils=checks
+    )
+    append = (handle, *tensors, None, 4, 8)
     torch.library.opcheck(decode_kernels_leank._append, append, test_utils=checks)
 
 

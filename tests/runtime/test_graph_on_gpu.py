@@ -68,7 +68,11 @@ def no_waiting():
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
-def test_replayed_steps_give_what_steps_give(is_padded, model, assert_close):
+@pytest.mark.parametrize("sizes", [(3, 6, 4), (100, 2**24, 2**24), (3, 60, 40)], ids=str)
+def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, some_masks, assert_close):
+    sink, recent, flush = sizes
+    masks = some_masks(MASK_WIDTHS, head_dim=64)
+    model = model_pair(masks, sink=sink, recent=recent, flush=flush).leank.to("cuda", torch.float16)
     # 64 tokens fit at first, so memory grows while decoding; then a second turn, and single tokens again.
     turns = [50, *[1] * 30, 5, *[1] * 10]
     mask = padded(sum(turns)) if is_padded else None

@@ -47,20 +47,20 @@ class CpuKernels:
 
     plan = staticmethod(plan_tiles)
 
-    def append(self, keys, values, store, lengths, valid, sink_size):
+    def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
         valid = torch.ones(len(lengths), dtype=torch.uint8) if valid is None else valid.view(torch.uint8)
         self.compiled[2](
             keys[:, :, 0], values[:, :, 0], *store.map_memory(_not_empty), lengths, valid,
-            sink_size, store.num_slots - sink_size,
+            sink_size, num_slots - sink_size,
         )  # fmt: skip
 
-    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, softmax_scale):
+    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):
         parts = torch.full((self.num_programs, 2, SHAPE.num_queries, D), torch.nan)
         lse = torch.full((self.num_programs, 2, SHAPE.num_queries), torch.nan)
         output = torch.full_like(query[:, :, 0], torch.nan)
         self.compiled[0](
             query[:, :, 0], *store.map_memory(_not_empty), lengths, pruned_lengths, plan, parts, lse, output,
-            sink_size, store.num_slots - sink_size, softmax_scale * 1.4426950408889634,
+            sink_size, num_slots - sink_size, softmax_scale * 1.4426950408889634,
         )  # fmt: skip
         self.compiled[1](store.head_table, plan, parts, lse, output)
         return output[:, :, None]
@@ -81,14 +81,14 @@ def masks(widths, seed=0):
     return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
 
 
-def case_of(widths, rows, seed=0):
+def case_of(widths, rows, seed=0, sink=SINK, slots=SLOTS):
     return make_case(
         masks(widths, seed),
         rows,
         chunk_size=E,
         num_groups=GROUPS,
-        sink_size=SINK,
-        num_slots=SLOTS,
+        sink_size=sink,
+        num_slots=slots,
         dtype=torch.float32,
         device=torch.device("cpu"),
         seed=seed,
@@ -130,16 +130,25 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(row, compiled):
     check(actual, case)
 
 
+@pytest.mark.parametrize("sizes", [(8, 2**25), (600, 700), (2**24, 3 * 2**24)], ids=str)
+@pytest.mark.parametrize("rows", [[(1, 0), (64, 0), (70, 0)], [(71, 57), (70, 0), (137, 65)]], ids=str)
+def test_a_window_that_is_not_whole_yet(sizes, rows, compiled):
+    rows = [(length, pruned if sizes[0] == 8 else 0) for length, pruned in rows]
+    case = case_of((0, 16, 40), rows, sink=sizes[0], slots=sizes[1])
+    actual = run_case(CpuKernels(*compiled, 16), case, SCALE)
+    check(actual, case)
+
+
 def test_the_append_writes_the_new_token_and_nothing_else(compiled):
     case = case_of((0, 16, 40, 64), ROWS)
     store = case.store.map_memory(torch.clone)
     kernels = CpuKernels(*compiled, 1)
     kernels.append(
-        case.keys, case.values, store, case.lengths, torch.zeros(len(ROWS), dtype=torch.bool), SINK
+        case.keys, case.values, store, case.lengths, torch.zeros(len(ROWS), dtype=torch.bool), SINK, SLOTS
     )
     for tensor, before in zip(store, case.store, strict=True):
         assert torch.equal(tensor.nan_to_num(9e9), before.nan_to_num(9e9))
-    kernels.append(case.keys, case.values, store, case.lengths, None, SINK)
+    kernels.append(case.keys, case.values, store, case.lengths, None, SINK, SLOTS)
     for tensor, expected in zip(store, case.appended(), strict=True):
         assert torch.equal(tensor.nan_to_num(9e9), expected.nan_to_num(9e9))
 

@@ -152,6 +152,13 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch
     assert len(compiled) == 3  # attention, merge, append
 
 
+@pytest.mark.parametrize("sizes", [(128, 2**25), (2000, 3000), (2**24, 3 * 2**24)], ids=str)
+def test_a_window_that_is_not_whole_yet(sizes):
+    pruned = 300 if sizes[0] == 128 else 0
+    rows = [(1, 0), (64, 0), (70, 0), (1000, pruned), (1001, pruned)]
+    check(random_mask(4, 128, 9, multiple=32), 4, torch.bfloat16, rows, *sizes)
+
+
 def test_a_cuda_graph_replays_on_new_lengths():
     mask = random_mask(8, 128, 5, multiple=32)
     kernels = kernels_for(mask, 4, torch.bfloat16, 32)
@@ -164,8 +171,9 @@ def test_a_cuda_graph_replays_on_new_lengths():
     def step():
         plan = kernels.plan(case.lengths, case.pruned_lengths, SINK, SLOTS)
         return kernels.attend(
-            case.query, store, case.lengths, case.pruned_lengths, plan, sink_size=SINK, softmax_scale=0.1
-        )
+            case.query, store, case.lengths, case.pruned_lengths, plan,
+            sink_size=SINK, num_slots=SLOTS, softmax_scale=0.1,
+        )  # fmt: skip
 
     step()
     graph = torch.cuda.CUDAGraph()

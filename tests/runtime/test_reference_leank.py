@@ -84,6 +84,7 @@ class Case:
             torch.tensor(self.pruned, dtype=torch.int32),
             layout=self.layout,
             sink_size=SINK,
+            num_slots=SLOTS,
             max_length=max_length or max(max(self.lengths), 1),
             softmax_scale=0.3,
             new_keys=self.new_keys if new else None,

@@ -58,13 +58,15 @@ def test_every_whole_token_has_the_slot_that_it_was_written_to(sizes, prompt):
     num_slots = sum(sizes)
     row = ListRow(prompt, *sizes)
     for length in range(prompt, prompt + 40):
-        tokens = window_tokens(torch.tensor([length], dtype=torch.int32), sink_size, num_slots)[0].tolist()
+        lengths = torch.tensor([length], dtype=torch.int32)
+        tokens = window_tokens(lengths, sink_size, num_slots, length + 3)[0].tolist()
         for token in [*row.sink, *row.recent]:
             slot = (
                 token if token < sink_size else sink_size + (token - sink_size) % (recent_size + flush_size)
             )
             assert tokens[slot] == token, (length, token)
-        assert tokens.count(-1) == max(num_slots - length, 0)
+        assert len(tokens) == min(num_slots, length + 3)
+        assert tokens.count(-1) == max(len(tokens) - length, 0)
         row.append()
 
 
