@@ -15,9 +15,9 @@
 //     tokens 0 ... n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
 //
 // A window holds sink and recent tokens with all channels, token t in slot t while t < sink_size, else in
-// slot sink_size + (t - sink_size) mod (recent_size + flush_size). A bucket's pruned keys have its kept
-// channels, token sink_size + j in slot j. While the prompt is read the windows hold all of it, token t in
-// slot t.
+// slot sink_size + (t - sink_size) mod (recent_size + flush_size). Slots that no token has reached are made as
+// tokens come. A bucket's pruned keys have its kept channels, token sink_size + j in slot j. While the prompt
+// is read the windows hold all of it, token t in slot t.
 
 import { existsSync, readFileSync, realpathSync } from "node:fs";
 import { join } from "node:path";
@@ -131,8 +131,8 @@ class Cache {
   constructor(model) {
     const { sink_size: sink, recent_size: recent, flush_size: flush } = model.description;
     Object.assign(this, { model, sink, recent, flush, length: 0, prunedLength: 0 });
-    // A graph's input is never empty, and a window is longer than the sink.
-    this.windows = this.newWindows(sink + 1);
+    // A graph's input is never empty.
+    this.windows = this.newWindows(this.unlikeSink(1));
     this.pruned = this.newPruned(1);
   }
 
@@ -145,7 +145,7 @@ class Cache {
       const stop = start + tokens.length;
       if (stop > this.windows[0].slots) {
         // Twice what is there, since every slot costs time, empty or not.
-        const slots = Math.min(2 * stop, prompt.length);
+        const slots = this.unlikeSink(Math.min(2 * stop, prompt.length));
         this.windows = this.windows.map((window) => window.grown(slots));
         this.pass = undefined;
       }
@@ -203,9 +203,9 @@ class Cache {
 
   /** Part the prompt, which lies whole in the windows, into sink, pruned and recent tokens. */
   split() {
-    const { sink, recent, flush, length, windows: prompt } = this;
+    const { sink, recent, length, windows: prompt } = this;
     const numPruned = Math.max(length - sink - recent, 0);
-    this.windows = this.newWindows(sink + recent + flush);
+    this.windows = this.newWindows(this.slotsFor(length));
     this.pruned = this.newPruned(capacityFor(numPruned));
     const kept = [...this.runs(0, Math.min(length, sink)), ...this.runs(sink + numPruned, length)];
     prompt.forEach((whole, layer) => {
@@ -216,9 +216,14 @@ class Cache {
     this.pass = undefined;
   }
 
-  /** Move the oldest recent tokens to the pruned stores where the window has no slot for one more. */
+  /** Make slots for one more token; where the window has them all, move its oldest tokens to the pruned stores. */
   makeRoom() {
     const { sink, recent, flush, prunedLength } = this;
+    if (Math.min(this.length + 1, sink + recent + flush) > this.windows[0].slots) {
+      const slots = this.slotsFor(this.length + 1);
+      this.windows = this.windows.map((window) => window.grown(slots));
+      this.pass = undefined;
+    }
     const oldest = sink + prunedLength;
     if (this.length - oldest < recent + flush) return;
     const stores = this.pruned.flat();
@@ -234,6 +239,15 @@ class Cache {
       }
     });
     this.prunedLength += flush;
+  }
+
+  slotsFor(numTokens) {
+    return this.unlikeSink(Math.min(this.sink + this.recent + this.flush, capacityFor(numTokens)));
+  }
+
+  /** The graph divides by what a window has more or less than the sink. */
+  unlikeSink(slots) {
+    return slots === this.sink ? slots + 1 : slots;
   }
 
   slotOf(token) {

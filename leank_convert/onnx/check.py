@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.onnx.graph import cache_shapes, run_in_torch
+from leank_convert.onnx.graph import cache_shapes, run_in_torch, trial_sizes
 from leank_convert.onnx.leank_onnx import Graph, LeanKOnnxError
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import round_weights
@@ -172,11 +172,16 @@ def _prompt(pruned: PrunedModel) -> Trial:
 
 def _decode(pruned: PrunedModel) -> Trial:
     """A step of one token on a cache of which tokens are pruned."""
-    past = torch.tensor(
-        [pruned.sink_size + pruned.recent_size + 3, pruned.sink_size + pruned.recent_size + 1]
-    )
+    _, num_tokens, num_pruned = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
+    past = torch.tensor([num_tokens, num_tokens - 2])
     ids = _some_tokens(pruned, 2, 1)
-    inputs = [ids, past, torch.tensor([3, 1]), torch.zeros(2, 1, dtype=torch.long), *_some_cache(pruned)]
+    inputs = [
+        ids,
+        past,
+        torch.tensor([num_pruned, max(num_pruned - 2, 0)]),
+        torch.zeros(2, 1, dtype=torch.long),
+        *_some_cache(pruned),
+    ]
     return Trial("a decode step", inputs, run_in_torch(pruned, inputs).float())
 
 
@@ -188,7 +193,7 @@ def _some_tokens(pruned: PrunedModel, batch: int, num_tokens: int) -> Tensor:
 def _some_cache(pruned: PrunedModel) -> list[Tensor]:
     """A cache of two rows with random content."""
     generator = torch.Generator().manual_seed(1)
-    slots = pruned.sink_size + pruned.recent_size + pruned.flush_size
+    slots, _, _ = trial_sizes(pruned.sink_size, pruned.recent_size, pruned.flush_size)
     shapes = cache_shapes(pruned, 2, slots, 5)
     return [torch.randn(*shape, generator=generator).to(pruned.model.dtype) for shape in shapes.values()]
 

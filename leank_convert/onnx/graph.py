@@ -6,7 +6,7 @@ Inputs, B rows of Q new tokens each, stored without padding:
   the pruned region), `logits_index` [B, K] (of which new tokens logits are wanted), all int64;
 - `past_key_values.{i}.window.key` [B, H_kv, S, D] and `.window.value` [B, H_kv, D, S]: sink and recent
   tokens. Token t lies in slot t if t < sink_size, else in sink_size + (t - sink_size) mod (S - sink_size).
-  While a prompt is read S is anything from its length up, and more than sink_size: slot t holds token t;
+  While a prompt is read S is anything from its length up, and not sink_size: slot t holds token t;
 - `past_key_values.{i}.pruned.{w}.key` [B, n, P, w] and `.pruned.{w}.value` [B, n, D, P] for each bucket of n
   heads of width w > 0: token t lies in slot t - sink_size.
 
@@ -34,6 +34,7 @@ from leank_convert.onnx.pruned_model import PrunedModel
 _ATTENTION = "leank_onnx"
 # Far below any logit, and finite in float16 too: a row without any token yet must not become NaN.
 _HIDDEN = -6e4
+_MAX_TRIAL_SLOTS = 4096
 
 
 @dataclass
@@ -136,6 +137,15 @@ def cache_shapes(
                 shapes[f"{prefix}.pruned.{width}.key"] = [batch, count, pruned_slots, width]
                 shapes[f"{prefix}.pruned.{width}.value"] = [batch, count, head_dim, pruned_slots]
     return shapes
+
+
+def trial_sizes(sink_size: int, recent_size: int, flush_size: int) -> tuple[int, int, int]:
+    """Slots, tokens and pruned tokens of a row to try a graph on: a full window, of a huge one a part."""
+    num_slots = sink_size + recent_size + flush_size
+    if num_slots <= _MAX_TRIAL_SLOTS:
+        return num_slots, sink_size + recent_size + 3, 3
+    num_slots = _MAX_TRIAL_SLOTS + (sink_size == _MAX_TRIAL_SLOTS)  # the graph divides by the difference
+    return num_slots, num_slots, max(min(num_slots - sink_size, 3), 0)
 
 
 def run_in_torch(pruned: PrunedModel, inputs: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import io
 import json
+import math
 import operator
 import os
 import sys
@@ -87,9 +88,10 @@ class _Value:
     fits: Callable[[Any], bool]
 
 
-def _whole(least: int) -> _Value:
+def _whole(least: int, most: float = math.inf) -> _Value:
     # `True` is no size, though Python counts it among the numbers.
-    return _Value(f"a whole number from {least} up", lambda value: type(value) is int and value >= least)
+    text = f"a whole number from {least} " + ("up" if most == math.inf else f"to {most}")
+    return _Value(text, lambda value: type(value) is int and least <= value <= most)
 
 
 def _one_of(*names: str) -> _Value:
@@ -98,6 +100,7 @@ def _one_of(*names: str) -> _Value:
 
 _TEXT = _Value("a text", lambda value: isinstance(value, str))
 _SIZE, _COUNT = _whole(0), _whole(1)
+_MAX_WINDOW_SIZE = 1 << 24
 _PAIR = _Value(
     "a first head and the one behind the last",
     lambda value: isinstance(value, list) and [type(item) for item in value] == [int, int],
@@ -134,9 +137,9 @@ _KEYS: dict[str, Any] = {
     # Some models' configs say -1 for none.
     "bos_token_id": (_Value("a whole number or null", lambda value: type(value) is int),),
     "eos_token_ids": [_SIZE],
-    "sink_size": _SIZE,
-    "recent_size": _SIZE,
-    "flush_size": _COUNT,
+    "sink_size": _whole(0, _MAX_WINDOW_SIZE),
+    "recent_size": _whole(0, _MAX_WINDOW_SIZE),
+    "flush_size": _whole(1, _MAX_WINDOW_SIZE),
     "widths": [[_SIZE]],
     "buckets": [[{"width": _SIZE, "heads": _PAIR}]],
     "channel_order": [[[_SIZE]]],
@@ -206,7 +209,7 @@ class Description:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the window, while decoding."""
+        """Most slots of the window, while decoding."""
         return self.sink_size + self.ring_size
 
     @classmethod
@@ -289,9 +292,9 @@ class Cache:
         tokens 0 ... n-1 :  [ sink: min(n, sink_size) ][ pruned: p ][ recent: the rest ]
 
     A window holds sink and recent tokens with all channels, token t in slot t while t < sink_size, else in
-    slot sink_size + (t - sink_size) mod (recent_size + flush_size). The pruned arrays hold each bucket's kept
-    channels, token sink_size + j in column j. While prompts are read, windows hold all of them and nothing is
-    pruned; `split` parts them.
+    slot sink_size + (t - sink_size) mod (recent_size + flush_size). Slots that no token has reached are made
+    as tokens come. The pruned arrays hold each bucket's kept channels, token sink_size + j in column j. While
+    prompts are read, windows hold all of them and nothing is pruned; `split` parts them.
 
     Attributes:
         lengths: Tokens per row `[B]`.
@@ -300,7 +303,7 @@ class Cache:
     """
 
     def __init__(self, description: Description, batch: int, num_slots: int, num_columns: int = 1) -> None:
-        """Make room for `num_slots` tokens a row in the windows, more than sink_size, and for pruned ones."""
+        """Make room for `num_slots` tokens a row in the windows, and for pruned ones."""
         self.lengths, self.pruned_lengths = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
         self.moves = 0
         self._description = description
@@ -350,7 +353,7 @@ class Cache:
         capacity = _capacity(int(self.pruned_lengths.max()))
         for layer, buckets in enumerate(d.buckets):
             keys, values = self._windows[layer]
-            window_keys, window_values = self._new_window(d.num_slots)
+            window_keys, window_values = self._new_window(self._slots_for(int(self.lengths.max())))
             for bucket in buckets:
                 if bucket.width:
                     self._pruned[layer, bucket.width] = self._new_pruned(bucket, capacity)
@@ -365,8 +368,12 @@ class Cache:
             self._windows[layer] = (window_keys, window_values)
 
     def make_room(self, rows: Array) -> None:
-        """Flush where a row of `rows` [B], bool, has no slot for one more token."""
+        """Flush where a row of `rows` [B], bool, has no slot for one more token; make slots not there yet."""
         d = self._description
+        num_tokens = int(self.lengths.max(initial=0, where=rows)) + 1
+        # The last layer's: where memory ran out half-way, the next attempt does the rest.
+        if min(num_tokens, d.num_slots) > self._windows[-1][0].shape[2]:
+            self._grow_windows(self._slots_for(num_tokens))
         in_recent = self.lengths - d.sink_size - self.pruned_lengths
         full = np.flatnonzero(rows & (in_recent >= d.ring_size))
         if not full.size:
@@ -403,10 +410,11 @@ class Cache:
     def _grow_windows(self, num_slots: int) -> None:
         self.moves += 1
         for layer, (old_keys, old_values) in enumerate(self._windows):
-            keys, values = self._new_window(num_slots)
-            keys[:, :, : old_keys.shape[2]] = old_keys
-            values[..., : old_values.shape[3]] = old_values
-            self._windows[layer] = (keys, values)
+            if num_slots > old_keys.shape[2]:
+                keys, values = self._new_window(num_slots)
+                keys[:, :, : old_keys.shape[2]] = old_keys
+                values[..., : old_values.shape[3]] = old_values
+                self._windows[layer] = (keys, values)
 
     def _grow_pruned(self, num_tokens: int) -> None:
         """Allocate anew where there is no room for `num_tokens` pruned ones."""
@@ -425,6 +433,10 @@ class Cache:
         d = self._description
         return np.where(tokens < d.sink_size, tokens, d.sink_size + (tokens - d.sink_size) % d.ring_size)
 
+    def _slots_for(self, num_tokens: int) -> int:
+        """Slots to allocate while decoding rows of up to `num_tokens` tokens."""
+        return min(self._description.num_slots, _capacity(num_tokens))
+
     def _seen_buckets(self) -> Iterator[tuple[int, Bucket]]:
         """Layer and bucket of all heads that see pruned tokens."""
         for layer, buckets in enumerate(self._description.buckets):
@@ -432,6 +444,7 @@ class Cache:
 
     def _new_window(self, num_slots: int) -> tuple[Array, Array]:
         d, batch = self._description, len(self.lengths)
+        num_slots += num_slots == d.sink_size  # the graph divides by the difference, whatever its sign
         return (
             np.zeros((batch, d.num_heads, num_slots, d.head_dim), d.dtype),
             np.zeros((batch, d.num_heads, d.head_dim, num_slots), d.dtype),
@@ -446,7 +459,7 @@ class Cache:
 
 
 def _capacity(num_tokens: int) -> int:
-    """Columns to allocate for pruned tokens: a sixteenth more, so that copying per token stays constant."""
+    """Columns or slots to allocate for tokens: a sixteenth more, so that copying per token stays constant."""
     return max(-(-(num_tokens + num_tokens // 16) // _CAPACITY_STEP), 1) * _CAPACITY_STEP
 
 
@@ -722,7 +735,7 @@ class Session:
         Returns:
             The cache, and per row logits `[tokens, V]`.
         """
-        cache = Cache(self.model.description, len(rows), self.model.description.sink_size + 1)
+        cache = Cache(self.model.description, len(rows), 1)
         try:
             return cache, self._read(cache, rows, prompt_chunk, all_logits, is_prompt=True)
         finally:
@@ -859,7 +872,7 @@ class LeanKOnnx:
     def _check_graph(self) -> None:
         """Compare the graph's inputs and outputs with those that the description lets one expect."""
         d = self.description
-        expected = new_integers(1, 1, 1) | Cache(d, 1, d.sink_size + 1).tensors() | new_outputs(d, 1, 1, 1)
+        expected = new_integers(1, 1, 1) | Cache(d, 1, 1).tensors() | new_outputs(d, 1, 1, 1)
         found = self.graph.tensors
         wrong = sorted(expected.keys() ^ found.keys()) or [
             name

@@ -40,7 +40,8 @@ in JavaScript to read along.
 
 - All rows are stored without padding; `past_lengths` and `pruned_lengths` count each row's own tokens.
 - Window: token t lies in slot t if t < {sink}, else in slot {sink} + (t - {sink}) mod {ring}: {slots} slots.
-  While a prompt is read there are at least its length, and more than {sink}, and slot t holds token t.
+  Those that no token has reached may be left out, but not so that {sink} are there: the graph divides by
+  the difference. While a prompt is read there are as many as it is long, or more, and slot t holds token t.
 - After the prompt the row is split: the first {sink} and the last {recent} of its tokens stay in the window,
   those between go to the pruned buffers in order, the first `width` lanes of a key and the whole value.
 - A token is appended to a window that holds {ring} tokens behind the sink: its oldest {flush} first move to

@@ -17,6 +17,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.hub import resolve_model
 from leank_convert.onnx.check import distance, largest_difference
 from leank_convert.onnx.description import host_errors
+from leank_convert.onnx.graph import trial_sizes
 from leank_convert.onnx.leank_onnx import Array, Cache, Description, LeanKOnnx, new_integers
 from leank_convert.onnx.pruned_model import load_stock
 from leank_convert.verify.checks import Checks
@@ -62,19 +63,19 @@ def open_source(source: str | Path) -> Source:
 
 
 def run_step(model: LeanKOnnx) -> str:
-    """Decode one token on a full window, some tokens pruned, over random keys and values.
+    """Decode one token on a full window, or much of one, some tokens pruned, over random keys and values.
 
     Raises:
         LeanKError: If onnxruntime fails, or an output is not finite.
     """
     d = model.description
-    seen = d.sink_size + d.recent_size
-    cache = Cache(d, 1, d.num_slots, 5)
+    num_slots, past, pruned = trial_sizes(d.sink_size, d.recent_size, d.flush_size)
+    cache = Cache(d, 1, num_slots, 5)
     generator = np.random.default_rng(0)
     for values in cache.tensors().values():
         values[:] = generator.standard_normal(values.shape, np.float32)
-    logits = _decode(model, cache, seen + 3, 3)
-    return f"a decode step behind {seen + 3} tokens gives logits {list(logits.shape)}"
+    logits = _decode(model, cache, past, pruned)
+    return f"a decode step behind {past} tokens gives logits {list(logits.shape)}"
 
 
 def _decode(model: LeanKOnnx, cache: Cache, past: int, pruned: int) -> Array:
@@ -100,9 +101,12 @@ def check_regions(model: LeanKOnnx) -> str:
     """
     d = model.description
     sink = d.sink_size
+    _, _, num_pruned = trial_sizes(d.sink_size, d.recent_size, d.flush_size)
+    if not num_pruned:
+        return f"not tried: a sink of {sink} tokens is too long for it"
 
     def answer(region: str, slot: int) -> Array:
-        cache = Cache(d, 1, d.num_slots, 2)
+        cache = Cache(d, 1, sink + 2, 2)
         for name, values in cache.tensors().items():
             if f".{region}." in name and name.endswith(".value"):
                 values[..., slot] = 10  # K is 0, so that every token has some weight

@@ -51,9 +51,10 @@ def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
     return masks
 
 
-def _build(family: str) -> tuple[Any, Any, torch.Tensor]:
+def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.Tensor]:
     """The stock model and the runtime's, of the same weights, and the masks."""
-    widths, (sink, recent, flush) = CASES[family]
+    widths, _ = CASES[family]
+    sink, recent, flush = windows
     masks = _masks(widths)
     num_layers, kv_heads, head_dim = masks.shape
     sizes: dict[str, Any] = {
@@ -106,14 +107,17 @@ def _write(folder: Path, model: Any, masks: torch.Tensor, sizes: tuple[int, int,
 
 @pytest.fixture(scope="session")
 def exported(once_per_run: Callable[..., Path]) -> Callable[..., Exported]:
-    """Export a family of `CASES`, once in a run."""
+    """Export a family of `CASES`, with its windows or others, once in a run."""
 
     @functools.cache
-    def get(family: str = "Llama", dtype: str = "float32") -> Exported:
-        dense, leank, masks = _build(family)
+    def get(
+        family: str = "Llama", dtype: str = "float32", windows: tuple[int, int, int] | None = None
+    ) -> Exported:
+        sizes = windows or CASES[family][1]
+        dense, leank, masks = _build(family, sizes)
         dense.to(getattr(torch, dtype))
-        sizes = CASES[family][1]
-        folder = once_per_run(f"{family}-{dtype}", lambda path: _write(path, dense, masks, sizes))
+        name = "-".join([family, dtype, *map(str, windows or ())])
+        folder = once_per_run(name, lambda path: _write(path, dense, masks, sizes))
         return Exported(folder, leank)
 
     return get

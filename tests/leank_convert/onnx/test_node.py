@@ -79,6 +79,12 @@ def test_tokens_are_the_python_hosts_over_prompts_chunks_and_flushes(family, exp
     ask_for_long_answers(exported(family).folder, host, prompts, 40)
 
 
+@pytest.mark.parametrize("windows", [(2**24, 1, 1), (192, 3, 9), (3, 2**24, 2**24)], ids=str)
+def test_a_window_larger_than_its_tokens_grows_with_them(windows, exported, host):
+    prompts = [(tokens(60), 192), (tokens(192), 64)]
+    ask_for_long_answers(exported(windows=windows).folder, host, prompts, 60)
+
+
 def test_a_long_answer_moves_the_pruned_arrays_alone_and_only_when_they_grow(exported, host):
     (result,) = ask_for_long_answers(exported().folder, host, [(tokens(40), 256)], 131)
     num_windows, num_pruned = 2 * 2, 2 * (2 + 1)

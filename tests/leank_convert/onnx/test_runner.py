@@ -73,6 +73,21 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     assert len(sizes) == 3
 
 
+@pytest.mark.parametrize("sizes", [(2**24, 1, 1), (192, 3, 9), (3, 2**24, 2**24)], ids=str)
+@pytest.mark.parametrize("chunk", [64, 192])
+def test_a_window_larger_than_its_tokens_grows_with_them(sizes, chunk, exported, reference):
+    model = exported(windows=sizes)
+    session, held = model.load().start(), reference(model.leank)
+    rows = [tokens(192), tokens(7, 1)]
+    held.hold(session.feed(rows, prompt_chunk=chunk, all_logits=True), rows)
+    turns = [[tokens(9, 2), []], *[[[3 + step], [5 + step]] for step in range(40)], [[4], tokens(100, 3)]]
+    for turn in turns:
+        held.hold(session.feed(turn, all_logits=True), turn)
+    held.settle()
+    dense = 2 * 2 * session.model.description.num_heads * 16 * 4 * int(session.lengths.max()) * 2
+    assert session.cache_bytes < 2 * dense
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
 def test_onnxruntime_multiplies_by_the_cache_where_it_lies(family, exported, tmp_path):
     options = onnxruntime.SessionOptions()
