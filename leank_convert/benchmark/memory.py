@@ -65,7 +65,7 @@ def benchmark_memory(
 def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> dict[str, Any]:
     """Count a row's cache as a `generate` call leaves it.
 
-    A window that is whole is a constant; what the append-only store allocates is divided by the tokens that it holds.
+    A whole window is a constant; what the append-only store allocates is divided by the tokens that it holds.
     """
     cache = generate(model, random_prompt(model, 1, num_prompt), num_new).cache
     memory, num_tokens = cache.memory(), cache.get_seq_length()

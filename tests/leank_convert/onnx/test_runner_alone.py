@@ -199,8 +199,9 @@ def test_a_description_of_another_graph_is_refused(changed, name, copied):
 @pytest.mark.parametrize(
     "changed,message",
     [
-        ({"sink_size": -1}, "`sink_size` is -1, not a whole number from 0 up"),
-        ({"flush_size": True}, "`flush_size` is True, not a whole number from 1 up"),
+        ({"sink_size": -1}, "`sink_size` is -1, not a whole number from 0 to 16777216"),
+        ({"flush_size": True}, "`flush_size` is True, not a whole number from 1 to 16777216"),
+        ({"recent_size": 2**24 + 1}, "`recent_size` is 16777217, not a whole number from 0 to 16777216"),
         ({"model": {"head_dim": "16"}}, "`model.head_dim` is '16', not a whole number from 1 up"),
         ({"eos_token_ids": ["</s>"]}, "`eos_token_ids.0` is '</s>', not a whole number from 0 up"),
         ({"buckets": layers([(-1, [0, 1]), *FIRST[1:]])}, "`buckets.0.0.width` is -1, not a whole"),
