@@ -5,13 +5,15 @@ A family is added by adding a row. Nothing here imports torch or transformers: c
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
+from leank_convert.fields import Fields
+from leank_convert.rope import check_rope_parameters, read_rope_parameters
 
 LEANK_PREFIX = "leank_"
 
@@ -34,9 +36,10 @@ class Architecture:
         config_defaults: What the config class assumes for a key that config.json leaves out.
         attention_prefix: Where a layer's attention lives.
         layer_prefix: Where a layer lives.
-        layer_tensors: A layer's tensors outside attention.
-        model_tensors: The model's tensors outside its layers.
-        head_tensor: The language-modelling head, absent where embeddings are tied.
+        mlp_bias: Whether the projections of the MLP have a bias; `config` asks `mlp_bias`.
+        layer_tensors: A layer's tensors outside attention, each with its shape in attributes of `ModelFacts`.
+        model_tensors: The same of the model's tensors outside its layers.
+        head_tensor: The language-modelling head, of the embedding's shape; absent where the two are tied.
     """
 
     model_type: str
@@ -50,14 +53,26 @@ class Architecture:
     config_defaults: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     attention_prefix: str = "model.layers.{layer}.self_attn"
     layer_prefix: str = "model.layers.{layer}"
-    layer_tensors: tuple[str, ...] = (
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        "mlp.gate_proj.weight",
-        "mlp.up_proj.weight",
-        "mlp.down_proj.weight",
+    mlp_bias: Bias = "never"
+    layer_tensors: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: MappingProxyType(
+            {
+                "input_layernorm.weight": ("hidden_size",),
+                "post_attention_layernorm.weight": ("hidden_size",),
+                "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
+                "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
+                "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
+            }
+        )
     )
-    model_tensors: tuple[str, ...] = ("model.embed_tokens.weight", "model.norm.weight")
+    model_tensors: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: MappingProxyType(
+            {
+                "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
+                "model.norm.weight": ("hidden_size",),
+            }
+        )
+    )
     head_tensor: str = "lm_head.weight"
 
     @property
@@ -76,6 +91,7 @@ def _row(
     qkv_bias: Bias,
     o_bias: Bias,
     head_norms: tuple[str, ...] = (),
+    mlp_bias: Bias = "never",
     **config_defaults: object,
 ) -> Architecture:
     return Architecture(
@@ -87,6 +103,7 @@ def _row(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         head_norms=head_norms,
+        mlp_bias=mlp_bias,
         config_defaults=MappingProxyType(config_defaults),
     )
 
@@ -95,7 +112,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         row.model_type: row
         for row in (
-            _row("llama", "Llama", "config", "config", max_position_embeddings=2048),
+            _row(
+                "llama",
+                "Llama",
+                "config",
+                "config",
+                mlp_bias="config",
+                intermediate_size=11008,
+                vocab_size=32000,
+                max_position_embeddings=2048,
+            ),
             _row(
                 "mistral",
                 "Mistral",
@@ -103,6 +129,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "never",
                 num_key_value_heads=8,
                 sliding_window=4096,
+                intermediate_size=14336,
+                vocab_size=32000,
                 max_position_embeddings=131072,
             ),
             _row(
@@ -113,6 +141,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 num_key_value_heads=32,
                 max_window_layers=28,
                 use_sliding_window=False,
+                intermediate_size=22016,
+                vocab_size=151936,
                 max_position_embeddings=32768,
             ),
             _row(
@@ -125,16 +155,61 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 head_dim=128,
                 max_window_layers=28,
                 use_sliding_window=False,
+                intermediate_size=22016,
+                vocab_size=151936,
                 max_position_embeddings=32768,
             ),
         )
     }
 )
 
-# transformers 5's `RotaryEmbeddingConfigMixin.default_theta`.
-_DEFAULT_ROPE_THETA = 10_000.0
-# Kinds of rope whose trained length transformers takes from `max_position_embeddings` where it is not given.
-_ROPE_TYPES_WITH_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
+# transformers' names of activations without weights of their own.
+ACTIVATIONS = (
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "hardswish",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "sqrtsoftplus",
+    "swish",
+    "tanh",
+)
+# Keys that make another model of the weights, or run other code with them.
+OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "quantization_config": ("is quantized", "convert the model it was quantized from"),
+        "compression_config": ("is quantized", "convert the model it was quantized from"),
+        "transformers_weights": ("names a file of weights", "remove the key"),
+        "fusion_config": ("asks for fused layers", "remove the key"),
+        "per_layer_config": ("has layers of several shapes", "layers have to be alike"),
+        "attn_implementation": ("asks for an attention of its own", "remove the key"),
+        "_attn_implementation": ("asks for an attention of its own", "remove the key"),
+    }
+)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
+MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = 4096
+MAX_CHANNELS = 2**24  # of all layers and KV heads together
+_MAX_SIZES = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+}
 
 
 @dataclass(frozen=True)
@@ -148,9 +223,12 @@ class ModelFacts:
         num_key_value_heads: H_kv.
         head_dim: D, which need not be `hidden_size / num_attention_heads`.
         hidden_size: Width of the residual stream.
+        intermediate_size: Width of the MLP.
+        vocab_size: Rows of the embedding.
         rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
         qkv_bias: Whether q, k and v projections have a bias.
         o_bias: Whether the output projection has one.
+        mlp_bias: Whether the projections of the MLP have one.
         tie_word_embeddings: Whether the head shares the embedding's weight.
         dtype: The config's dtype, such as `bfloat16`, or None where it names none.
     """
@@ -161,9 +239,12 @@ class ModelFacts:
     num_key_value_heads: int
     head_dim: int
     hidden_size: int
+    intermediate_size: int
+    vocab_size: int
     rope_parameters: dict[str, Any]
     qkv_bias: bool
     o_bias: bool
+    mlp_bias: bool
     tie_word_embeddings: bool
     dtype: str | None
 
@@ -192,15 +273,20 @@ def find_architecture(model_type: object, *, origin: str) -> Architecture:
         return ARCHITECTURES[model_type]
     if isinstance(model_type, str) and model_type.startswith(LEANK_PREFIX):
         raise LeanKError(
-            f"`{origin}` already is a LeanK checkpoint: its `model_type` is `{model_type}`",
+            f"`{origin}` already is a LeanK checkpoint: its `model_type` is {cut(model_type)}",
             hint="start from the original model",
         )
-    close = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)
+    close = [row for row in ARCHITECTURES if _bare(row) == _bare(str(model_type)[:99])]
     known = ", ".join(f"`{name}`" for name in ARCHITECTURES)
     raise LeanKError(
-        f"`{origin}`: unknown architecture: `model_type` is `{model_type}`",
+        f"`{origin}`: unknown architecture: `model_type` is {cut(model_type)}",
         hint=(f"did you mean `{close[0]}`? " if close else "") + f"supported: {known}",
     )
+
+
+def _bare(name: str) -> str:
+    """A name without case and punctuation; one of other letters or digits is another family's."""
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts:
@@ -218,12 +304,15 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     """
     architecture = find_architecture(config.get("model_type"), origin=origin)
     values: dict[str, object] = {**architecture.config_defaults, **config}
-    layers = _positive_int(values, "num_hidden_layers", origin)
-    heads = _positive_int(values, "num_attention_heads", origin)
-    hidden_size = _positive_int(values, "hidden_size", origin)
+    _refuse_other_models(values, origin)
+    fields = Fields(values, origin)
+    layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
+    heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
+    sizes = {key: fields.whole_number(key, 1, most) for key, most in _MAX_SIZES.items()}
+    hidden_size = sizes["hidden_size"]
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
-    kv_heads = _positive_int(values, "num_key_value_heads", origin)
+    kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
     if heads % kv_heads:
         raise LeanKError(
             f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
@@ -235,141 +324,77 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
                 f"`num_attention_heads` {heads}"
             )
         values["head_dim"] = hidden_size // heads
-    _refuse_sliding_layers(values, layers, origin)
+    head_dim = fields.whole_number("head_dim", 1, MAX_HEAD_DIM)
+    if head_dim % 2:
+        raise fields.refused("head_dim", "not even: rope turns channels in pairs")
+    if layers * kv_heads * head_dim > MAX_CHANNELS:
+        raise LeanKError(
+            f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
+            f"{MAX_CHANNELS} channels"
+        )
+    _refuse_sliding_layers(fields, layers)
+    rope = read_rope_parameters(values, origin=origin)
+    check_rope_parameters(rope, head_dim=head_dim, origin=origin)
+    for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
+        if key in values:
+            fields.number(key, least, most)
+    if "hidden_act" in values:
+        fields.text("hidden_act", ACTIVATIONS)
+    for key in ("torch_dtype", "dtype"):
+        if values.get(key) is not None:
+            fields.text(key, _DTYPES)
     dtype = values.get("dtype") or values.get("torch_dtype")
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=_positive_int(values, "head_dim", origin),
+        head_dim=head_dim,
         hidden_size=hidden_size,
-        rope_parameters=read_rope_parameters(values, origin=origin),
-        qkv_bias=_has_bias(architecture.qkv_bias, values),
-        o_bias=_has_bias(architecture.o_bias, values),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        dtype=str(dtype).removeprefix("torch.") if dtype else None,
+        intermediate_size=sizes["intermediate_size"],
+        vocab_size=sizes["vocab_size"],
+        rope_parameters=rope,
+        qkv_bias=_has_bias(architecture.qkv_bias, fields, "attention_bias"),
+        o_bias=_has_bias(architecture.o_bias, fields, "attention_bias"),
+        mlp_bias=_has_bias(architecture.mlp_bias, fields, "mlp_bias"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=str(dtype) if dtype else None,
     )
 
 
-def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[str, Any]:
-    """Read a config's rope parameters, in the form that transformers 5 writes.
-
-    The older form (`rope_theta` and `rope_scaling` as keys of the config) reads the same as the newer, so
-    that two configs can be compared.
-
-    Raises:
-        LeanKError: If they are not an object.
-    """
-    # The order in which transformers itself looks.
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(key) or {}
-    if not isinstance(given, Mapping):
-        raise LeanKError(f"`{origin}`: `{key}` is `{given!r}`, not an object")
-    rope = {name: value for name, value in given.items() if name != "type" and value is not None}
-    rope.setdefault("rope_type", given.get("type", "default"))
-    theta = config.get("rope_theta")
-    rope.setdefault("rope_theta", _DEFAULT_ROPE_THETA if theta is None else theta)
-    partial = config.get("partial_rotary_factor")
-    if partial is not None:
-        rope.setdefault("partial_rotary_factor", partial)
-    if rope.get("partial_rotary_factor") == 1:
-        del rope["partial_rotary_factor"]
-    trained_length = config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    if rope["rope_type"] in _ROPE_TYPES_WITH_TRAINED_LENGTH and trained_length is not None:
-        rope.setdefault("original_max_position_embeddings", trained_length)
-    return dict(sorted(rope.items()))
+def _has_bias(bias: Bias, fields: Fields, key: str) -> bool:
+    return bias == "always" or (bias == "config" and fields.flag(key))
 
 
-def apply_config_overrides(
-    config: Mapping[str, object], overrides: Mapping[str, object]
-) -> dict[str, object]:
-    """Apply a recipe's `model.config_overrides` to a config.json.
-
-    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's;
-    every other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`,
-    whichever of the two forms the config or the overrides were in.
-
-    Args:
-        config: The parsed config.json.
-        overrides: Keys of a config.json and their new values.
-
-    Returns:
-        A new config.
-
-    Raises:
-        LeanKError: If the overrides change the model's identity or shape.
-    """
-    fixed = sorted(_FIXED_KEYS & overrides.keys())
-    if fixed:
-        raise LeanKError(
-            f"`config_overrides.{fixed[0]}`: the weights fix this key; it cannot be overridden",
-            hint="what the weights leave open can be, such as `rope_parameters` or `max_position_embeddings`",
-        )
-    result = {**config, **overrides}
-    given = {key: overrides[key] for key in _ROPE_KEYS if key in overrides}
-    if given:
-        before = read_rope_parameters(config, origin="config.json")
-        # The model's own trained length, where the overrides name a longer one.
-        base: dict[str, object] = {
-            "rope_theta": before["rope_theta"],
-            "max_position_embeddings": config.get("max_position_embeddings"),
-        }
-        if given.keys() == {"rope_theta"}:
-            base["rope_parameters"] = {key: value for key, value in before.items() if key != "rope_theta"}
-        result.pop("rope_scaling", None)
-        result.pop("rope_theta", None)
-        result["rope_parameters"] = read_rope_parameters({**base, **given}, origin="config_overrides")
-    return result
+def _refuse_other_models(values: Mapping[str, object], origin: str) -> None:
+    for key, (what, hint) in OTHER_MODELS.items():
+        if values.get(key) is not None:
+            raise LeanKError(
+                f"`{origin}`: the model {what} (`{key}`: {cut(values[key])}); it cannot be converted",
+                hint=hint,
+            )
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-_FIXED_KEYS = frozenset(
-    {
-        "model_type",
-        "architectures",
-        "auto_map",
-        "leank",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-        "tie_word_embeddings",
-        "attention_bias",
-    }
-)
-
-
-def _has_bias(bias: Bias, values: Mapping[str, object]) -> bool:
-    return bias == "always" or (bias == "config" and bool(values.get("attention_bias", False)))
-
-
-def _positive_int(values: Mapping[str, object], key: str, origin: str) -> int:
-    value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise LeanKError(f"`{origin}`: `{key}` is `{value!r}`, not a positive integer")
-    return value
-
-
-def _refuse_sliding_layers(values: Mapping[str, object], layers: int, origin: str) -> None:
+def _refuse_sliding_layers(fields: Fields, layers: int) -> None:
+    values = fields.values
     layer_types = values.get("layer_types")
-    if isinstance(layer_types, list):
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != layers:
+            raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
         sliding = [layer for layer, kind in enumerate(layer_types) if kind != "full_attention"]
         cause = "layer_types"
     elif "use_sliding_window" in values:
-        first = values.get("max_window_layers")
-        slides = bool(values["use_sliding_window"]) and values.get("sliding_window", 4096) is not None
-        sliding = list(range(first if isinstance(first, int) else 0, layers)) if slides else []
+        slides = fields.flag("use_sliding_window") and values.get("sliding_window", 4096) is not None
+        first = fields.whole_number("max_window_layers", 0, MAX_LAYERS) if slides else layers
+        sliding = list(range(first, layers))
         cause = "use_sliding_window"
     else:
         sliding = list(range(layers)) if values.get("sliding_window") is not None else []
         cause = "sliding_window"
     if sliding:
         raise LeanKError(
-            f"`{origin}`: {len(sliding)} of {layers} layers attend within a sliding window only (`{cause}`: "
-            f"`{values.get(cause)}`, first such layer {sliding[0]}); only full attention can be pruned",
+            f"`{fields.origin}`: {len(sliding)} of {layers} layers attend within a sliding window only "
+            f"(`{cause}`: {cut(values.get(cause))}, first such layer {sliding[0]}); only full attention can "
+            "be pruned",
             hint="a window already bounds those layers' cache; convert a model without one",
         )

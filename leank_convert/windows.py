@@ -34,7 +34,7 @@ class Windows:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MAX_WINDOW:
                 raise LeanKError(
-                    f"`{name}` is {cut(value)}; it is a whole number of tokens from {least} to {MAX_WINDOW}"
+                    f"`{name}` is {cut(value)}, not a whole number of tokens from {least} to {MAX_WINDOW}"
                 )
         if self.prune not in PRUNE_MODES:
-            raise LeanKError(f"`prune` is {cut(self.prune)}; it is `eager` or `deferred`")
+            raise LeanKError(f"`prune` is {cut(self.prune)}, not one of `eager`, `deferred`")

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
 from leank_convert.export.choose import Choice, MaskLike, RecipeLike, choose
@@ -25,6 +26,7 @@ from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
 from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.export.stock_config import check_stock_config
 from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name, resolve_model
@@ -73,7 +75,8 @@ def check_exportable(
     Raises:
         LeanKError: If the source cannot be converted, or `out` not be written.
     """
-    checkpoint, _, facts = _open_source(model, out, config_overrides)
+    checkpoint, config, facts = _open_source(model, out, config_overrides)
+    check_stock_config(config, facts.architecture, origin=str(checkpoint.folder / CONFIG_NAME))
     plan_export(checkpoint, all_channels_mask(facts), facts)
     check_replaceable(out, overwrite=overwrite)
 
@@ -156,10 +159,13 @@ def export_checkpoint(
     leank = build_leank_facts(mask, known, plan.layout, windows)
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
-            # Loading a tokenizer is processor time, writing weights is the disk's.
+            # Importing transformers and loading a tokenizer is processor time, writing weights is the disk's.
             with ThreadPoolExecutor(max_workers=1) as copier:
+                source_config = str(checkpoint.folder / CONFIG_NAME)
+                checked = copier.submit(check_stock_config, config, facts.architecture, origin=source_config)
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
                 _write_weights(checkpoint, plan, leank, partial)
+                checked.result()
                 companions.result()
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
@@ -183,11 +189,6 @@ def _open_source(
     folder = resolve_model(model)
     refuse_overlap(folder, out)
     checkpoint = open_checkpoint(folder)
-    if "quantization_config" in checkpoint.config:
-        raise LeanKError(
-            f"`{model}` is quantized (`quantization_config` in its config.json); it cannot be converted",
-            hint="convert the model it was quantized from",
-        )
     config = apply_config_overrides(checkpoint.config, config_overrides or {})
     return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leank_convert.architectures import apply_config_overrides, read_model_facts
+from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import TRAINING_FOLDER, read_config
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, resolve_mask

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.mask import ChannelMask
 from leank_convert.safetensors_file import TensorInfo
@@ -125,18 +125,29 @@ def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
     """Check that every tensor outside attention is there.
 
     Raises:
-        LeanKError: If one is missing.
+        LeanKError: If one is missing or has another shape or a quantized dtype.
     """
+    for name, shape in _unedited(facts).items():
+        _expect(checkpoint, name, shape)
+    head = facts.architecture.head_tensor
+    if not facts.tie_word_embeddings or checkpoint.find(head) is not None:
+        _expect(checkpoint, head, (facts.vocab_size, facts.hidden_size))
+
+
+def _unedited(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors outside attention, but for the language-modelling head."""
     architecture = facts.architecture
-    names = list(architecture.model_tensors)
-    if not facts.tie_word_embeddings:
-        names.append(architecture.head_tensor)
+    sizes = {
+        name: tuple(getattr(facts, size) for size in shape)
+        for name, shape in architecture.model_tensors.items()
+    }
     for layer in range(facts.num_hidden_layers):
         prefix = architecture.layer_prefix.format(layer=layer)
-        names += [f"{prefix}.{name}" for name in architecture.layer_tensors]
-    for name in names:
-        if checkpoint.find(name) is None:
-            raise _missing(checkpoint, name)
+        for name, shape in architecture.layer_tensors.items():
+            sizes[f"{prefix}.{name}"] = tuple(getattr(facts, size) for size in shape)
+            if facts.mlp_bias and name.startswith("mlp."):
+                sizes[f"{prefix}.{name.removesuffix('weight')}bias"] = (getattr(facts, shape[0]),)
+    return sizes
 
 
 def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -144,14 +155,15 @@ def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor
     if found is None:
         raise _missing(checkpoint, name)
     file = checkpoint.folder / (checkpoint.shard_of(name) or "")
-    if found.shape != shape:
-        raise LeanKError(
-            f"`{file}`: tensor `{name}` has shape {list(found.shape)}; config.json asks for {list(shape)}"
-        )
     if found.dtype not in _FLOAT_DTYPES:
         raise LeanKError(
             f"`{file}`: tensor `{name}` has dtype {found.dtype}; quantized weights cannot be converted",
             hint="convert the model it was quantized from",
+        )
+    if found.shape != shape:
+        raise LeanKError(
+            f"`{file}`: tensor `{name}` has shape {cut(list(found.shape))}; "
+            f"config.json asks for {list(shape)}"
         )
     return found
 

@@ -16,8 +16,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model

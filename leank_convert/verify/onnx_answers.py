@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts, apply_config_overrides, read_model_facts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_facts
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.hub import resolve_model
 from leank_convert.onnx.check import distance, largest_difference

@@ -4,14 +4,13 @@ from typing import Any
 import pytest
 import transformers
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from leank_convert.architectures import (
-    ARCHITECTURES,
-    apply_config_overrides,
-    read_model_facts,
-    read_rope_parameters,
-)
+from leank_convert.architectures import ACTIVATIONS, ARCHITECTURES, read_model_facts
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
+from leank_convert.rope import ROPE_TYPES, read_rope_parameters
 
 LLAMA = {
     "model_type": "llama",
@@ -21,6 +20,8 @@ LLAMA = {
     "hidden_size": 64,
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -83,12 +84,29 @@ def test_rope_parameters_are_those_that_transformers_reads(keys: dict[str, Any])
     assert read == {key: value for key, value in given.items() if key != "type"}
 
 
-def test_unknown_architecture_names_the_closest_one() -> None:
-    with pytest.raises(LeanKError, match="`x`: unknown architecture: `model_type` is `mistal`") as caught:
-        read_model_facts({**LLAMA, "model_type": "mistal"}, origin="x")
-    assert "did you mean `mistral`?" in str(caught.value.hint)
-    with pytest.raises(LeanKError, match="`model_type` is `None`"):
-        read_model_facts({}, origin="x")
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("Llama", "llama"),
+        ("qwen-2", "qwen2"),
+        ("Qwen_3", "qwen3"),
+        ("mixtral", None),
+        ("mistal", None),
+        ("qwen2_moe", None),
+        ("llama4", None),
+        (None, None),
+        (["llama"] * 10**6, None),
+        ("llama" * 10**6, None),
+    ],
+)
+def test_another_spelling_of_a_family_is_suggested_never_another_family(
+    given: object, meant: str | None
+) -> None:
+    with pytest.raises(LeanKError, match="`x`: unknown architecture: `model_type` is ") as caught:
+        read_model_facts({**LLAMA, "model_type": given}, origin="x")
+    assert len(str(caught.value)) < 300 and "supported: `llama`" in str(caught.value.hint)
+    assert ("did you mean" in str(caught.value.hint)) == (meant is not None)
+    assert meant is None or f"did you mean `{meant}`?" in str(caught.value.hint)
 
 
 def test_a_converted_checkpoint_is_no_source() -> None:
@@ -100,19 +118,102 @@ def test_a_converted_checkpoint_is_no_source() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 0}, "`num_hidden_layers` is `0`"),
-        ({"num_attention_heads": "8"}, "`num_attention_heads` is `'8'`"),
-        ({"num_key_value_heads": True}, "`num_key_value_heads` is `True`"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0, not a whole number"),
+        (
+            {"num_hidden_layers": 10**9},
+            "`num_hidden_layers` is 1000000000, not a whole number from 1 to 4096",
+        ),
+        ({"num_attention_heads": "8"}, "`num_attention_heads` is '8'"),
+        ({"num_key_value_heads": True}, "`num_key_value_heads` is True"),
         ({"num_key_value_heads": 3}, "8 is not a multiple of `num_key_value_heads` 3"),
+        (
+            {"num_hidden_layers": 4096, "num_key_value_heads": 8, "head_dim": 4096},
+            "more than 16777216 channels",
+        ),
         ({"hidden_size": 65}, "`hidden_size` 65 is not a multiple"),
-        ({"hidden_size": None}, "`hidden_size` is `None`"),
-        ({"head_dim": -1}, "`head_dim` is `-1`"),
-        ({"rope_scaling": "yarn"}, "`rope_scaling` is `'yarn'`, not an object"),
+        ({"hidden_size": None}, "`hidden_size` is None"),
+        ({"head_dim": -1}, "`head_dim` is -1"),
+        ({"head_dim": 7}, "`head_dim` is 7, not even"),
+        ({"vocab_size": 0}, "`vocab_size` is 0"),
+        ({"intermediate_size": 1.5}, "`intermediate_size` is 1.5"),
+        ({"max_position_embeddings": 10**400}, "`max_position_embeddings` is an integer of 1329 bits"),
+        ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0, not a number from"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is nan"),
+        ({"hidden_act": "silo"}, "`hidden_act` is 'silo', not one of gelu,"),
+        ({"hidden_act": ["silu"]}, "`hidden_act` is ['silu'], not a text"),
+        ({"dtype": "bfloat99"}, "`dtype` is 'bfloat99'"),
+        ({"torch_dtype": 16}, "`torch_dtype` is 16"),
+        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', neither true nor false"),
+        ({"attention_bias": "no"}, "`attention_bias` is 'no'"),
+        ({"mlp_bias": 1}, "`mlp_bias` is 1"),
+        ({"num_labels": 10**9}, "`num_labels` is 1000000000"),
+        ({"layer_types": ["full_attention"]}, "`layer_types` is ['full_attention'], not a list of 2"),
+        ({"use_sliding_window": "false"}, "`use_sliding_window` is 'false'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the model is quantized"),
+        ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
+        ({"attn_implementation": "owner/kernel"}, "asks for an attention of its own"),
+        ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
+        ({"rope_theta": float("inf")}, "`rope_theta` is inf"),
+        ({"rope_theta": -1.0}, "`rope_theta` is -1.0"),
+        ({"rope_theta": 0}, "`rope_theta` is 0"),
+        ({"rope_theta": "1e4"}, "`rope_theta` is '1e4'"),
+        ({"rope_theta": True}, "`rope_theta` is True"),
+        ({"rope_theta": None}, "`rope_theta` is None"),
+        ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', not an object"),
+        (
+            {"rope_parameters": {"rope_type": "spiral"}},
+            "`rope_type` is 'spiral', not one of default, linear,",
+        ),
+        ({"rope_parameters": {"rope_type": {}}}, "`rope_type` is {}, not a text"),
+        ({"rope_scaling": {"type": "linear"}}, "rope of type `linear` has no `factor`"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` is '2', not a number"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "`factor` is 0, not a number"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "`truncate` is 1"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 1}},
+            "`original_max_position_embeddings` is 1",
+        ),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "`short_factor` is [1.0], not one positive"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "not one positive number"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "`high_freq_factor` is 1.0, not above"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "of one kind of layer"),
+        ({"partial_rotary_factor": 0.5}, "rotated whole"),
     ],
 )
 def test_senseless_configs_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(LeanKError, match=re.escape(message)):
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
         read_model_facts({**LLAMA, **changes}, origin="config.json")
+    assert str(caught.value).startswith("`config.json`") and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, LONGROPE, {"type": "linear", "factor": 2}])
+def test_kinds_of_rope_that_transformers_computes_are_read(rope: dict[str, Any]) -> None:
+    facts = read_model_facts({**LLAMA, "rope_scaling": rope, "max_position_embeddings": 131072}, origin="x")
+    config = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": {**facts.rope_parameters}})
+    compute = ROPE_INIT_FUNCTIONS[facts.rope_parameters["rope_type"]]
+    assert compute(config)[0].shape == (4,)
+
+
+def test_kinds_of_rope_and_what_they_need_are_those_of_transformers() -> None:
+    assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default"}
+    for rope_type, needed in ROPE_TYPES.items():
+        check = getattr(transformers.LlamaConfig(), f"_validate_{rope_type}_rope_parameters")
+        given = {"rope_type": rope_type, "rope_theta": 1e4}
+        if needed:
+            with pytest.raises(KeyError) as caught:
+                check(given)
+            assert {name for name in re.findall(r"'(\w+)'", str(caught.value)) if name != rope_type} == {
+                "rope_type",
+                *needed,
+            }
+        else:
+            check(given)
+
+
+def test_activations_are_those_of_transformers_that_have_no_weights() -> None:
+    with_weights = {name for name in ACT2FN if any(True for _ in ACT2FN[name].parameters())}
+    assert with_weights == {"prelu", "xielu"}
+    assert set(ACTIVATIONS) == set(ACT2FN) - with_weights
 
 
 @pytest.mark.parametrize(
@@ -195,7 +296,31 @@ def test_without_overrides_the_config_stays() -> None:
     assert apply_config_overrides(config, {}) == config
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "model_type", "leank", "tie_word_embeddings"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": "fast"},
+        {"rope_parameters": {"rope_type": "yarn", "factor": None}},
+        {"rope_parameters": []},
+        {"max_position_embeddings": "long"},
+        {"dtype": "bfloat99"},
+        {"layer_types": "full_attention"},
+        {"note": float("nan")},
+        {"note": {1, 2}},
+        {"num_labels": 10**12},
+    ],
+    ids=str,
+)
+def test_overrides_that_make_no_sense_are_refused(overrides: dict[str, Any]) -> None:
+    with pytest.raises(LeanKError, match="config_overrides") as caught:
+        apply_config_overrides(LLAMA, overrides)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["num_hidden_layers", "model_type", "leank", "tie_word_embeddings", "quantization_config", "hidden_act"],
+)
 def test_what_the_weights_fix_cannot_be_overridden(key: str) -> None:
     with pytest.raises(LeanKError, match=f"`config_overrides.{key}`"):
         apply_config_overrides(LLAMA, {key: 3})

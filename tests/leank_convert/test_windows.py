@@ -18,5 +18,5 @@ def test_sizes_up_to_any_context_are_taken() -> None:
     assert Windows(2**24, 2**24, 2**24).flush_size == 2**24
     with pytest.raises(LeanKError, match="`flush_size` is 0"):
         Windows(flush_size=0)
-    with pytest.raises(LeanKError, match=r"`prune` is \[\]; it is `eager` or `deferred`"):
+    with pytest.raises(LeanKError, match=r"`prune` is \[\], not one of `eager`"):
         Windows(prune=[])  # type: ignore[arg-type]

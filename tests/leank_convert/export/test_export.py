@@ -269,9 +269,9 @@ def test_defaults_are_the_papers_windows(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sink_size": -1}, "`sink_size` is `-1`"),
-        ({"flush_size": 0}, "`flush_size` is `0`"),
-        ({"prune": "lazy"}, "`prune` is `lazy`"),
+        ({"sink_size": -1}, "`sink_size` is -1"),
+        ({"flush_size": 0}, "`flush_size` is 0"),
+        ({"prune": "lazy"}, "`prune` is 'lazy'"),
         ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
     ],
 )

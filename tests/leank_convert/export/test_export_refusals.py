@@ -37,6 +37,13 @@ ATTENTION = "model.layers.1.self_attn."
         ("llama", ATTENTION + "k_proj.bias", [48]),
         ("llama", ATTENTION + "o_proj.weight", [32, 96]),
         ("qwen3", ATTENTION + "q_norm.weight", [6]),
+        ("llama", "model.layers.2.mlp.gate_proj.weight", [48, 32]),
+        ("llama", "model.layers.2.mlp.down_proj.weight", [32, 48]),
+        ("llama", "model.layers.0.mlp.up_proj.bias", [48]),
+        ("llama", "model.layers.0.input_layernorm.weight", [32]),
+        ("qwen2", "model.embed_tokens.weight", [64, 32]),
+        ("qwen2", "lm_head.weight", [64, 32]),
+        ("mistral", "model.norm.weight", [32]),
     ],
 )
 def test_tensors_of_another_shape_are_named(
@@ -62,6 +69,7 @@ def test_tensors_of_another_shape_are_named(
         ("llama", "lm_head.weight"),
         ("mistral", "model.embed_tokens.weight"),
         ("qwen3", ATTENTION + "k_norm.weight"),
+        ("llama", "model.layers.2.mlp.up_proj.bias"),
     ],
 )
 def test_missing_tensors_are_named(
@@ -94,8 +102,35 @@ def test_quantized_models_are_refused(
     mask = fitting_mask(source)
     rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
     refused(source, mask, tmp_path / "out", "has dtype I8; quantized weights cannot be converted")
+    rewrite(source, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.to(torch.uint8))
+    refused(source, mask, tmp_path / "out", "has dtype U8; quantized weights cannot be converted")
     edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
     refused(source, mask, tmp_path / "out", "is quantized (`quantization_config`")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_cache": "yes"}, "Field 'use_cache' expected bool, got str"),
+        ({"pad_token_id": 10**6}, "Padding_idx must be within num_embeddings"),
+        ({"id2label": []}, "'list' object has no attribute 'items'"),
+    ],
+)
+def test_a_config_that_transformers_would_not_take_is_refused(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    edit_json(source / "config.json", **changes)
+    assert reason in str(refused(source, mask, tmp_path / "out", "config.json` is refused by transformers: "))
+    with pytest.raises(LeanKError, match="is refused by transformers"):
+        check_exportable(source, tmp_path / "out")
 
 
 def test_sources_that_cannot_be_converted_are_refused(
@@ -111,7 +146,7 @@ def test_sources_that_cannot_be_converted_are_refused(
     wrong = ChannelMask(ragged_mask(head_dim=16))
     refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
     edit_json(source / "config.json", model_type="gpt_oss")
-    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is `gpt_oss`")
+    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is 'gpt_oss'")
     edit_json(source / "config.json", model_type="mistral", sliding_window=64)
     refused(source, mask, tmp_path / "out", "sliding window")
     for name in ("pytorch_model.bin",):

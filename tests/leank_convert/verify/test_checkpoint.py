@@ -177,7 +177,7 @@ def rotate(rows: list[list[int]]) -> list[list[int]]:
         ("head_permutation", lambda rows: [[0, 0, 1, 2], *rows[1:]], "[0, 0, 1, 2], no permutation"),
         ("pruning_ratio", lambda _: 0.25, "`leank.pruning_ratio` is 0.25"),
         ("format_version", lambda _: 2, "`leank.format_version` is 2"),
-        ("sink_size", lambda _: -1, "`sink_size` is `-1`"),
+        ("sink_size", lambda _: -1, "`sink_size` is -1"),
         ("extra", lambda _: 1, "missing or unknown keys: extra"),
         ("files", lambda _: None, "does not name `channel_mask.safetensors`"),
     ],

@@ -1,0 +1,80 @@
+"""Overrides of a config.json, as a recipe gives them: only what the weights leave open may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from leank_convert.architectures import OTHER_MODELS, read_model_facts
+from leank_convert.errors import LeanKError, cut
+from leank_convert.rope import ROPE_KEYS, read_rope_parameters
+
+_FIXED_KEYS = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "auto_map",
+        "leank",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "rms_norm_eps",
+        *OTHER_MODELS,
+    }
+)
+
+
+def apply_config_overrides(
+    config: Mapping[str, object], overrides: Mapping[str, object]
+) -> dict[str, object]:
+    """Apply a recipe's `model.config_overrides` to a config.json.
+
+    A key replaces the config's. Rope parameters may leave out `rope_theta`, which then stays the model's;
+    every other parameter of the model's own rope is dropped, and the result stands in `rope_parameters`,
+    whichever of the two forms the config or the overrides were in.
+
+    Args:
+        config: The parsed config.json.
+        overrides: Keys of a config.json and their new values.
+
+    Returns:
+        A new config.
+
+    Raises:
+        LeanKError: If the overrides change the model's identity or shape.
+    """
+    fixed = sorted(_FIXED_KEYS & overrides.keys())
+    if fixed:
+        raise LeanKError(
+            f"`config_overrides.{fixed[0]}`: the weights fix this key; it cannot be overridden",
+            hint="what the weights leave open can be, such as `rope_parameters` or `max_position_embeddings`",
+        )
+    try:
+        json.dumps(overrides, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeanKError(f"`config_overrides` cannot be written as JSON: {cut(str(error))}") from error
+    result = {**config, **overrides}
+    given = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
+    if given:
+        before = read_rope_parameters(config, origin="config.json")
+        # The model's own trained length, where the overrides name a longer one.
+        base: dict[str, object] = {
+            "rope_theta": before["rope_theta"],
+            "max_position_embeddings": config.get("max_position_embeddings"),
+        }
+        if given.keys() == {"rope_theta"}:
+            base["rope_parameters"] = {key: value for key, value in before.items() if key != "rope_theta"}
+        result.pop("rope_scaling", None)
+        result.pop("rope_theta", None)
+        result["rope_parameters"] = read_rope_parameters({**base, **given}, origin="config_overrides")
+    if overrides:
+        read_model_facts(result, origin="config.json with config_overrides")
+    return result

@@ -1,0 +1,73 @@
+"""Fields: the values of one JSON object, each read with the type and the bounds that its key asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from leank_convert.errors import LeanKError, cut
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The values of one JSON object.
+
+    Attributes:
+        values: By key.
+        origin: Where they stand, for messages.
+    """
+
+    values: Mapping[str, object]
+    origin: str
+
+    def whole_number(self, key: str, least: int, most: int) -> int:
+        """An integer within bounds, both included.
+
+        Raises:
+            LeanKError: If it is missing or something else.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.refused(key, f"not a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, least: float, most: float) -> float:
+        """A finite number within bounds, both included.
+
+        Raises:
+            LeanKError: If it is missing or something else.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self.refused(key, f"not a number from {least:g} to {most:g}")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false.
+
+        Raises:
+            LeanKError: If it is something else.
+        """
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refused(key, "neither true nor false")
+        return value
+
+    def text(self, key: str, choices: Collection[str] | None = None) -> str:
+        """A text, one of `choices` where they are given.
+
+        Raises:
+            LeanKError: If it is missing or something else.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise self.refused(key, "not a text")
+        if choices is not None and value not in choices:
+            raise self.refused(key, f"not one of {', '.join(choices)}")
+        return value
+
+    def refused(self, key: str, reason: str) -> LeanKError:
+        """The error that says why a value is refused."""
+        if key not in self.values:
+            return LeanKError(f"`{self.origin}` has no `{key}`")
+        return LeanKError(f"`{self.origin}`: `{key}` is {cut(self.values[key])}, {reason}")
