@@ -188,16 +188,12 @@ ACTIVATIONS = (
     "swish",
     "tanh",
 )
-# Keys that make another model of the weights, or run other code with them.
+# Keys that make another model of the weights.
 OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "quantization_config": ("is quantized", "convert the model it was quantized from"),
         "compression_config": ("is quantized", "convert the model it was quantized from"),
-        "transformers_weights": ("names a file of weights", "remove the key"),
-        "fusion_config": ("asks for fused layers", "remove the key"),
         "per_layer_config": ("has layers of several shapes", "layers have to be alike"),
-        "attn_implementation": ("asks for an attention of its own", "remove the key"),
-        "_attn_implementation": ("asks for an attention of its own", "remove the key"),
     }
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -61,7 +61,7 @@ NEVER_DOWNLOADED_PATTERNS = ("*.py",)
 # config, kernels from the hub, the code of another folder, code for `pipeline`, other weights.
 OTHER_CONFIGS_KEY = "configuration_files"
 KERNEL_KEYS = {f"{prefix}{part}_implementation" for prefix in ("", "_") for part in ("attn", "experts")}
-_LOADING_KEYS = {
+LOADING_KEYS = {
     OTHER_CONFIGS_KEY,
     *KERNEL_KEYS,
     "_name_or_path",
@@ -141,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         hint = _other_layout_hint(folder) or "name the folder of a model in Hugging Face's layout"
         raise LeanKError(f"`{folder}` has no `{CONFIG_NAME}`", hint=hint)
-    return {key: value for key, value in read_json(path).items() if key not in _LOADING_KEYS}
+    return {key: value for key, value in read_json(path).items() if key not in LOADING_KEYS}
 
 
 def read_leank_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from leank_convert.architectures import OTHER_MODELS, read_model_facts
+from leank_convert.checkpoint_io import LOADING_KEYS
 from leank_convert.errors import LeanKError, cut
 from leank_convert.rope import ROPE_KEYS, read_rope_parameters
 
@@ -28,6 +29,7 @@ _FIXED_KEYS = frozenset(
         "hidden_act",
         "rms_norm_eps",
         *OTHER_MODELS,
+        *LOADING_KEYS,
     }
 )
 

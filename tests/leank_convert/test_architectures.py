@@ -151,7 +151,6 @@ def test_a_converted_checkpoint_is_no_source() -> None:
         ({"use_sliding_window": "false"}, "`use_sliding_window` is 'false'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "the model is quantized"),
         ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
-        ({"attn_implementation": "owner/kernel"}, "asks for an attention of its own"),
         ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
         ({"rope_theta": float("inf")}, "`rope_theta` is inf"),
         ({"rope_theta": -1.0}, "`rope_theta` is -1.0"),
@@ -319,7 +318,15 @@ def test_overrides_that_make_no_sense_are_refused(overrides: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "key",
-    ["num_hidden_layers", "model_type", "leank", "tie_word_embeddings", "quantization_config", "hidden_act"],
+    [
+        "num_hidden_layers",
+        "model_type",
+        "leank",
+        "tie_word_embeddings",
+        "quantization_config",
+        "attn_implementation",
+        "hidden_act",
+    ],
 )
 def test_what_the_weights_fix_cannot_be_overridden(key: str) -> None:
     with pytest.raises(LeanKError, match=f"`config_overrides.{key}`"):
