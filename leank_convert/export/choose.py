@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import TRAINING_FOLDER, read_config
+from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.hub import resolve_model
@@ -67,8 +67,10 @@ def choose(
     if isinstance(mask, ChannelMask):
         taken, origin = mask, str(mask_origin)
     elif all_channels:
-        config = apply_config_overrides(read_config(resolve_model(model)), config_overrides)
-        taken, origin = all_channels_mask(read_model_facts(config, origin=str(model))), "--all-channels"
+        folder = resolve_model(model)
+        config = apply_config_overrides(read_config(folder), config_overrides)
+        facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+        taken, origin = all_channels_mask(facts), "--all-channels"
     else:
         origin = _find_mask(model, mask, out, chosen)
         taken = load_mask(resolve_mask(origin))

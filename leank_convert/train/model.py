@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import Checkpoint, open_checkpoint
+from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint, open_checkpoint
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.files import digest_files
@@ -81,7 +81,7 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
     name = str(model)
     checkpoint = open_checkpoint(resolve_model(model))
     config = apply_config_overrides(checkpoint.config, recipe.model.config_overrides)
-    facts = read_model_facts(config, origin=name)
+    facts = read_model_facts(config, origin=str(checkpoint.folder / CONFIG_NAME))
     _check_positions(config, facts, recipe, name)
     return ModelFiles(name, checkpoint, facts, config)
 
