@@ -31,10 +31,10 @@ def main() -> None:
         mask = train_mask(args.model, args.out, recipe=args.recipe)
         export_checkpoint(args.model, mask, args.out)
 
-    tokenizer = AutoTokenizer.from_pretrained(args.out, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(
         args.out, dtype="auto", device_map="auto", trust_remote_code=True
     )
+    tokenizer = AutoTokenizer.from_pretrained(args.out, config=model.config)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     cache = model.build_cache()  # kept over all turns
     messages: list[dict[str, str]] = []

@@ -55,7 +55,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
         )
     if "auto_map" in _read(folder / TOKENIZER_CONFIG_NAME):
         raise LeanKError(
-            f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer is",
+            f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer needs any",
             hint=_HINT,
         )
     if os.path.lexists(folder / ADAPTER_NAME):
@@ -67,7 +67,8 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
     for path in _python_files(folder):
         if path.parent != folder or not _is_known(path, known.get(path.name, set())):
             raise LeanKError(
-                f"`{path}` is no runtime file of this release of leank-convert, nor of an earlier one",
+                f"{cut(str(path.relative_to(folder)))} in `{folder}` is no runtime file of this release of "
+                "leank-convert, nor of an earlier one",
                 hint=_HINT,
             )
 
@@ -121,8 +122,9 @@ def _python_files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=fail):
         for name in folders:
             if Path(parent, name).is_symlink():
+                inner = cut(str(Path(parent, name).relative_to(folder)))
                 raise LeanKError(
-                    f"`{Path(parent, name)}` is a link to a folder, which is not looked into", hint=_HINT
+                    f"{inner} in `{folder}` is a link to a folder, which is not looked into", hint=_HINT
                 )
         yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".py"))
 

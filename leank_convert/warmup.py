@@ -94,8 +94,6 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
-        # From where the model's class is taken: config.json may name another place.
-        config.name_or_path = str(checkpoint)
         widths = torch.tensor(config.leank["widths"])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # type: ignore[no-untyped-call]

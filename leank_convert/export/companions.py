@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, read_config
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import encode_json
 from leank_convert.files import write_atomically
 from leank_convert.tokenizer import load_tokenizer
@@ -18,6 +18,8 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "tekken")
 # What transformers loads where a folder names no tokenizer class, and a name it had before.
 _GENERIC_CLASS = "TokenizersBackend"
 _GENERIC_CLASS_BEFORE = "PreTrainedTokenizerFast"
+
+_NAMED = 8  # files in a warning
 
 _logger = logging.getLogger("leank_convert")
 
@@ -67,17 +69,18 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
     found = {name: path.read_bytes() for name, path in paths.items()}
     settings = _read_settings(found)
     refers_to_code = "auto_map" in settings
-    left_out = [f"`{name}`" for name in others]
+    left_out = [cut(name) for name in others]
     if refers_to_code:
         del settings["auto_map"]
         found[TOKENIZER_CONFIG_NAME] = encode_json(settings)
-        left_out.append(f"`auto_map` of `{TOKENIZER_CONFIG_NAME}`")
+        left_out.insert(0, f"`auto_map` of `{TOKENIZER_CONFIG_NAME}`")
     if left_out:
         _logger.warning(
             "`%s`: not carried over, being code or no known kind of data: %s; a tokenizer that needs it may "
             "not load, or give other tokens: bring your own",
             folder,
-            ", ".join(left_out),
+            ", ".join(left_out[:_NAMED])
+            + (f" and {len(left_out) - _NAMED} more" if left_out[_NAMED:] else ""),
         )
     return found, refers_to_code
 

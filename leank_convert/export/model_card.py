@@ -43,8 +43,8 @@ It needs `transformers` and `torch`; the files beside the weights do the rest.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 path = "path/to/this/checkpoint"
-tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(path, config=model.config)
 inputs = tokenizer("The capital of France is", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 ```

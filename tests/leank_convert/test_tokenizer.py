@@ -114,5 +114,5 @@ def test_no_code_is_carried_into_a_checkpoint(
     assert written["auto_map"]["AutoConfig"] == "configuration_leank.LeanKLlamaConfig"
     assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
     (told,) = (record.getMessage() for record in caplog.records)
-    assert all(f"`{name}`" in told for name in code) and "`auto_map` of `tokenizer_config.json`" in told
+    assert all(repr(name) in told for name in code) and "`auto_map` of `tokenizer_config.json`" in told
     assert not marker.exists()

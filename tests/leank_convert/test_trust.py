@@ -67,15 +67,21 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
 @pytest.mark.parametrize(
     ("plant", "named"),
     [
-        (change_a_byte, "cache_leank.py` is no runtime file"),
-        (write("evaluate_me.py"), "evaluate_me.py` is no runtime file"),
-        (write("configuration_llama.PY"), "configuration_llama.PY` is no runtime file"),
+        (change_a_byte, "cache_leank.py' in `FOLDER` is no runtime file"),
+        (write("evaluate_me.py"), "evaluate_me.py' in `FOLDER` is no runtime file"),
+        (write("configuration_llama.PY"), "configuration_llama.PY' in `FOLDER` is no runtime file"),
         # transformers runs it in place of `generate`, without a word in any config.
-        (write("custom_generate/generate.py"), "custom_generate/generate.py` is no runtime file"),
-        (lambda folder: shutil.copy(folder / "cache_leank.py", folder / "leank_x.py"), "leank_x.py` is no"),
-        (link_a_file, "cache_leank.py` is no runtime file"),
-        (link_a_folder, "custom_generate` is a link to a folder"),
-        (put_a_pipe, "cache_leank.py` is no runtime file"),
+        (
+            write("custom_generate/generate.py"),
+            "'custom_generate/generate.py' in `FOLDER` is no runtime file",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "cache_leank.py", folder / "leank_x.py"),
+            "leank_x.py' in `FOLDER` is no",
+        ),
+        (link_a_file, "cache_leank.py' in `FOLDER` is no runtime file"),
+        (link_a_folder, "'custom_generate' in `FOLDER` is a link to a folder"),
+        (put_a_pipe, "cache_leank.py' in `FOLDER` is no runtime file"),
         (write("adapter_config.json", "{}"), "adapter_config.json`: transformers would load an adapter"),
         (set_config(auto_map=OTHER_REPOSITORY), "config.json`: `auto_map` is {'AutoConfig': 'me/other--"),
         (set_config(auto_map=None), "config.json`: `auto_map` is None"),
@@ -93,7 +99,7 @@ def test_what_no_release_wrote_is_refused_by_name(
 ) -> None:
     check_code(folder)
     plant(folder)
-    with pytest.raises(LeanKError, match=re.escape(named)):
+    with pytest.raises(LeanKError, match=re.escape(named.replace("FOLDER", str(folder)))):
         check_code(folder)
     check_code(folder, trust=True)
 
@@ -119,7 +125,7 @@ def test_an_earlier_releases_files_are_known_by_name_and_content(
     monkeypatch.setattr(trust, "read_known_digests", lambda: known)
     check_code(folder)
     (folder / "layer_leank.py").write_bytes(earlier)
-    with pytest.raises(LeanKError, match=r"layer_leank\.py` is no runtime file"):
+    with pytest.raises(LeanKError, match=r"'layer_leank.py' in .* is no runtime file"):
         check_code(folder)
 
 

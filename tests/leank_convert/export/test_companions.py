@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
@@ -55,8 +55,10 @@ def test_the_tokens_are_the_sources(
     write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     expected = AutoTokenizer.from_pretrained(source)
-    for trust in (True, False):
-        found = AutoTokenizer.from_pretrained(out, trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(out, trust_remote_code=True)
+    # As the model card says, and in other ways.
+    for given in ({"config": config}, {"trust_remote_code": True}, {"trust_remote_code": False}):
+        found = AutoTokenizer.from_pretrained(out, **given)
         assert type(found) is type(expected)
         assert found(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
 

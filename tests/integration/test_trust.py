@@ -1,0 +1,144 @@
+"""Code that is planted in a checkpoint runs by no command, and only by `--trust`."""
+
+import json
+import py_compile
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from leank_convert import warmup
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.evaluated import load_evaluated
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx.export import _copy_companions
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(retriever_folder, tmp_path_factory):
+    mask = ChannelMask(torch.rand(2, 2, 16, generator=torch.Generator().manual_seed(2)) < 0.5)
+    return export_checkpoint(
+        retriever_folder, mask, tmp_path_factory.mktemp("trust") / "out", sink_size=8, recent_size=32
+    )
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """A file that planted code leaves; and nobody answers questions."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def plant(checkpoint, tmp_path, marker):
+    """Copies the checkpoint with code in the places named: `plant("runtime", "custom_generate")`."""
+
+    def make(*places):
+        folder = shutil.copytree(checkpoint, tmp_path / "planted")
+        text = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+        if "runtime" in places:
+            for path in folder.glob("*_leank.py"):
+                path.write_text(path.read_text() + text)
+        if "custom_generate" in places:
+            (folder / "custom_generate").mkdir()
+            (folder / "custom_generate" / "generate.py").write_text(text + "def generate(model): ...\n")
+        if "tokenizer" in places:
+            (folder / "tokenizer_own.py").write_text(text)
+            path = folder / "tokenizer_config.json"
+            settings = {
+                **json.loads(path.read_text()),
+                "auto_map": {"AutoTokenizer": [None, "tokenizer_own.T"]},
+            }
+            path.write_text(json.dumps(settings))
+        if "compiled" in places:
+            for path in folder.glob("*_leank.py"):
+                (tmp_path / "x.py").write_text(path.read_text() + text)
+                py_compile.compile(
+                    str(tmp_path / "x.py"), cfile=f"{folder}/__pycache__/{path.stem}.cpython-311.pyc"
+                )
+                shutil.copy(f"{folder}/__pycache__/{path.stem}.cpython-311.pyc", folder / f"{path.stem}.pyc")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("place", ["runtime", "custom_generate", "tokenizer"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate PLANTED -n 2 --recipe quickstart",
+        "evaluate CHECKPOINT -n 2 --recipe quickstart --against PLANTED",
+        "evaluate PLANTED --text PLANTED/README.md --prefix-tokens 9",
+        "warmup PLANTED",
+    ],
+)
+def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker, checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: command.startswith("warmup"))
+    monkeypatch.setattr(warmup, "choose_device", torch.device)
+    paths = {"PLANTED": str(plant(place)), "CHECKPOINT": str(checkpoint)}
+    for name, path in paths.items():
+        command = command.replace(name, path)
+    result = CliRunner().invoke(main, command.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    error, hint = result.stderr.strip().splitlines()[-2:]
+    assert error.startswith("error: ") and paths["PLANTED"] in error
+    assert hint.startswith("hint: ") and "--trust" in hint
+    assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("command", "exit_code"),
+    [
+        ("inspect PLANTED", 0),
+        ("verify PLANTED --source SOURCE", 1),
+        ("export PLANTED -o OUT --all-channels", 2),
+        ("export PLANTED -o OUT --format onnx", 2),
+        ("train PLANTED -o OUT --recipe quickstart", 2),
+        ("analyze PLANTED --model PLANTED --recipe quickstart", 2),
+        ("benchmark generate --mask PLANTED --device cpu", 2),
+    ],
+)
+def test_other_commands_run_nothing_of_it(
+    command, exit_code, plant, marker, tmp_path, retriever_folder, monkeypatch
+):
+    def stop(*_, **__):
+        raise LeanKError("the checkpoint was loaded: tracing it takes a minute and shows no more")
+
+    monkeypatch.setattr("leank_convert.onnx.export.write_graph", stop)
+    folder = plant("runtime", "custom_generate", "tokenizer")
+    command = command.replace("PLANTED", str(folder)).replace("OUT", str(tmp_path / "out"))
+    command = command.replace("SOURCE", str(retriever_folder))
+    result = CliRunner().invoke(main, command.split())
+    assert (result.exit_code, marker.exists()) == (exit_code, False), result.stderr
+    assert ("was loaded" in result.stderr) == ("onnx" in command)
+
+
+def test_an_onnx_folder_gets_no_code_but_its_host(plant, tmp_path):
+    (tmp_path / "out").mkdir()
+    _copy_companions(plant("tokenizer"), tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "tokenizer.json" in names and not any(name.endswith(".py") for name in names)
+    assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+
+
+def test_trusted_code_runs_and_none_of_it_once_the_files_are_a_releases(plant, marker, checkpoint):
+    folder = plant("runtime", "custom_generate")
+    load_evaluated(folder, CPU, trust=True)
+    assert marker.exists()
+    marker.unlink()
+    shutil.rmtree(folder)
+    # transformers keeps copies by the folder's name.
+    shutil.copytree(checkpoint, folder)
+    load_evaluated(folder, CPU)
+    assert not marker.exists()
+
+
+def test_compiled_files_beside_the_runtime_never_run(plant, marker):
+    load_evaluated(plant("compiled"), CPU)
+    assert not marker.exists()
