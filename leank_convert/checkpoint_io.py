@@ -24,6 +24,8 @@ INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_NAME = "adapter_config.json"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
+# SHA-256 of a checkpoint's files.
+DIGESTS_NAME = "leank_digests.json"
 # A training run, in the folder that becomes or became its checkpoint.
 TRAINING_FOLDER = "leank"
 

@@ -90,6 +90,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
             "path": str(path),
             "model": mask.provenance.model if mask.provenance else None,
             "model_type": config["model_type"],
+            "format_version": leank["format_version"],
             **_describe_widths(leank["widths"], facts.head_dim, facts.dtype),
             "pruning_ratio_asked": leank["pruning_ratio_asked"],
             "pruning_ratio": leank["pruning_ratio"],
@@ -193,6 +194,8 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
         if provenance["seed"] is not None:
             rows.append(("seed", str(provenance["seed"])))
         rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
+    if facts["kind"] == "checkpoint":
+        rows.insert(2, ("format", str(facts["format_version"])))
     if facts["kind"] == "onnx":
         graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
         if quantization := facts["quantization"]:

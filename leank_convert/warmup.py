@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.trust import check_code
@@ -84,7 +83,7 @@ def render_warm_up(facts: dict[str, Any]) -> str:
 
 
 def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
-    """A checkpoint's model on the meta device, with masks of the right widths, be it of other channels.
+    """A checkpoint's model on the meta device, with masks of the right widths.
 
     Raises:
         LeanKError: If it holds other code than a release's, or transformers cannot load it.
@@ -94,23 +93,19 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
-        widths = torch.tensor(config.leank["widths"])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # type: ignore[no-untyped-call]
-        head_dim = model.base_model.layers[0].self_attn.channel_mask.shape[-1]
-        put_channel_masks(model, torch.arange(head_dim) < widths[..., None])
+        if config.leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
+            # Its masks are weights. Kernels are compiled for the widths alone, whichever channels those are.
+            for layer, widths in zip(model.base_model.layers, config.leank["widths"], strict=True):
+                channels = torch.arange(layer.self_attn.channel_mask.shape[-1])
+                layer.self_attn.channel_mask = channels < torch.tensor(widths)[:, None]
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise LeanKError(
             f"`{checkpoint}` is no checkpoint that this machine can load: {error}",
             hint=f"`leank-convert verify {checkpoint}` lists what is wrong",
         ) from error
     return model
-
-
-def put_channel_masks(model: Any, channel_masks: Iterable[Tensor]) -> None:
-    """Give every layer of a LeanK model its mask `[H_kv, D]`, in the checkpoint's head order."""
-    for layer, mask in zip(model.base_model.layers, channel_masks, strict=True):
-        layer.self_attn.channel_mask = mask
 
 
 def find_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> list[Any] | None:

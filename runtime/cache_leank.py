@@ -25,7 +25,6 @@ class LeanKCache(Cache):
 
     Args:
         config: The model's config, with its `leank` block.
-        channel_masks: Kept channels of every layer, each `[H_kv, D]`, bool, in the checkpoint's head order.
         prune: `eager` prunes after every forward pass of several tokens, one layer at a time, so the full
             cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
             decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
@@ -41,7 +40,6 @@ class LeanKCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        channel_masks: Sequence[torch.Tensor],
         prune: str | None = None,
         use_graphs: bool = True,
     ) -> None:
@@ -53,7 +51,9 @@ class LeanKCache(Cache):
         super().__init__(
             layers=[
                 LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows)
-                for layer_idx, (mask, widths) in enumerate(zip(channel_masks, settings.widths, strict=True))
+                for layer_idx, (mask, widths) in enumerate(
+                    zip(settings.channel_masks, settings.widths, strict=True)
+                )
             ]
         )
 
@@ -97,12 +97,9 @@ class LeanKCache(Cache):
         self.rows.prefill_length = value
 
     def is_made_of(self, channel_masks: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the masks it was built with. Waits for the device if they are copies."""
+        """Return whether these, each `[H_kv, D]`, are the model's masks that it was built with."""
         own = [layer.model_mask[0] for layer in self.layers]
-        return len(own) == len(channel_masks) and all(
-            mask.data_ptr() == other.data_ptr() or torch.equal(mask, other.to(mask.device))
-            for mask, other in zip(own, channel_masks, strict=True)
-        )
+        return len(own) == len(channel_masks) and all(map(torch.equal, own, channel_masks))
 
     def reserve(self, num_columns: int) -> None:
         """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import hexdigits
 from typing import Any
 
+import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
@@ -17,19 +19,19 @@ from transformers import (
     Qwen3Config,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PRUNE_MODES = ("eager", "deferred")
 MAX_WINDOW_SIZE = 1 << 24
 """Most tokens that sink_size, recent_size and flush_size may be: the kernels count in 32 bits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LeanKSettings:
     """The part of the `leank` block that the runtime reads.
 
     Attributes:
         widths: Kept channels per layer and KV head `[L][H_kv]`, in the checkpoint's head order.
-        head_dim: Channels of a cached key before pruning.
+        channel_masks: Which ones `[L, H_kv, D]`, bool, on the CPU, in the same order.
         sink_size: Tokens at the start of a row that keep every channel.
         recent_size: Latest tokens that keep every channel.
         flush_size: Tokens that leave the full-width part at a time while decoding.
@@ -37,7 +39,7 @@ class LeanKSettings:
     """
 
     widths: tuple[tuple[int, ...], ...]
-    head_dim: int
+    channel_masks: torch.Tensor
     sink_size: int
     recent_size: int
     flush_size: int
@@ -46,7 +48,12 @@ class LeanKSettings:
     @property
     def num_key_value_heads(self) -> int:
         """KV heads of every layer."""
-        return len(self.widths[0])
+        return self.channel_masks.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a cached key before pruning."""
+        return self.channel_masks.shape[2]
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
@@ -76,9 +83,18 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     if version != FORMAT_VERSION:
         raise ValueError(
             f"config.json: `leank.format_version` is {version!r}, these runtime files read {FORMAT_VERSION}; "
-            "load the checkpoint with the *_leank.py files that it was exported with"
+            "load the checkpoint with the *_leank.py files that it was exported with, or write it anew by "
+            "`leank-convert export --from-checkpoint OLD -o NEW`"
         )
-    required = ("widths", "head_permutation", "sink_size", "recent_size", "flush_size", "prune")
+    required = (
+        "widths",
+        "channel_masks",
+        "head_permutation",
+        "sink_size",
+        "recent_size",
+        "flush_size",
+        "prune",
+    )
     missing = [f"`{key}`" for key in required if key not in block]
     if missing:
         raise ValueError(
@@ -95,6 +111,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
                 raise ValueError(
                     f"config.json: `leank.widths[{layer}][{head}]` is {width}, not in 0…{head_dim} (head_dim)"
                 )
+    channel_masks = _read_channel_masks(block["channel_masks"], widths, head_dim)
     for layer, row in enumerate(
         _int_table(block["head_permutation"], "head_permutation", num_layers, num_heads)
     ):
@@ -108,7 +125,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     _refuse_sliding_windows(config)
     return LeanKSettings(
         widths=widths,
-        head_dim=head_dim,
+        channel_masks=channel_masks,
         sink_size=block["sink_size"],
         recent_size=block["recent_size"],
         flush_size=block["flush_size"],
@@ -149,6 +166,38 @@ def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tupl
                 f"{num_heads} KV heads"
             )
     return tuple(tuple(row) for row in value)
+
+
+def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim: int) -> torch.Tensor:
+    """Read hex digits, a string per layer: each head's channels, the first in the highest bit of a byte."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(widths):
+        raise ValueError(
+            f"config.json: `leank.channel_masks` is not a list of {len(widths)} strings, one for each layer"
+        )
+    num_heads, num_bytes = len(widths[0]), -(-head_dim // 8)
+    digits = 2 * num_heads * num_bytes
+    for layer, text in enumerate(value):
+        if not isinstance(text, str) or len(text) != digits or not set(text) <= set(hexdigits):
+            raise ValueError(
+                f"config.json: `leank.channel_masks[{layer}]` is not {digits} hex digits, the masks of "
+                f"{num_heads} heads of {head_dim} channels"
+            )
+    # On the CPU whatever device is the default: transformers builds models on `meta`.
+    packed = torch.frombuffer(bytearray.fromhex("".join(value)), dtype=torch.uint8)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device="cpu")
+    bits = (packed[:, None] >> shifts & 1).bool().view(len(widths), num_heads, 8 * num_bytes)
+    masks = bits[..., :head_dim].contiguous()
+    for layer, row in enumerate(masks.sum(-1).tolist()):
+        if row != list(widths[layer]):
+            raise ValueError(
+                f"config.json: `leank.channel_masks[{layer}]` keeps {row} channels per head, `leank.widths` "
+                f"says {list(widths[layer])}; `leank-convert verify` lists what is wrong with a checkpoint"
+            )
+        if bool(bits[layer, :, head_dim:].any()):
+            raise ValueError(
+                f"config.json: `leank.channel_masks[{layer}]` keeps channels beyond the {head_dim} of a head"
+            )
+    return masks
 
 
 def _refuse_sliding_windows(config: PreTrainedConfig) -> None:

@@ -34,7 +34,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     Attributes:
         rows: Lengths of the rows, shared by all layers.
         num_columns: Columns seen, padding included.
-        model_mask: Channels that the model keeps `[1, H_kv, D]`, bool.
+        model_mask: Channels that the model keeps `[1, H_kv, D]`, bool, on the CPU.
         channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
         layout: How they are cut into chunks.
         pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
@@ -132,13 +132,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise ValueError(
                 f"layer {self.layer_idx}: {self.channel_mask.shape[0]} channel masks for {batch_size} rows"
             )
-        counted = tuple(self.channel_mask[0].sum(-1).tolist())
-        if counted != self.layout.widths:
-            raise ValueError(
-                f"layer {self.layer_idx}: `self_attn.channel_mask` keeps {list(counted)} channels per head, "
-                f"config.json's `leank.widths` says {list(self.layout.widths)}: the tensor is missing from "
-                "the checkpoint or belongs to another one; check it with `leank-convert verify`"
-            )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -172,7 +165,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Turn the pending prompt into sink, pruned and recent."""
         assert self.pending is not None and step.split is not None
         (keys, values), self.pending = self.pending, None
-        index = self.layout.chunk_index(order_channels(self.channel_mask.to(keys.device)))
+        # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
+        index = self.layout.chunk_index(order_channels(self.channel_mask))
+        index = index.to(keys.device, non_blocking=keys.is_cuda)
         capacity = capacity_for(step.split.num_tokens, step.split.num_reserved)
         self.store = ChunkStore(self.layout, index, self.rows.num_slots, keys.shape[0], capacity, keys)
         self.store.write_prompt(keys, values, step.split)
@@ -322,7 +317,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             first.layer_idx, first.model_mask[0], first._model_layout.widths, first.layout.chunk_size, rows
         )
         sizes = [layer.batch_size or 0 for layer in layers]
-        masks = [layer.channel_mask for layer in layers]
+        masks = [layer.channel_mask.cpu() for layer in layers]
         per_row = any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks)
         joined.channel_mask = _cat_rows(masks, sizes) if per_row else masks[0]
         joined.layout, joined.num_columns = first.layout, rows.num_columns

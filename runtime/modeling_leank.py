@@ -1,7 +1,7 @@
 """Models of converted checkpoints: each family's stock classes of transformers, decoding from a LeanK cache.
 
-What is added is the same for every family: a `channel_mask` buffer in every attention module, the registered
-attention function, and a LeanK cache wherever the stock class would have built a dense one.
+What is added is the same for every family: the registered attention function, and a LeanK cache wherever the
+stock class would have built a dense one. Which channels it keeps is said by the config.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import copy
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from transformers import (
     Cache,
     DynamicCache,
@@ -61,30 +61,14 @@ class LeanKMixin:
     config: Any
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        """Build the stock model and give every attention module its `channel_mask` `[H_kv, D]`.
+        """Build the stock model.
 
         Raises:
             ValueError: If the config has no valid `leank` block.
         """
-        settings = read_settings(config)
+        read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        for attention in self._attention_modules():
-            # All true until a checkpoint is loaded; a mask that does not fit the config's widths is refused.
-            mask = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.bool)
-            attention.register_buffer("channel_mask", mask)
         self.graph_memory = GraphMemory()
-
-    def _attention_modules(self) -> list[nn.Module]:
-        base_model = self.base_model  # type: ignore[attr-defined]
-        return [layer.self_attn for layer in base_model.layers]
-
-    def initialize_weights(self) -> None:
-        """Fill in what a checkpoint lacks; an absent channel mask must not stay uninitialised memory."""
-        for attention in self._attention_modules():
-            mask = attention._buffers.get("channel_mask")
-            if mask is not None and not getattr(mask, "_is_hf_initialized", False):
-                mask.fill_(True)
-        super().initialize_weights()  # type: ignore[misc]
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
@@ -129,20 +113,11 @@ class LeanKMixin:
         Args:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
             use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
-
-        Raises:
-            ValueError: If the channel masks are not in memory.
         """
-        return LeanKCache(self.config, self._channel_masks(), prune, use_graphs)
+        return LeanKCache(self.config, prune, use_graphs)
 
-    def _channel_masks(self) -> list[torch.Tensor]:
-        masks = [attention.get_buffer("channel_mask") for attention in self._attention_modules()]
-        if any(mask.is_meta for mask in masks):
-            raise ValueError(
-                "`self_attn.channel_mask` is on the meta device, so the cache cannot know which channels to "
-                "keep; load the checkpoint without `offload_buffers=True` (weights may be offloaded)"
-            )
-        return masks
+    def _channel_masks(self) -> Sequence[torch.Tensor]:
+        return read_settings(self.config).channel_masks.unbind()
 
     def _forward(
         self,
@@ -244,7 +219,7 @@ class LeanKMixin:
         # Not isinstance: the cache may come from another copy of these files.
         if hasattr(past_key_values, "prefill_length"):
             cache: LeanKCache = past_key_values  # type: ignore[assignment]
-            # Only once: comparing may wait for the device.
+            # Only once: in every step it would cost more than the step's other work on the host.
             if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
                 raise ValueError(
                     "past_key_values was built for a model that keeps other channels; build one with this "

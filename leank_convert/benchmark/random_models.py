@@ -23,7 +23,7 @@ from leank_convert.export.config_json import build_config, build_leank_facts, en
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
-from leank_convert.warmup import find_kernels, put_channel_masks
+from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows
 
 COMPILED, PLAIN_TORCH = "compiled kernel", "plain torch"
@@ -163,7 +163,7 @@ def _geometry_of_model(model_id: str | None) -> str:
 def build_model(setup: Setup, device: torch.device | None = None) -> Any:
     """A LeanK model of random weights that runs the runtime's files as a checkpoint brings them.
 
-    Its weights are made on `device`, None for the setup's, none on `meta`; masks are on the setup's.
+    Its weights are made on `device`, None for the setup's, none on `meta`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,7 +171,7 @@ def build_model(setup: Setup, device: torch.device | None = None) -> Any:
     known = setup.mask.provenance or MaskProvenance.for_model(
         setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
     )
-    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows)
+    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {})
     config = build_config({**setup.geometry.config, "dtype": dtype}, facts.architecture, leank, {})
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, _FOLDER_NAME)
@@ -183,7 +183,6 @@ def build_model(setup: Setup, device: torch.device | None = None) -> Any:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 loaded, trust_remote_code=True, dtype=setup.dtype
             )
-    put_channel_masks(model, (mask.to(setup.device) for mask in setup.channel_masks))
     return model.eval()
 
 
@@ -211,12 +210,11 @@ def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
         dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             stock_config(geometry), dtype=model.dtype, attn_implementation=attention
         )
-    result = dense.load_state_dict(model.state_dict(), strict=False, assign=True)
-    other = [name for name in result.unexpected_keys if not name.endswith(".channel_mask")]
+    dense.load_state_dict(model.state_dict(), assign=True)
     # Its buffers are no weights, so the meta device left them empty.
     dense.model.rotary_emb = model.model.rotary_emb
     empty = [name for name, tensor in (*dense.named_parameters(), *dense.named_buffers()) if tensor.is_meta]
-    assert not (result.missing_keys or other or empty), (result, empty)
+    assert not empty, empty
     return dense.eval().requires_grad_(False)
 
 

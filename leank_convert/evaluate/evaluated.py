@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -35,11 +36,7 @@ class EvaluatedModel:
     tokenizer: Any  # the checkpoint's
     leank: dict[str, Any]  # the `leank` block of its config.json
     facts: ModelFacts  # its shape
-
-    @property
-    def channel_masks(self) -> list[Tensor]:
-        """Kept channels of every layer, each bool [H_kv, D], in the checkpoint's head order."""
-        return [layer.self_attn.channel_mask for layer in self.model.base_model.layers]
+    channel_masks: Tensor  # kept channels, bool [L, H_kv, D], in the checkpoint's head order
 
     @property
     def windows(self) -> Windows:
@@ -57,10 +54,11 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     check_code(checkpoint, trust=trust)
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
-    open_checkpoint(checkpoint)  # names a damaged shard better than loading does
+    # Names a damaged shard better than loading does.
+    masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
-    return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts)
+    return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks)
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:
@@ -103,6 +101,7 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values = {**model.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
+    # Of a format-1 checkpoint the masks are tensors of the model.
     weights = {key: value for key, value in model.state_dict().items() if not key.endswith(".channel_mask")}
     dense.load_state_dict(weights, assign=True)
     # Its own is made of the config, which often names fewer of the tokens that end a turn.

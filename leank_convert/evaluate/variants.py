@@ -162,7 +162,7 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
         LeanKError: If a name is not one of `window`, `think` and `per-head-budget-dynamic`.
     """
     known: dict[str, Callable[[], Variant]] = {
-        WINDOW: lambda: window_alone(evaluated.channel_masks),
+        WINDOW: lambda: Masked(WINDOW, torch.zeros_like(evaluated.channel_masks)),
         THINK: lambda: ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS),
         PER_HEAD_BUDGET: lambda: ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET),
     }
@@ -170,15 +170,6 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
         if name not in known:
             raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(known)}")
     return [known[name]() for name in dict.fromkeys(names)]
-
-
-def window_alone(channel_masks_like: Sequence[Tensor]) -> Masked:
-    """Sink and recent tokens, and no pruned key at all.
-
-    Args:
-        channel_masks_like: The model's own channel masks, each [H_kv, D].
-    """
-    return Masked(WINDOW, torch.stack([torch.zeros_like(mask) for mask in channel_masks_like]))
 
 
 def in_checkpoint_order(channel_mask: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:

@@ -9,19 +9,26 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from leank_convert.config_overrides import apply_config_overrides
+from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export.apply import write_shard
 from leank_convert.export.choose import Choice, MaskLike, RecipeLike, choose
 from leank_convert.export.companions import copy_companions
-from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
+from leank_convert.export.config_json import (
+    build_config,
+    build_leank_facts,
+    encode_json,
+    metadata_facts,
+)
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
@@ -140,15 +147,68 @@ def export_checkpoint(
         config_overrides=config_overrides,
         mask_origin=mask_origin,
     )
-    mask, windows = choice.mask, choice.windows
     checkpoint, config, facts = _open_source(model, out, choice.config_overrides)
-    check_mask_fits(mask, facts, mask_origin=choice.mask_origin, model_origin=str(model))
-    plan = plan_export(checkpoint, mask, facts)
-    refuse_to_lose_mask(out, mask, overwrite=overwrite)
+    check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(model))
+    plan = plan_export(checkpoint, choice.mask, facts)
+    refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
+    write_checkpoint(
+        out,
+        Original(model_name(model), checkpoint, config, facts, choice.config_overrides),
+        plan,
+        choice.mask,
+        choice.windows,
+        copy_companions=copy_companions,
+        overwrite=overwrite,
+    )
+    return out
 
-    name = model_name(model)
+
+@dataclass(frozen=True)
+class Original:
+    """What a checkpoint is written of: a model, or an older checkpoint, whose heads are in order already.
+
+    Attributes:
+        name: The model's hub id or folder name.
+        checkpoint: The folder with the tensors that are to be written.
+        config: The model's config.json, overrides applied.
+        facts: The facts of that.
+        config_overrides: Those overrides, None where they are not known.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    facts: ModelFacts
+    config_overrides: Mapping[str, Any] | None
+
+
+def write_checkpoint(
+    out: Path,
+    original: Original,
+    plan: ExportPlan,
+    mask: ChannelMask,
+    windows: Windows,
+    *,
+    copy_companions: Callable[[Path, Path], None],
+    overwrite: bool,
+) -> None:
+    """Write a checkpoint of what has been read and checked.
+
+    Args:
+        out: The folder to write.
+        original: What is written.
+        plan: What becomes of its tensors.
+        mask: Which channels are kept, in the model's own head order.
+        windows: Window sizes, and when to prune.
+        copy_companions: Copies the tokenizer and its kin from one folder to another.
+        overwrite: Whether to replace a checkpoint in `out`.
+
+    Raises:
+        LeanKError: If something cannot be read or written; `out` is then as before.
+    """
+    checkpoint, facts = original.checkpoint, original.facts
     known = mask.provenance or MaskProvenance.for_model(
-        name,
+        original.name,
         facts,
         method="all-channels" if mask.channel_mask.all() else "imported",
         sink_size=windows.sink_size,
@@ -156,30 +216,30 @@ def export_checkpoint(
         flush_size=windows.flush_size,
     )
     mask = dataclasses.replace(mask, provenance=known)
-    leank = build_leank_facts(mask, known, plan.layout, windows)
+    leank = build_leank_facts(mask, known, plan.layout, windows, original.config_overrides)
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
             # Importing transformers and loading a tokenizer is processor time, writing weights is the disk's.
             with ThreadPoolExecutor(max_workers=1) as copier:
                 source_config = str(checkpoint.folder / CONFIG_NAME)
-                checked = copier.submit(check_stock_config, config, facts.architecture, origin=source_config)
+                checked = copier.submit(
+                    check_stock_config, original.config, facts.architecture, origin=source_config
+                )
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
-                _write_weights(checkpoint, plan, leank, partial)
+                hashed = _write_weights(checkpoint, plan, leank, partial)
                 checked.result()
                 companions.result()
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
-            write_atomically(
-                partial / CONFIG_NAME, encode_json(build_config(config, facts.architecture, leank, digests))
-            )
-            write_atomically(
-                partial / "README.md", _describe(name, mask, known, facts, windows, checkpoint).encode()
-            )
-            _check_written(checkpoint, plan, partial)
+            config = build_config(original.config, facts.architecture, leank, digests)
+            write_atomically(partial / CONFIG_NAME, encode_json(config))
+            card = _describe(original.name, mask, known, facts, windows, checkpoint)
+            write_atomically(partial / "README.md", card.encode())
+            _check_written(checkpoint, partial)
+            write_digests(partial, {**hashed, **digests})
     except OSError as error:
         raise _cannot_write(error, out, checkpoint) from error
-    return out
 
 
 def _open_source(
@@ -221,30 +281,28 @@ def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> Non
         )
 
 
-def _write_weights(checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str, Any], partial: Path) -> None:
-    facts_json = json.dumps(leank, separators=(",", ":"))
-    # The disk takes one shard while the next is copied.
-    with ThreadPoolExecutor(max_workers=1) as flusher:
-        flushed = []
+def _write_weights(
+    checkpoint: Checkpoint, plan: ExportPlan, leank: Mapping[str, Any], partial: Path
+) -> dict[str, str]:
+    """Write the shards and their index; SHA-256 of each shard by its name."""
+    facts_json = json.dumps(metadata_facts(leank), separators=(",", ":"))
+    # While one shard is copied the disk takes the one before, and the hash follows behind.
+    with ThreadPoolExecutor(max_workers=1) as flusher, ThreadPoolExecutor(max_workers=1) as hasher:
+        flushed, digests = [], {}
         for name, header in checkpoint.shards.items():
             metadata = {"format": "pt", **header.metadata, "leank": facts_json}
-            write_shard(header, partial / name, edits=plan.edits, added=plan.added[name], metadata=metadata)
-            flushed.append(flusher.submit(sync_path, partial / name))
+            path = partial / name
+            digests[name] = write_shard(header, path, edits=plan.edits, metadata=metadata, hasher=hasher)
+            flushed.append(flusher.submit(sync_path, path))
         for future in flushed:
             future.result()
-    if checkpoint.index is None:
-        return
-    weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
-    weight_map.update({new.tensor: name for name, tensors in plan.added.items() for new in tensors})
-    index = {
-        **checkpoint.index,
-        "metadata": {
-            **(checkpoint.index.get("metadata") or {}),
-            "total_size": checkpoint.num_data_bytes + _num_added_bytes(plan),
-        },
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    write_atomically(partial / INDEX_NAME, encode_json(index))
+        hashed = {name: digest() for name, digest in digests.items()}
+    if checkpoint.index is not None:
+        weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
+        size = {**(checkpoint.index.get("metadata") or {}), "total_size": checkpoint.num_data_bytes}
+        index = {**checkpoint.index, "metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+        write_atomically(partial / INDEX_NAME, encode_json(index))
+    return hashed
 
 
 def _describe(
@@ -268,20 +326,15 @@ def _describe(
     )
 
 
-def _check_written(source: Checkpoint, plan: ExportPlan, partial: Path) -> None:
+def _check_written(source: Checkpoint, partial: Path) -> None:
     """Check headers, sizes and the index of what was written; the weights are `verify`'s work."""
-    written = open_checkpoint(partial)
-    expected = source.num_data_bytes + _num_added_bytes(plan)
+    written, expected = open_checkpoint(partial), source.num_data_bytes
     if written.shards.keys() != source.shards.keys() or written.num_data_bytes != expected:
         raise LeanKError(
             f"`{partial}` holds {written.num_data_bytes} bytes of tensors, not {expected}",
             hint="this is a fault of leank-convert, please report it",
             exit_code=1,
         )
-
-
-def _num_added_bytes(plan: ExportPlan) -> int:
-    return sum(len(new.data) for tensors in plan.added.values() for new in tensors)
 
 
 def _cannot_write(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKError:

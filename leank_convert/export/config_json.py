@@ -6,18 +6,22 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from leank_convert.architectures import Architecture
-from leank_convert.errors import LeanKError
+from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, encode_masks
+from leank_convert.errors import LeanKError, cut
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.head_layout import HeadLayout
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LEANK_KEYS = (
     "format_version",
     "widths",
     "head_permutation",
+    "channel_masks",
     "sink_size",
     "recent_size",
     "flush_size",
@@ -25,25 +29,39 @@ LEANK_KEYS = (
     "pruning_ratio_asked",
     "pruning_ratio",
     "width_multiple",
+    "config_overrides",
     "files",
 )
+# What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
+_NEW_KEYS = ("channel_masks", "config_overrides")
+_NOT_IN_METADATA = ("channel_masks", "files")
 
 
 def build_leank_facts(
-    mask: ChannelMask, known: MaskProvenance, layout: HeadLayout, windows: Windows
+    mask: ChannelMask,
+    known: MaskProvenance,
+    layout: HeadLayout,
+    windows: Windows,
+    config_overrides: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Build the `leank` block without its digests, as every shard's header metadata carries it.
+    """Build the `leank` block without its digests.
 
     Args:
         mask: The mask.
         known: Its provenance.
         layout: The heads' order and widths.
         windows: Window sizes.
+        config_overrides: Keys of the source's config.json that were replaced, None where that is not known.
     """
+    reordered = [
+        mask.channel_mask[layer][list(permutation)]
+        for layer, permutation in enumerate(layout.head_permutation)
+    ]
     return {
         "format_version": FORMAT_VERSION,
         "widths": [list(layer) for layer in layout.widths],
         "head_permutation": [list(layer) for layer in layout.head_permutation],
+        "channel_masks": encode_masks(torch.stack(reordered)),
         "sink_size": windows.sink_size,
         "recent_size": windows.recent_size,
         "flush_size": windows.flush_size,
@@ -51,7 +69,30 @@ def build_leank_facts(
         "pruning_ratio_asked": known.pruning_ratio_asked,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple,
+        "config_overrides": None if config_overrides is None else dict(config_overrides),
     }
+
+
+def leank_keys(format_version: object) -> tuple[str, ...]:
+    """The keys of the `leank` block in one of the formats that are known.
+
+    Raises:
+        LeanKError: If it is another.
+    """
+    if format_version == FORMAT_VERSION and type(format_version) is int:
+        return LEANK_KEYS
+    if format_version == FORMAT_WITH_MASK_TENSORS and type(format_version) is int:
+        return tuple(key for key in LEANK_KEYS if key not in _NEW_KEYS)
+    raise LeanKError(
+        f"`leank.format_version` is {cut(format_version)}; this release knows {FORMAT_WITH_MASK_TENSORS} and "
+        f"{FORMAT_VERSION}",
+        hint="update leank-convert",
+    )
+
+
+def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
+    """What every shard's header metadata carries of the `leank` block."""
+    return {key: value for key, value in leank.items() if key not in _NOT_IN_METADATA}
 
 
 def check_head_table(leank: Mapping[str, Any], key: str, num_layers: int, num_heads: int) -> None:

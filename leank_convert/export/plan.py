@@ -6,7 +6,7 @@ fail for want of a disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from leank_convert.architectures import ModelFacts
@@ -35,27 +35,16 @@ class TensorEdit:
 
 
 @dataclass(frozen=True)
-class AddedTensor:
-    """A bool tensor that the checkpoint has and its source has not."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-@dataclass(frozen=True)
 class ExportPlan:
     """Everything that an export does to weights.
 
     Attributes:
         layout: The heads' order and widths.
         edits: Permuted tensors by name; every other tensor is copied as it is.
-        added: New tensors per shard name.
     """
 
     layout: HeadLayout
     edits: Mapping[str, TensorEdit]
-    added: Mapping[str, Sequence[AddedTensor]]
 
 
 def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) -> ExportPlan:
@@ -71,24 +60,11 @@ def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) ->
     """
     layout = plan_head_layout(mask.widths)
     edits: dict[str, TensorEdit] = {}
-    added: dict[str, list[AddedTensor]] = {name: [] for name in checkpoint.shards}
     check_unedited(checkpoint, facts)
     for layer, permutation in enumerate(layout.head_permutation):
         for edit in plan_layer(checkpoint, facts, layer, permutation):
             edits[edit.tensor] = edit
-        query = facts.architecture.attention_tensor(layer, "q_proj.weight")
-        reordered = mask.channel_mask[layer][list(permutation)]
-        added[checkpoint.shard_of(query) or ""].append(
-            AddedTensor(
-                tensor=facts.architecture.attention_tensor(layer, "channel_mask"),
-                shape=tuple(reordered.shape),
-                data=reordered.cpu().contiguous().numpy().tobytes(),
-            )
-        )
-    for new in (tensor.tensor for tensors in added.values() for tensor in tensors):
-        if checkpoint.find(new) is not None:
-            raise LeanKError(f"`{checkpoint.folder}` already has a tensor `{new}`")
-    return ExportPlan(layout, edits, added)
+    return ExportPlan(layout, edits)
 
 
 def plan_layer(

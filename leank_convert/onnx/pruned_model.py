@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import Checkpoint, open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
@@ -80,7 +80,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     check_rope(facts, checkpoint)
-    masks = _read_masks(open_checkpoint(checkpoint), facts)
+    masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,
@@ -105,7 +105,7 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     stock: Any = getattr(transformers, architecture.causal_lm_class)
 
     class Stock(stock):  # type: ignore[misc]
-        # The masks are no part of the stock model, which would warn of them.
+        # Tensors of a format-1 checkpoint, of which the stock model would warn.
         _keys_to_ignore_on_load_unexpected = (r"\.channel_mask$",)
 
     values = {**config, "model_type": architecture.model_type}
@@ -130,15 +130,3 @@ def check_rope(facts: ModelFacts, origin: object) -> None:
             "a graph has one set of angles",
             hint="export it for PyTorch, or with a fixed rope such as `yarn` or `llama3`",
         )
-
-
-def _read_masks(opened: Checkpoint, facts: ModelFacts) -> Tensor:
-    masks = []
-    for layer in range(facts.num_hidden_layers):
-        name = facts.architecture.attention_tensor(layer, "channel_mask")
-        shard = opened.shard_of(name)
-        if shard is None:
-            raise LeanKError(f"`{opened.folder}`: tensor `{name}` is missing", hint="export it again")
-        with safe_open(opened.folder / shard, framework="pt") as file:
-            masks.append(file.get_tensor(name))
-    return torch.stack(masks)

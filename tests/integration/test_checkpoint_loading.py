@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.dynamic_module_utils import get_imports
 
+from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.verify import verify_checkpoint
 from runtime import configuration_leank, modeling_leank
 
@@ -80,12 +81,13 @@ def test_permuted_heads_prune_the_channels_that_the_mask_names(family, converted
     dense = AutoModelForCausalLM.from_pretrained(checkpoint.source)
     config = json.loads((checkpoint.folder / "config.json").read_text())
     assert config["leank"]["head_permutation"] == [[1, 0], [1, 0]]
-    block = {**config["leank"], "head_permutation": [[0, 1], [0, 1]], "widths": WIDTHS}
+    masks = encode_masks(checkpoint.channel_mask)
+    changes = {"head_permutation": [[0, 1], [0, 1]], "widths": WIDTHS, "channel_masks": masks}
+    block = {**config["leank"], **changes}
     plain = {k: v for k, v in dense.config.to_dict().items() if k not in ("model_type", "architectures")}
     config_class = getattr(configuration_leank, f"LeanK{family}Config")
     direct = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(config_class(**plain, leank=block)).eval()
-    masks = {f"model.layers.{i}.self_attn.channel_mask": m for i, m in enumerate(checkpoint.channel_mask)}
-    direct.load_state_dict(dense.state_dict() | masks)
+    direct.load_state_dict(dense.state_dict())
     settings = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
     expected, found = direct.generate(**batch(), **settings), ours.generate(**batch(), **settings)
     assert found.sequences.tolist() == expected.sequences.tolist()
@@ -165,7 +167,6 @@ def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
     model = load(converted(widths=WIDTHS).folder, dtype=dtype, device_map="auto")
-    assert model.model.layers[0].self_attn.channel_mask.dtype == torch.bool
     result = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
     store = result.past_key_values.layers[0].store
     assert store.kept_keys.dtype == store.window_values.dtype == dtype

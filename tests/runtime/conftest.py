@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -44,6 +45,11 @@ class ModelPair:
         return block["sink_size"], block["recent_size"], block["flush_size"]
 
 
+def packed(masks: torch.Tensor) -> list[str]:
+    """Masks `[L, H_kv, D]` as a `leank` block has them."""
+    return [np.packbits(mask.numpy(), axis=-1).tobytes().hex() for mask in masks]
+
+
 def build_pair(
     masks: torch.Tensor,
     family: str = "Llama",
@@ -76,8 +82,9 @@ def build_pair(
         sizes["hidden_size"] = num_kv_heads * groups * head_dim
     sizes.update(config)
     block = {
-        "format_version": 1,
+        "format_version": 2,
         "widths": masks.sum(-1).tolist(),
+        "channel_masks": packed(masks),
         "head_permutation": [list(range(num_kv_heads))] * num_layers,
         "sink_size": sink,
         "recent_size": recent,
@@ -89,8 +96,7 @@ def build_pair(
     dense = getattr(transformers, f"{family}ForCausalLM")(dense_config).eval()
     leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
-    state = {f"model.layers.{i}.self_attn.channel_mask": mask for i, mask in enumerate(masks)}
-    leank.load_state_dict(dense.state_dict() | state)
+    leank.load_state_dict(dense.state_dict())
     return ModelPair(leank, dense, masks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.configuration_leank import (
     LeanKLlamaConfig,
@@ -17,8 +18,9 @@ from runtime.configuration_leank import (
 
 def block(**changes: Any) -> dict[str, Any]:
     good = {
-        "format_version": 1,
+        "format_version": 2,
         "widths": [[0, 16], [8, 8]],
+        "channel_masks": ["0000ffff", "ff00aaaa"],
         "head_permutation": [[1, 0], [0, 1]],
         "sink_size": 128,
         "recent_size": 1024,
@@ -48,12 +50,29 @@ def test_a_good_block_is_read():
     assert settings.widths == ((0, 16), (8, 8))
     assert (settings.sink_size, settings.recent_size, settings.flush_size) == (128, 1024, 32)
     assert (settings.prune, settings.head_dim, settings.num_key_value_heads) == ("eager", 16, 2)
+    first_eight = torch.arange(16) < 8
+    assert settings.channel_masks.tolist() == [
+        [[False] * 16, [True] * 16],
+        [first_eight.tolist(), [True, False] * 8],
+    ]
+
+
+def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
+    with torch.device("meta"):
+        settings = read_settings(
+            LeanKLlamaConfig(
+                **sizes(head_dim=12),
+                leank=block(widths=[[0, 12], [1, 2]], channel_masks=["0000fff0", "80000030"]),
+            )
+        )
+    assert settings.channel_masks.device.type == "cpu"
+    assert settings.channel_masks[1].nonzero().tolist() == [[0, 0], [1, 10], [1, 11]]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, r"`leank.format_version` is 2, these runtime files read 1; load"),
+        ({"format_version": 1}, r"`leank.format_version` is 1, these runtime files read 2; load"),
         ({"format_version": "absent"}, r"`leank.format_version` is None"),
         ({"widths": "absent", "prune": "absent"}, r"lacks `widths`, `prune`; export"),
         ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, the model has 2"),
@@ -70,6 +89,15 @@ def test_a_good_block_is_read():
             r"`leank.head_permutation\[0\]` is \[1, 1\], not a permutation",
         ),
         ({"head_permutation": [[1, 0]]}, r"`leank.head_permutation` has 1 layers"),
+        ({"channel_masks": "0000ffff"}, r"`leank.channel_masks` is not a list of 2 strings"),
+        ({"channel_masks": ["0000ffff"]}, r"`leank.channel_masks` is not a list of 2 strings"),
+        ({"channel_masks": ["0000ffff", "ff00aaa"]}, r"`leank.channel_masks\[1\]` is not 8 hex digits"),
+        ({"channel_masks": ["0000fffg", "ff00aaaa"]}, r"`leank.channel_masks\[0\]` is not 8 hex digits"),
+        ({"channel_masks": ["0000ffff", 1]}, r"`leank.channel_masks\[1\]` is not 8 hex digits"),
+        (
+            {"channel_masks": ["0000ffff", "ff00aaab"]},
+            r"`leank.channel_masks\[1\]` keeps \[8, 9\] channels per head, `leank.widths` says \[8, 8\]",
+        ),
         ({"sink_size": -1}, r"`leank.sink_size` is -1, not an integer from 0 to 16777216"),
         ({"recent_size": 1.5}, r"`leank.recent_size` is 1.5"),
         ({"flush_size": 0}, r"`leank.flush_size` is 0, not an integer from 1 to 16777216"),
@@ -118,3 +146,13 @@ def test_a_config_survives_saving_and_loading(config_class, tmp_path):
 def test_head_dim_may_be_left_to_the_config():
     config = LeanKQwen2Config(**{**sizes(), "head_dim": None}, leank=block())
     assert read_settings(config).head_dim == 16
+
+
+def test_channels_beyond_a_head_are_refused():
+    with pytest.raises(
+        ValueError, match=r"`leank.channel_masks\[1\]` keeps channels beyond the 12 of a head"
+    ):
+        LeanKLlamaConfig(
+            **sizes(head_dim=12),
+            leank=block(widths=[[0, 12], [1, 2]], channel_masks=["0000fff0", "80000031"]),
+        )

@@ -94,14 +94,6 @@ def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
     mine.generate(one_row(), past_key_values=copy.deepcopy(mine).build_cache(), **GREEDY)
 
 
-def test_channel_masks_that_were_offloaded_are_named(model_pair):
-    model = model_pair(everything()).leank
-    model.model.layers[1].self_attn.to("meta")
-    for call in (model, model.generate):
-        with pytest.raises(ValueError, match=r"`self_attn.channel_mask` .* without `offload_buffers=True`"):
-            call(one_row())
-
-
 def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair):
     model = model_pair(everything()).leank
     expected = model.generate(one_row(), **GREEDY)
@@ -161,14 +153,3 @@ def test_other_attention_requests_are_refused(request_, model_pair):
 def test_a_model_needs_a_leank_block():
     with pytest.raises(ValueError, match=r"config\.json has no `leank` block"):
         LeanKLlamaForCausalLM(LeanKLlamaConfig())
-
-
-def test_a_missing_channel_mask_is_noticed(model_pair, some_masks, tmp_path):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
-    state = {k: v for k, v in pair.leank.state_dict().items() if "layers.1.self_attn.channel_mask" not in k}
-    pair.leank.save_pretrained(tmp_path, state_dict=state)
-    model = LeanKLlamaForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"layer 1: `self_attn.channel_mask` keeps \[16, 16\] .* says \[4, 8\]"
-    ):
-        model.generate(one_row(), **GREEDY)

@@ -60,7 +60,7 @@ def test_ours_runs_a_checkpoints_own_files_and_shares_its_weights_with_the_stock
     setup = choose_setup(None, None, "tiny")
     model = build_model(setup)
     assert type(model).__module__.startswith("transformers_modules.leank_benchmark")
-    kept = [layer.self_attn.channel_mask.sum(-1).tolist() for layer in model.model.layers]
+    kept = [layer.channel_mask[0].sum(-1).tolist() for layer in model.build_cache().layers]
     assert kept == model.config.leank["widths"] == [list(layer) for layer in setup.layout.widths]
     dense = build_dense(model, setup.geometry)
     assert (type(dense).__name__, dense.config._attn_implementation) == ("LlamaForCausalLM", "sdpa")

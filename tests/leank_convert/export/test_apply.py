@@ -1,6 +1,8 @@
 import errno
+import hashlib
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from leank_convert.errors import LeanKError
 from leank_convert.export import apply
 from leank_convert.export.apply import write_shard
-from leank_convert.export.plan import AddedTensor, TensorEdit
+from leank_convert.export.plan import TensorEdit
 from leank_convert.safetensors_file import read_header
 
 ORDER = (2, 0, 1)
@@ -37,7 +39,6 @@ EDITS = {
     "bias": TensorEdit("bias", 0, ORDER),
     "elsewhere": TensorEdit("elsewhere", 0, ORDER),
 }
-ADDED = [AddedTensor("mask", (1, 3), b"\1\0\1")]
 
 
 def permute(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -47,14 +48,16 @@ def permute(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "rows": tensors["rows"].view(3, 3, 5)[order].view(9, 5),
         "columns": tensors["columns"].view(7, 3, 4)[:, order].reshape(7, 12),
         "bias": tensors["bias"].view(3, 2)[order].view(6),
-        "mask": torch.tensor([[True, False, True]]),
     }
 
 
 def run(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     save_file(tensors, tmp_path / "in.safetensors")
     source = read_header(tmp_path / "in.safetensors")
-    write_shard(source, tmp_path / "out.safetensors", edits=EDITS, added=ADDED, metadata={"format": "pt"})
+    out = tmp_path / "out.safetensors"
+    with ThreadPoolExecutor(max_workers=1) as hasher:
+        digest = write_shard(source, out, edits=EDITS, metadata={"format": "pt"}, hasher=hasher)
+        assert digest() == hashlib.sha256(out.read_bytes()).hexdigest()
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     return load_file(tmp_path / "out.safetensors")
@@ -122,8 +125,10 @@ def test_a_source_that_shrinks_under_the_export_is_an_error(
     save_file(tensors, tmp_path / "in.safetensors")
     source = read_header(tmp_path / "in.safetensors")
     os.truncate(source.path, source.data_start + 10)
-    with pytest.raises(LeanKError, match="became shorter while it was read"):
-        write_shard(source, tmp_path / "out.safetensors", edits=EDITS, added=ADDED, metadata={})
+    out = tmp_path / "out.safetensors"
+    ended = pytest.raises(LeanKError, match="became shorter while it was read")
+    with ThreadPoolExecutor(max_workers=1) as hasher, ended:
+        write_shard(source, out, edits=EDITS, metadata={}, hasher=hasher)
 
 
 def test_a_failed_write_names_the_file(
@@ -133,6 +138,7 @@ def test_a_failed_write_names_the_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.copy_file_range", fail)
+    monkeypatch.setattr("os.write", fail)
     with pytest.raises(OSError, match="No space left") as caught:
         run(tmp_path, tensors)
     assert caught.value.filename == str(tmp_path / "out.safetensors")

@@ -27,6 +27,7 @@ LEANK_KEYS = [
     "format_version",
     "widths",
     "head_permutation",
+    "channel_masks",
     "sink_size",
     "recent_size",
     "flush_size",
@@ -34,6 +35,7 @@ LEANK_KEYS = [
     "pruning_ratio_asked",
     "pruning_ratio",
     "width_multiple",
+    "config_overrides",
     "files",
 ]
 
@@ -67,6 +69,9 @@ def test_heads_move_as_one_and_everything_else_stays(
     out = export_checkpoint(source, mask, tmp_path / "out")
     before, after = read_tensors(source), read_tensors(out)
     leank = read_json(out / "config.json")["leank"]
+    packed = torch.tensor([list(bytes.fromhex(layer)) for layer in leank["channel_masks"]]).view(
+        *mask.channel_mask.shape[:2], -1
+    )
     d, g = facts.head_dim, facts.num_key_value_groups
     moved = set()
     for layer, order in enumerate(leank["head_permutation"]):
@@ -88,8 +93,8 @@ def test_heads_move_as_one_and_everything_else_stays(
             name = f"{prefix}o_proj.weight"
             assert after[name][:, queries_new].equal(before[name][:, queries_old])
             moved.add(name)
-        channel_mask = after.pop(f"{prefix}channel_mask")
-        assert channel_mask.dtype == torch.bool
+        # The first channel is the highest bit of the first byte.
+        channel_mask = (packed[layer][:, torch.arange(d) // 8] >> 7 - torch.arange(d) % 8 & 1).bool()
         assert channel_mask.equal(mask.channel_mask[layer][order])
         assert channel_mask.sum(-1).tolist() == leank["widths"][layer] == sorted(leank["widths"][layer])
     assert any("bias" in name for name in moved) == facts.qkv_bias
@@ -113,7 +118,9 @@ def test_the_stock_class_loads_the_original_model(
     tokens = torch.arange(3, 60).reshape(3, 19)
 
     def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        model = stock.from_pretrained(folder, dtype=dtype).eval()
+        model, found = stock.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        assert not any(found.values()), found
+        model.eval()
         with torch.no_grad():
             return model(tokens).logits
 
@@ -143,17 +150,9 @@ def test_shards_index_and_metadata(
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert [file.name for file in shard_files(out)] == [file.name for file in shard_files(source)]
     index, old = read_json(out / INDEX_NAME), read_json(source / INDEX_NAME)
-    assert set(index["weight_map"]) - set(old["weight_map"]) == {
-        f"model.layers.{layer}.self_attn.channel_mask" for layer in range(3)
-    }
-    assert index["metadata"]["total_parameters"] == old["metadata"]["total_parameters"]
-    tensors = read_tensors(out)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.self_attn"
-        assert index["weight_map"][f"{prefix}.channel_mask"] == index["weight_map"][f"{prefix}.q_proj.weight"]
+    assert index == old
     leank = read_json(out / "config.json")["leank"]
-    leank.pop("files")
+    del leank["files"], leank["channel_masks"]
     for file in shard_files(out):
         with safe_open(file, "pt") as opened:
             assert opened.metadata()["format"] == "pt"
@@ -196,7 +195,7 @@ def test_config_is_the_sources_with_the_leank_block(
     assert list(leank) == LEANK_KEYS
     assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (4, 0, 1)
     assert leank["pruning_ratio"] == mask.pruning_ratio
-    assert (leank["format_version"], leank["prune"]) == (1, "eager")
+    assert (leank["format_version"], leank["prune"], leank["config_overrides"]) == (2, "eager", {})
     assert leank["pruning_ratio_asked"] is None and leank["width_multiple"] is None
 
 
@@ -215,6 +214,14 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(
         assert (out / name).read_bytes() == (runtime / name).read_bytes()
     for name, digest in files.items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    digests = read_json(out / "leank_digests.json")
+    others = [path for path in out.rglob("*") if path.is_file() and path.name != "leank_digests.json"]
+    assert digests == {
+        "format_version": 1,
+        "files": {
+            path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in others
+        },
+    }
     assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(mask.channel_mask)
     known = load_mask(out / "channel_mask.safetensors").provenance
     assert known is not None and known.method == "imported" and known.model == "llama-model"
@@ -367,6 +374,7 @@ def test_overrides_are_written_and_bind_the_mask(
     config = read_json(first / "config.json")
     assert config["rope_parameters"] == {**YARN, "rope_theta": 1e6}
     assert config["max_position_embeddings"] == 2048
+    assert config["leank"]["config_overrides"] == overrides
     assert verify_checkpoint(first, source).ok
     yarn_mask = load_mask(first / "channel_mask.safetensors")
     with pytest.raises(LeanKError, match=r'"yarn"(?s:.)*"default"'):

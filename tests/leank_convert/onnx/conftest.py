@@ -16,6 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from runtime import configuration_leank, modeling_leank
 
@@ -81,8 +82,9 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
             if name.endswith("bias"):  # zero in a new model
                 parameter.normal_(0, 0.3)
     block = {
-        "format_version": 1,
+        "format_version": 2,
         "widths": widths,
+        "channel_masks": encode_masks(masks),
         "head_permutation": [list(range(kv_heads))] * num_layers,
         "sink_size": sink,
         "recent_size": recent,
@@ -91,8 +93,7 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
     }
     leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
-    state = {f"model.layers.{i}.self_attn.channel_mask": mask for i, mask in enumerate(masks)}
-    leank.load_state_dict(dense.state_dict() | state)
+    leank.load_state_dict(dense.state_dict())
     return dense, leank, masks
 
 

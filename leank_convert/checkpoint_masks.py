@@ -1,0 +1,105 @@
+"""Channel masks of a checkpoint, in its own head order: in config.json, or in the shards of format 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from string import hexdigits
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
+from leank_convert.errors import LeanKError, cut
+from leank_convert.files import open_file
+
+# Its shards hold the masks as tensors that the source has not.
+FORMAT_WITH_MASK_TENSORS = 1
+
+
+def encode_masks(channel_masks: Tensor) -> list[str]:
+    """Write masks bool [L, H_kv, D] as hex digits, a string per layer; a byte's highest bit comes first."""
+    packed = np.packbits(channel_masks.cpu().numpy(), axis=-1)
+    return [layer.tobytes().hex() for layer in packed]
+
+
+def name_mask_tensors(facts: ModelFacts) -> list[str]:
+    """The tensor of each layer that holds its mask in a format-1 checkpoint."""
+    layers = range(facts.num_hidden_layers)
+    return [facts.architecture.attention_tensor(layer, "channel_mask") for layer in layers]
+
+
+def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> Tensor:
+    """Read the masks of a checkpoint of either format.
+
+    Args:
+        checkpoint: The checkpoint.
+        facts: Of the model that it was made from.
+        leank: The `leank` block of its config.json.
+
+    Returns:
+        Bool [L, H_kv, D].
+
+    Raises:
+        LeanKError: If they are missing or damaged, or are of other widths than the block says.
+    """
+    origin = checkpoint.folder / CONFIG_NAME
+    if leank.get("format_version") == FORMAT_WITH_MASK_TENSORS:
+        where, masks = "the tensor of layer", _read_tensors(checkpoint, facts)
+    else:
+        where, masks = (
+            "`leank.channel_masks` of layer",
+            _decode(leank.get("channel_masks"), facts, str(origin)),
+        )
+    for layer, (row, widths) in enumerate(zip(masks.sum(-1).tolist(), leank["widths"], strict=True)):
+        if row != widths:
+            raise LeanKError(
+                f"`{origin}`: {where} {layer} keeps {row} channels, `leank.widths` says {cut(widths)}",
+                hint="copy or export the checkpoint again",
+            )
+    return masks
+
+
+def _decode(value: object, facts: ModelFacts, origin: str) -> Tensor:
+    num_layers, heads = facts.num_hidden_layers, facts.num_key_value_heads
+    digits = 2 * heads * -(-facts.head_dim // 8)
+    if not isinstance(value, list) or len(value) != num_layers:
+        raise LeanKError(f"`{origin}`: `leank.channel_masks` is no list of {num_layers} strings, one a layer")
+    for layer, text in enumerate(value):
+        if not isinstance(text, str) or len(text) != digits or not set(text) <= set(hexdigits):
+            raise LeanKError(
+                f"`{origin}`: `leank.channel_masks[{layer}]` is {cut(text)}, not {digits} hex digits",
+                hint="copy or export the checkpoint again",
+            )
+    packed = np.frombuffer(bytes.fromhex("".join(value)), dtype=np.uint8).reshape(num_layers, heads, -1)
+    bits = np.unpackbits(packed, axis=-1).astype(bool)
+    if bits[..., facts.head_dim :].any():
+        raise LeanKError(
+            f"`{origin}`: `leank.channel_masks` keeps channels beyond the {facts.head_dim} of a head",
+            hint="copy or export the checkpoint again",
+        )
+    return torch.from_numpy(bits[..., : facts.head_dim].copy())
+
+
+def _read_tensors(checkpoint: Checkpoint, facts: ModelFacts) -> Tensor:
+    masks = []
+    shape = (facts.num_key_value_heads, facts.head_dim)
+    for name in name_mask_tensors(facts):
+        shard = checkpoint.shard_of(name)
+        if shard is None:
+            raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing", hint="export it again")
+        header = checkpoint.shards[shard]
+        info = header.tensors[name]
+        if info.dtype != "BOOL" or info.shape != shape:
+            raise LeanKError(
+                f"`{header.path}`: tensor `{name}` is {info.dtype} {list(info.shape)}, not BOOL {list(shape)}"
+            )
+        with open_file(header.path) as file:
+            file.seek(header.data_start + info.start)
+            values = np.frombuffer(file.read(info.num_bytes), dtype=np.uint8)
+        if values.size != info.num_bytes or values.max() > 1:
+            raise LeanKError(f"`{header.path}`: tensor `{name}` holds bytes that are neither 0 nor 1")
+        masks.append(torch.from_numpy(values.copy()).bool().view(shape))
+    return torch.stack(masks)
