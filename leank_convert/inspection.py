@@ -18,6 +18,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError
 from leank_convert.export.config_json import check_head_table
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.held_out import HeldOut
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -191,6 +192,10 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
     ]
     if provenance:
         rows.append(("made by", provenance["method"]))
+        if provenance["held_out"]:
+            held_out = HeldOut(**provenance["held_out"])
+            rows.append(("held out", held_out.render()))
+            rows += [("warning", warning) for warning in held_out.warnings]
         if provenance["seed"] is not None:
             rows.append(("seed", str(provenance["seed"])))
         rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))

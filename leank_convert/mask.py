@@ -11,17 +11,19 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.files import write_atomically
+from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, is_hub_id
 from leank_convert.safetensors_file import encode_header, read_header
 
@@ -66,6 +68,7 @@ class MaskProvenance:
         recipe: The training recipe, verbatim.
         seed: The training run's seed.
         versions: Package versions at the time.
+        held_out: How held-out samples were answered when it was made, None if that was not tried.
     """
 
     model: str
@@ -84,6 +87,7 @@ class MaskProvenance:
     recipe: str | None = None
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=package_versions)
+    held_out: HeldOut | None = None
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
@@ -340,10 +344,26 @@ def _read_provenance(metadata: Mapping[str, str], path: Path) -> MaskProvenance 
             values[entry.name] = text if str(entry.type).startswith("str") else json.loads(text)
         except ValueError as error:
             raise LeanKError(f"mask `{path}`: header metadata `{entry.name}` is `{text}`") from error
+    if "held_out" in values:
+        values["held_out"] = _read_held_out(values["held_out"], path)
     return MaskProvenance(**values)
 
 
+def _read_held_out(value: Any, path: Path) -> HeldOut:
+    if not isinstance(value, dict):
+        raise LeanKError(f"mask `{path}`: header metadata `held_out` is {cut(value)}, not an object")
+    try:
+        return HeldOut(**value)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key = ".".join(map(str, ("held_out", *wrong["loc"])))
+        problem = "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
+        raise LeanKError(f"mask `{path}`: header metadata `{key}` {problem}") from error
+
+
 def _compact(value: object) -> str:
+    if isinstance(value, HeldOut):
+        value = asdict(value)
     return json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
 
 

@@ -216,6 +216,10 @@ class Recipe(_Section):
     batch_size: _PositiveInt = Field(
         1, description="contexts of one optimizer step, run one after another and shared by all ranks"
     )
+    held_out_samples: _NonNegativeInt = Field(
+        16,
+        description="held-out contexts that are answered dense and pruned when a mask is made; 0: none",
+    )
     offload_context: bool = Field(
         False, description="keep the context's keys and values in host memory, for contexts a GPU cannot hold"
     )

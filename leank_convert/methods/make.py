@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -9,18 +12,23 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.calibration import Calibration
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe, load_recipe
 from leank_convert.recipe_problems import check_training
 from leank_convert.train.gates import load_pattern, save_pattern
+from leank_convert.train.held_out import check_held_out
+from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import refuse_foreign_masks, train, write_result
 from leank_convert.train.model import find_model
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import describe_origin
 from leank_convert.train.selection import select_for
 from leank_convert.train.state import TrainingDirectory
+
+_logger = logging.getLogger("leank_convert")
 
 
 def train_mask(
@@ -62,7 +70,9 @@ def train_masks(
     A recipe of one pruning ratio leaves `out/channel_mask.safetensors`; one of several leaves
     `out/ratio-0.5/channel_mask.safetensors` and its like, from one stage 1. The run's log, events and
     resumable state go to `out/leank/`, and gates of heads, if the method has them, to `out/leank/heads/` in
-    DuoAttention's format; a report goes to the folder `leank/` beside each mask. Started by `torchrun` or
+    DuoAttention's format; a report goes to the folder `leank/` beside each mask. In the end a few held-out
+    samples are answered dense and pruned: the result stands in the mask's provenance, log and report, and
+    what is far off in a warning. Started by `torchrun` or
     `accelerate launch`, all processes share the samples of a training step, and the first of them writes.
 
     Args:
@@ -94,11 +104,17 @@ def train_masks(
         if chosen.trains:
             run = train(model, chosen, directory, ranks, resume=resume, progress=progress)
             masks, gates = run.masks(), run.gates
+            records = ranks.on_first(lambda: read_log(directory.folder / LOG_NAME))
+            checked = check_held_out(run.loaded, chosen, masks, ranks, records, progress=progress)
         else:
             ranks.on_first(lambda: _check(chosen, ranks, directory, resume))
-            masks, gates = _measure(model, chosen, ranks.device, progress)
+            masks, gates, checked = _measure(model, chosen, ranks, progress)
         is_first = ranks.is_first
+    masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
     if is_first:
+        _warn(checked)
+        if chosen.trains:
+            append_held_out(directory.folder / LOG_NAME, checked)
         if gates is not None and chosen.trains:
             save_pattern(gates, chosen.windows, directory.pattern)
         for ratio, result in results.items():
@@ -123,12 +139,24 @@ def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: b
     refuse_foreign_masks(recipe, directory)
 
 
+def _add_held_out(mask: ChannelMask, held_out: HeldOut | None) -> ChannelMask:
+    assert mask.provenance is not None
+    return replace(mask, provenance=replace(mask.provenance, held_out=held_out))
+
+
+def _warn(checked: Mapping[float, HeldOut]) -> None:
+    for warning in dict.fromkeys(text for held_out in checked.values() for text in held_out.warnings):
+        ratios = [ratio for ratio, held_out in checked.items() if warning in held_out.warnings]
+        concerned = "" if len(ratios) == len(checked) else f"`pruning_ratio` {ratios}: "
+        _logger.warning("%s%s", concerned, warning)
+
+
 def _measure(
-    model: str | Path, recipe: Recipe, device: torch.device, progress: bool
-) -> tuple[dict[float, ChannelMask], Tensor | None]:
+    model: str | Path, recipe: Recipe, ranks: Ranks, progress: bool
+) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
     files = find_model(model, recipe)
-    calibration = Calibration(files, recipe, device, progress=progress)
+    calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.
         select_for(recipe, torch.zeros(calibration.shape), ratio)
@@ -148,10 +176,13 @@ def _measure(
                 f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "
                 f"{list(calibration.shape)} (layers, KV heads, channels)"
             )
-    return {
+    masks = {
         ratio: ChannelMask(
             select_for(recipe, scores, ratio),
             provenance=describe_origin(recipe, ratio, files.name, files.facts),
         )
         for ratio in recipe.pruning_ratios
-    }, gates
+    }
+    if not recipe.held_out_samples:  # some methods do without the weights
+        return masks, gates, {}
+    return masks, gates, check_held_out(calibration.loaded, recipe, masks, ranks, (), progress=progress)

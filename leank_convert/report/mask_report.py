@@ -110,6 +110,9 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
         if memory:
             facts.append(("peak GPU memory", f"{memory / 1e9:.1f} GB"))
     if known:
+        if known.held_out:
+            facts.append(("held-out answers", known.held_out.render()))
+            facts += [("warning", warning) for warning in known.held_out.warnings]
         facts.append(("made by", known.method))
         if known.seed is not None:
             facts.append(("seed", str(known.seed)))

@@ -1,4 +1,7 @@
-"""Training log: every step in log.jsonl, in trackers (TensorBoard, W&B) and on the progress bar."""
+"""Training log: every step in log.jsonl, in trackers (TensorBoard, W&B) and on the progress bar.
+
+What held-out samples showed comes last in log.jsonl, in lines with a `kind`; a resumed run writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +21,7 @@ from rich.filesize import decimal
 
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json_lines, write_atomically
+from leank_convert.held_out import HeldOut
 from leank_convert.progress import Advance, progress_bar
 from leank_convert.recipe import Recipe
 
@@ -197,6 +201,14 @@ class TrainingLog:
         os.fsync(self._file.fileno())
 
 
+def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:
+    """Add to a finished run's log how held-out samples were answered, a line for each asked ratio."""
+    with path.open("ab") as file:
+        for ratio, held_out in found.items():
+            line = {"kind": "held_out", "pruning_ratio_asked": ratio, **asdict(held_out)}
+            file.write(json.dumps(line).encode() + b"\n")
+
+
 def _finish(
     tracker: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
@@ -223,7 +235,7 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
 
 
 def read_log(path: Path) -> list[StepRecord]:
-    """Read a run's log; empty if there is no such file. A line that was torn is left out."""
+    """Read the steps of a run's log; none if there is no such file. A line that was torn is left out."""
     return [StepRecord(**line) for line in read_json_lines(path) if line.keys() == _KEYS]
 
 

@@ -84,7 +84,7 @@ def distil(
     """
     packed = pack_questions(sample.questions, len(sample.prefix_ids))
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
-    teacher = run_question_pass(model, context, packed)
+    teacher = run_question_pass(model, context, packed)[packed.num_questions :]
     hidden_states = run_answer_pass(model, context, packed, student)
     loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
     # Of a model that is spread over devices, the last layer lies elsewhere.
@@ -149,14 +149,14 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
         packed: What is asked on it.
 
     Returns:
-        The teacher: final-norm hidden states of the answer tokens [R, hidden_size].
+        Final-norm hidden states of all these tokens [T, hidden_size]; those of answers are the teacher.
     """
     regions = plan_regions(
         packed.num_context, packed.positions, packed.owners, len(packed.input_ids), None, _device(model)
     )
     questions = QuestionPass(context, regions, packed.num_questions)
     with uncompiled():
-        return _run(model, packed.input_ids, packed.positions, questions)[packed.num_questions :]
+        return _run(model, packed.input_ids, packed.positions, questions)
 
 
 def run_answer_pass(

@@ -38,6 +38,7 @@ _FREE_SETTINGS = (
     "model.device_map",
     "data.haystack.source",
     "offload_context",
+    "held_out_samples",
     "trackers",
 )
 _GATE_SETTINGS = tuple(f"heads.{name}" for name in HeadsSection.model_fields)

@@ -302,6 +302,7 @@ def short_recipe() -> Callable[..., Recipe]:
             "stage1": {"steps": 7, "learning_rate": 0.1, "l1_weight": 0.06},
             "stage2": {"steps": 6, "learning_rate": 0.05},
             "save_every": 3,
+            "held_out_samples": 2,
             "trackers": (),
         }
         return Recipe(**{**values, **changes})

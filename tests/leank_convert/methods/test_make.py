@@ -78,9 +78,11 @@ def test_high_frequency_ratio_empties_the_heads_of_the_highest_ratio_by_one_prom
     assert mask.provenance.width_multiple == 16
 
 
-def test_random_depends_on_the_seed_and_loads_no_model(make_one, monkeypatch):
+def test_random_depends_on_the_seed_and_loads_no_model_unless_it_is_checked(make_one, monkeypatch):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    first, same, other = (make_one("random", str(place), seed=seed) for place, seed in enumerate([3, 3, 4]))
+    first, same, other = (
+        make_one("random", str(place), seed=seed, held_out_samples=0) for place, seed in enumerate([3, 3, 4])
+    )
     assert torch.equal(first.channel_mask, same.channel_mask)
     assert not torch.equal(first.channel_mask, other.channel_mask)
     assert first.widths == other.widths == ((4, 4), (4, 4))

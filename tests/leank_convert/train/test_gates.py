@@ -126,7 +126,7 @@ def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
 ):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
     pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
-    mask = make(heads={"pattern": pattern}, pruning_ratio=0.5)
+    mask = make(heads={"pattern": pattern}, pruning_ratio=0.5, held_out_samples=0)
     assert mask.widths == ((0, 16), (16, 0))
     assert not TrainingDirectory(tmp_path / "out").state.exists()
 

@@ -66,6 +66,9 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
     expected, found = (load_mask(TrainingDirectory(folder).mask) for folder in (alone, out))
     torch.testing.assert_close(found.scaling_factors, expected.scaling_factors, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.channel_mask, expected.channel_mask)
+    ours, theirs = found.provenance.held_out, expected.provenance.held_out
+    assert (ours.num_answers, ours.dense, ours.pruned) == (theirs.num_answers, theirs.dense, theirs.pruned)
+    assert ours.distillation == pytest.approx(theirs.distillation, rel=1e-4)
     for ours, theirs in zip(read_log(out), read_log(alone), strict=True):
         assert ours["num_tokens"] == theirs["num_tokens"]
         assert ours["num_answer_tokens"] == theirs["num_answer_tokens"]

@@ -1,0 +1,295 @@
+"""Check that ends the making of a mask: a few held-out samples, answered dense and pruned.
+
+Greedy decoding gives a sample's answer exactly where, with the answer's own tokens fed, each of them is the
+most likely next one. So training's passes tell it without a checkpoint: the first answer token by the
+prompt's last hidden state, which is dense in deployment too, and the others by those of the answer tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank_convert.data import Question, SampleSource, TrainingSample
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.held_out import HeldOut
+from leank_convert.mask import ChannelMask
+from leank_convert.progress import progress_bar
+from leank_convert.recipe import Recipe
+from leank_convert.train.interruption import Interruption
+from leank_convert.train.log import StepRecord
+from leank_convert.train.model import LoadedModel
+from leank_convert.train.passes import (
+    PackedQuestions,
+    Student,
+    pack_questions,
+    run_answer_pass,
+    run_context_pass,
+    run_question_pass,
+)
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.scaling import distillation_loss
+from leank_convert.windows import Windows
+
+# Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.
+_SEED_OFFSET = 1_000_000
+_ROWS_AT_ONCE = 64  # of logits
+
+# The smallest share of right answers at which the dense model can be said to do a task.
+_CAPABLE = 0.1
+# What is lost has to be more than this share, and more than chance: answers lost and gained alike often would
+# differ by less in 39 of 40 cases (McNemar's test).
+_LOST_SHARE, _Z = 0.05, 1.96
+# A difference of hidden states, relative to their size, that rounding alone makes.
+_NO_DIFFERENCE = 1e-8
+_JUMP = 100.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One sample, answered by the dense model and by students.
+
+    Attributes:
+        dense: Which questions it answers right in every token, bool [Q].
+        pruned: The same of each student.
+        distillation: Of each student, as training measures it.
+        magnitude: The mean square of the dense hidden states.
+    """
+
+    dense: Tensor
+    pruned: tuple[Tensor, ...]
+    distillation: tuple[float, ...]
+    magnitude: float
+
+
+@torch.no_grad()
+def compare_answers(
+    model: PreTrainedModel, sample: TrainingSample, students: Sequence[Student], *, offload: bool = False
+) -> Compared:
+    """Answer a sample by a dense model and by students, all on one stored context.
+
+    Args:
+        model: A causal language model loaded with `attention.ATTENTION_NAME`.
+        sample: Context and questions.
+        students: What else the answers are computed with.
+        offload: Keep the context's keys and values in host memory.
+    """
+    sample = _part_from_prefix(sample)
+    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    context = run_context_pass(model, sample.prefix_ids, offload=offload)
+    hidden_states = run_question_pass(model, context, packed)
+    teacher = hidden_states[packed.num_questions :]
+    ends = [end - 1 for end in accumulate(question.answer_start for question in sample.questions)]
+    prompts = hidden_states[ends]
+    pruned, distillation = [], []
+    for student in students:
+        found = run_answer_pass(model, context, packed, student)
+        pruned.append(_find_right(model, prompts, found, packed))
+        distillation.append(distillation_loss(teacher, found, packed.answer_owners).item())
+    return Compared(
+        dense=_find_right(model, prompts, teacher, packed),
+        pruned=tuple(pruned),
+        distillation=tuple(distillation),
+        magnitude=distillation_loss(teacher, torch.zeros_like(teacher), packed.answer_owners).item(),
+    )
+
+
+def _part_from_prefix(sample: TrainingSample) -> TrainingSample:
+    """Make the prompts' last tokens the questions': of the prefix no hidden states are kept."""
+    if all(question.answer_start for question in sample.questions):
+        return sample
+    prefix, last = sample.prefix_ids[:-1], sample.prefix_ids[-1:]
+    questions = tuple(
+        Question(torch.cat([last, question.input_ids]), question.answer_start + 1)
+        for question in sample.questions
+    )
+    return TrainingSample(sample.task, prefix, questions)
+
+
+def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed: PackedQuestions) -> Tensor:
+    """Which questions are answered right in every token, bool [Q], on the CPU.
+
+    Args:
+        model: Gives the logits.
+        prompts: Hidden states of the prompts' last tokens [Q, hidden_size].
+        answers: Those of the answer tokens [R, hidden_size].
+        packed: What these are.
+    """
+    owners = packed.answer_owners
+    begins = torch.cat([owners.new_ones(1, dtype=torch.bool), owners[1:] != owners[:-1]])
+    before = answers.roll(1, 0)
+    before[begins.to(before.device)] = prompts
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    predicted = torch.cat([head(rows).argmax(-1).cpu() for rows in torch.split(before, _ROWS_AT_ONCE)])
+    wrong = predicted != packed.input_ids[packed.num_questions :]
+    return torch.bincount(owners[wrong], minlength=len(prompts)) == 0
+
+
+def check_held_out(
+    loaded: LoadedModel,
+    recipe: Recipe,
+    masks: Mapping[float, ChannelMask],
+    ranks: Ranks,
+    records: Sequence[StepRecord],
+    *,
+    progress: bool,
+) -> dict[float, HeldOut]:
+    """Answer held-out samples of a recipe's data by its finished masks; nothing where it asks for none.
+
+    Args:
+        loaded: The model.
+        recipe: Its data, with another seed, and how many samples.
+        masks: By asked ratio.
+        ranks: The processes that share the samples.
+        records: Every step of the masks' training, if there was any.
+        progress: Whether to show progress on stderr.
+
+    Raises:
+        LeanKError: If a sample cannot be drawn, hidden states are not finite or memory does not suffice, on
+            any rank; on Ctrl-C and SIGTERM.
+    """
+    num_contexts = recipe.held_out_samples
+    if not num_contexts:
+        return {}
+    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _SEED_OFFSET)
+    windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
+    students = []
+    for mask in masks.values():
+        kept = mask.channel_mask.to(ranks.device)
+        students.append(Student(windows, kept.float(), kept.any(-1)))
+    # Answers, right ones of the dense model, its hidden states' magnitude; of each student right answers,
+    # those it alone got wrong, those it alone got right, and the loss.
+    sums = [0.0] * (3 + 4 * len(students))
+    with ExitStack() as stack:
+        bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
+        advance = stack.enter_context(bar)
+        ending = stack.enter_context(Interruption())
+        for start in range(0, num_contexts, ranks.num_ranks):
+            failure = None
+            try:
+                if ending.reason:
+                    raise LeanKError(
+                        f"{ending.reason} ended the check of held-out samples",
+                        hint="the same command and `--resume` goes on with it" if recipe.trains else None,
+                        exit_code=ending.exit_code,
+                    )
+                if start + ranks.rank < num_contexts:
+                    found = _measure(loaded, recipe, source.draw(start + ranks.rank), students)
+                    sums = [total + value for total, value in zip(sums, found, strict=True)]
+            except LeanKError as error:
+                failure = error
+            ranks.check(failure)
+            advance(min(ranks.num_ranks, num_contexts - start), figures=_render_figures(sums))
+    num_answers, dense, magnitude, *rest = ranks.totals(sums)
+    checked = {}
+    for place, (ratio, mask) in enumerate(masks.items()):
+        pruned, lost, gained, loss = rest[4 * place : 4 * place + 4]
+        warnings = [
+            _judge_dense(dense, num_answers),
+            _judge_lost(recipe, dense, lost, gained, num_answers),
+            _judge_difference(recipe, mask, loss, magnitude),
+            _judge_jump(records, ratio),
+        ]
+        checked[ratio] = HeldOut(
+            tasks=recipe.data.tasks,
+            min_length=recipe.data.min_length,
+            max_length=recipe.data.max_length,
+            seed=source.seed,
+            num_contexts=num_contexts,
+            num_answers=int(num_answers),
+            dense=dense / num_answers,
+            pruned=pruned / num_answers,
+            # Of several ranks, the last digits depend on the order of the sum.
+            distillation=float(f"{loss / num_contexts:.6g}"),
+            warnings=tuple(warning for warning in warnings if warning),
+        )
+    return checked
+
+
+def _measure(
+    loaded: LoadedModel, recipe: Recipe, sample: TrainingSample, students: Sequence[Student]
+) -> list[float]:
+    """A sample's share of the sums."""
+    with out_of_memory(
+        f"a held-out sample of {sample.num_tokens} tokens",
+        "lower `data.max_length`, or leave the check out by `--set held_out_samples=0`",
+    ):
+        found = compare_answers(loaded.model, sample, students, offload=recipe.offload_context)
+    if not all(map(math.isfinite, (found.magnitude, *found.distillation))):
+        raise LeanKError(
+            f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite",
+            hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
+            exit_code=1,
+        )
+    dense = found.dense
+    sums: list[float] = [len(dense), int(dense.sum()), found.magnitude]
+    for pruned, loss in zip(found.pruned, found.distillation, strict=True):
+        sums += [int(pruned.sum()), int((dense & ~pruned).sum()), int((pruned & ~dense).sum()), loss]
+    return sums
+
+
+def _render_figures(sums: Sequence[float]) -> str:
+    answers = max(1.0, sums[0])
+    pruned = " ".join(f"{right / answers:.1%}" for right in sums[3::4])
+    return f"dense {sums[1] / answers:.1%}  pruned {pruned}"
+
+
+def _judge_dense(right: float, answers: float) -> str:
+    if right >= _CAPABLE * answers:
+        return ""
+    return (
+        f"the dense model itself answers {right:.0f} of {answers:.0f} held-out questions right: it cannot do "
+        "these tasks at these lengths, and the mask learned little from them; take shorter contexts "
+        "(`data.max_length`) or other tasks (`data.tasks`)"
+    )
+
+
+def _judge_lost(recipe: Recipe, dense: float, lost: float, gained: float, answers: float) -> str:
+    if lost - gained <= max(_LOST_SHARE * answers, _Z * math.sqrt(lost + gained)):
+        return ""
+    remedy = "train longer" if recipe.trains else "take a method that trains"
+    return (
+        f"the dense model answers {dense:.0f} of {answers:.0f} held-out questions right and the pruned one "
+        f"{dense - lost + gained:.0f}: lower `pruning_ratio`, or {remedy}"
+    )
+
+
+def _judge_difference(recipe: Recipe, mask: ChannelMask, loss: float, magnitude: float) -> str:
+    if loss > _NO_DIFFERENCE * magnitude or mask.channel_mask.all():
+        return ""
+    windows, mean = recipe.windows, loss / recipe.held_out_samples
+    return (
+        f"pruning changes nothing in held-out answers (distillation {mean:.0e}): what is pruned does "
+        "not reach them; see the chat template, and that most samples are longer than the "
+        f"{windows.sink_size + windows.recent_size} tokens of sink and recent window (`data.min_length`)"
+    )
+
+
+def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
+    """Compare how stages 1 and 2 ended, each by its last fifth."""
+    ends = []
+    for stage in (1, 2):
+        losses = [
+            record.distillation
+            for record in records
+            if record.stage == stage and record.pruning_ratio_asked in (None, ratio)
+        ]
+        if not losses:
+            return ""
+        ends.append(median(losses[-max(1, len(losses) // 5) :]))
+    if ends[1] <= _JUMP * ends[0]:
+        return ""
+    return (
+        f"stage 2 ended with a loss of {ends[1]:.1e}, and stage 1 with {ends[0]:.1e}: the mask does far "
+        "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
+        "stages more steps"
+    )

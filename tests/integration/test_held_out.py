@@ -1,0 +1,76 @@
+"""What the check at the end of training counts is what the checkpoint answers, and the dense model."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from leank_convert.data import SampleSource, TrainingSample
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe_file import load_recipe
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.train.held_out import compare_answers
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.passes import Student
+from leank_convert.windows import Windows
+
+NUM_CONTEXTS = 8
+
+
+def random_mask():
+    """So poor that some answers go wrong, at their first token, at a later one, or not at all."""
+    return torch.rand(4, 4, 64, generator=torch.Generator().manual_seed(0)) < 0.75
+
+
+def test_it_counts_the_answers_that_generation_gives(tmp_path):
+    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+    data = recipe.data.model_copy(update={"questions_per_context": 2})
+    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
+    samples = [SampleSource(loaded.tokenizer, data, 5).draw(index) for index in range(NUM_CONTEXTS)]
+    mask = random_mask()
+    student = Student(Windows(16, 64), mask.float(), mask.any(-1))
+    found = [compare_answers(loaded.model, sample, [student]) for sample in samples]
+    out = export_checkpoint(
+        "testbed", ChannelMask(mask), tmp_path / "out", sink_size=16, recent_size=64, flush_size=1
+    )
+    for path, answers in ((MODEL_DIR, [c.dense for c in found]), (out, [c.pruned[0] for c in found])):
+        model = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=True, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        expected = [generates(model, sample) for sample in samples]
+        assert [right.tolist() for right in answers] == expected
+        right = sum(map(sum, expected))
+        assert right == 2 * NUM_CONTEXTS if path == MODEL_DIR else 0 < right < 2 * NUM_CONTEXTS
+
+
+def generates(model, sample):
+    """For each question, whether the model writes the answer."""
+    found = []
+    for place in range(len(sample.questions)):
+        prompt, answer = sample.prompt_ids(place)[None], sample.answer_ids(place)
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=len(answer),
+            do_sample=False,
+            pad_token_id=0,
+        )
+        found.append(output[0, prompt.shape[1] :].equal(answer))
+    return found
+
+
+def test_a_prompt_that_is_all_prefix_is_answered_as_one_of_several():
+    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+    data = recipe.data.model_copy(update={"questions_per_context": 3})
+    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
+    sample = SampleSource(loaded.tokenizer, data, 5).draw(1)
+    mask = random_mask()
+    students = [
+        Student(Windows(16, 64), kept.float(), kept.any(-1)) for kept in (mask, torch.zeros_like(mask))
+    ]
+    together = compare_answers(loaded.model, sample, students)
+    for place, question in enumerate(sample.questions):
+        whole = torch.cat([sample.prefix_ids, question.input_ids[: question.answer_start]])
+        own = type(question)(sample.answer_ids(place), 0)
+        alone = compare_answers(loaded.model, TrainingSample(sample.task, whole, (own,)), students)
+        assert alone.dense[0] == together.dense[place]
+        assert [right[0] for right in alone.pruned] == [right[place] for right in together.pruned]

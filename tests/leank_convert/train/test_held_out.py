@@ -1,0 +1,171 @@
+"""The check of held-out samples: where its result stands, and what it warns of."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leank_convert.errors import LeanKError
+from leank_convert.inspection import inspect_artifact, render_inspection
+from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.methods.make import train_masks
+from leank_convert.report.mask_report import write_report
+from leank_convert.safetensors_file import read_header
+from leank_convert.train import held_out
+from leank_convert.train.held_out import Compared, check_held_out
+from leank_convert.train.log import StepRecord
+from leank_convert.train.log import read_log as read_steps
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.state import TrainingDirectory
+
+
+def step(stage, distillation, asked=0.7):
+    values = dict.fromkeys(StepRecord.__dataclass_fields__)
+    asked = None if stage == 1 else asked
+    return StepRecord(
+        **{**values, "stage": stage, "distillation": distillation, "pruning_ratio_asked": asked}
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(short_recipe, retriever_folder):
+    recipe = short_recipe()
+    return load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+
+
+@pytest.fixture
+def check(loaded, short_recipe, monkeypatch):
+    """Checks samples by who answers each right: D the dense model, P the pruned one, B both, - none."""
+
+    def run(letters="B" * 16, *, loss=0.01, magnitude=1.0, kept=False, steps=(), progress=False, **changes):
+        answers = iter(letters)
+
+        def compare(model, sample, students, *, offload):
+            letter = next(answers)
+            dense, pruned = (torch.tensor([letter in known]) for known in ("DB", "PB"))
+            return Compared(dense, (pruned,), (loss,), magnitude)
+
+        monkeypatch.setattr(held_out, "compare_answers", compare)
+        recipe = short_recipe(held_out_samples=len(letters), **changes)
+        mask = ChannelMask(torch.full((2, 2, 16), kept))
+        cpu = Ranks(torch.device("cpu"))
+        return check_held_out(loaded, recipe, {0.7: mask}, cpu, steps, progress=progress)[0.7]
+
+    return run
+
+
+def test_answers_are_counted(check):
+    found = check("BBBDDDP-")
+    assert (found.num_contexts, found.num_answers, found.dense, found.pruned) == (8, 8, 6 / 8, 4 / 8)
+    assert (found.distillation, found.seed, found.warnings) == (0.01, 1_000_000, ())
+    assert "dense 75.0%, pruned 50.0% of 8 answers" in found.render()
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ({"letters": "B" * 12 + "DDDD"}, "answers 16 of 16 .* and the pruned one 12: lower `pruning_ratio`"),
+        ({"letters": "-" * 16}, "the dense model itself answers 0 of 16 .* take shorter contexts"),
+        ({"loss": 1e-12}, r"changes nothing .* \(distillation 1e-12\)"),
+        ({"steps": [step(1, 0.01), step(2, 1.1)]}, r"ended with a loss of 1.1e\+00, .* 1.0e-02"),
+        ({"method": "random", "letters": "D" * 16}, "lower `pruning_ratio`, or take a method that trains"),
+    ],
+    ids=["lost answers", "incapable model", "no effect", "jump", "lost by a method without training"],
+)
+def test_what_is_far_off_is_told_with_what_to_change(check, case, told):
+    (warning,) = check(**case).warnings
+    assert re.search(told, warning)
+    assert len(warning) < 400
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"letters": "B" * 13 + "DDD"},
+        {"letters": "B" * 8 + "DDDDDPPP"},
+        {"loss": 0.0, "kept": True},
+        {"steps": [step(1, 0.01), step(2, 0.9)]},
+        {"steps": [step(1, 0.01), step(2, 9.0, 0.5)]},
+        {"steps": [step(2, 9.0)]},
+    ],
+    ids=["all well", "chance", "both ways", "nothing pruned", "no jump", "another ratio's", "stage 2 alone"],
+)
+def test_what_is_not_far_off_is_not_warned_of(check, case):
+    assert check(**case).warnings == ()
+
+
+def test_values_that_are_not_finite_are_an_error(check):
+    with pytest.raises(LeanKError, match="not finite"):
+        check(loss=math.nan)
+
+
+def test_progress_shows_the_shares(check, capsys):
+    check("BBBD", progress=True)
+    assert capsys.readouterr().err.endswith("  dense 100.0%  pruned 75.0%\n")
+
+
+def test_the_result_stands_in_log_mask_report_and_inspection(finished, tmp_path):
+    log = finished / "leank" / "log.jsonl"
+    *steps, last = map(json.loads, log.read_text().splitlines())
+    assert (last.pop("kind"), last.pop("pruning_ratio_asked")) == ("held_out", 0.7)
+    assert len(read_steps(log)) == len(steps) == 13
+    mask = load_mask(finished / "channel_mask.safetensors")
+    found = mask.provenance.held_out
+    assert json.loads(json.dumps(dataclasses.asdict(found))) == last
+    assert found.warnings and found.num_contexts == 2
+    write_report(mask, read_steps(log), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    facts = inspect_artifact(finished)
+    assert json.loads(json.dumps(facts))["provenance"]["held_out"] == last
+    for text in (page.replace("&#x27;", "'"), render_inspection(facts)):
+        assert found.render() in text
+        assert found.warnings[0] in text
+
+
+def test_a_finished_run_that_is_resumed_is_checked_again_and_logged_once(
+    finished, short_recipe, retriever_folder, tmp_path
+):
+    out = shutil.copytree(finished, tmp_path / "out")
+    train_masks(retriever_folder, out, recipe=short_recipe(), resume=True, progress=False)
+    logs = [TrainingDirectory(folder).folder / "log.jsonl" for folder in (finished, out)]
+    assert logs[0].read_text() == logs[1].read_text()
+
+
+def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, finished_mask):
+    mask = train_one(short_recipe(held_out_samples=0), tmp_path)
+    assert mask.provenance.held_out is None
+    assert torch.equal(mask.channel_mask, finished_mask.channel_mask)
+    assert "held_out" not in read_header(tmp_path / "channel_mask.safetensors").metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda good: [good], r"`held_out` is \[\{.*, not an object"),
+        (lambda good: {}, "`held_out.tasks` is missing"),
+        (lambda good: good | {"dense": 1.5}, "`held_out.dense` is 1.5: Input should be less than"),
+        (
+            lambda good: good | {"num_answers": "all"},
+            "`held_out.num_answers` is 'all': Input should be a valid",
+        ),
+        (lambda good: good | {"distillation": math.nan}, "`held_out.distillation` is nan"),
+        (
+            lambda good: good | {"warnings": ["a" * 10**6]},
+            "`held_out.warnings.0` is 'aaa.{,120}: String should",
+        ),
+    ],
+)
+def test_a_result_that_makes_no_sense_is_refused(finished, tmp_path, change, told):
+    path = finished / "channel_mask.safetensors"
+    metadata = read_header(path).metadata
+    changed = json.dumps(change(json.loads(metadata["held_out"])))
+    save_file(load_file(path), tmp_path / "mask.safetensors", {**metadata, "held_out": changed})
+    with pytest.raises(LeanKError, match=told):
+        load_mask(tmp_path / "mask.safetensors")
