@@ -61,15 +61,14 @@ GGUF_HINT = "GGUF holds weights quantized for llama.cpp: name the model in safet
 NEVER_DOWNLOADED_PATTERNS = ("*.py",)
 # Keys of a config.json by which transformers would load something else than the folder's own files: another
 # config, kernels from the hub, the code of another folder, code for `pipeline`, other weights.
-OTHER_CONFIGS_KEY = "configuration_files"
+OTHER_FILES_KEYS = {"configuration_files", "transformers_weights"}
 KERNEL_KEYS = {f"{prefix}{part}_implementation" for prefix in ("", "_") for part in ("attn", "experts")}
 LOADING_KEYS = {
-    OTHER_CONFIGS_KEY,
+    *OTHER_FILES_KEYS,
     *KERNEL_KEYS,
     "_name_or_path",
     "name_or_path",
     "custom_pipelines",
-    "transformers_weights",
 }
 
 

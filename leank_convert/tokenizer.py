@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool 
         LeanKError: If there is none, it cannot be loaded, or it is code that may not run.
     """
     # Imported here: it takes most of a second, which an import of the toolkit need not.
-    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
     config = None
     try:
@@ -30,7 +32,11 @@ def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool 
         if not trust and (folder / CONFIG_NAME).is_file() and "leank" in (content := read_config(folder)):
             config = PreTrainedConfig.from_dict(content)
         # Not left out: transformers would then ask on the terminal.
-        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust)
+        with _unasked():
+            found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust)
+        if not isinstance(found, PreTrainedTokenizerBase):
+            raise TypeError(f"`{type(found).__name__}` is no tokenizer (`tokenizer_class`)")
+        return found
     except Exception as error:  # a tokenizer's files fail to load in as many ways as there are tokenizers
         if not trust and "trust_remote_code" in str(error):
             raise LeanKError(
@@ -42,3 +48,16 @@ def load_tokenizer(folder: Path, name: str | Path | None = None, *, trust: bool 
             f"the tokenizer of `{name or folder}` cannot be loaded: {first_line(error)}",
             hint="prompts are made with the model's own tokenizer: put its files into that folder",
         ) from error
+
+
+@contextmanager
+def _unasked() -> Iterator[None]:
+    """Let transformers refuse code where it would ask: a `tokenizer_class` may be one that loads others."""
+    from transformers import dynamic_module_utils
+
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # for an answer; none are no question
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds

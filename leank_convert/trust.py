@@ -14,7 +14,7 @@ from leank_convert.checkpoint_io import (
     ADAPTER_NAME,
     CONFIG_NAME,
     KERNEL_KEYS,
-    OTHER_CONFIGS_KEY,
+    OTHER_FILES_KEYS,
     TOKENIZER_CONFIG_NAME,
     read_leank_config,
     read_leank_facts,
@@ -74,17 +74,16 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Check that transformers reads a folder's config.json and no other, and takes no kernels from the hub.
+    """Check that transformers reads the config and weights that are checked, and takes no kernels from a hub.
 
     Raises:
         LeanKError: If it would.
     """
     path = folder / CONFIG_NAME
     config = _read(path)
-    if OTHER_CONFIGS_KEY in config:
+    for key in OTHER_FILES_KEYS & config.keys():
         raise LeanKError(
-            f"`{path}`: `{OTHER_CONFIGS_KEY}` is {cut(config[OTHER_CONFIGS_KEY])}, by which transformers "
-            "would read another file instead",
+            f"`{path}`: `{key}` is {cut(config[key])}, by which transformers would read another file instead",
             hint="remove that key",
         )
     for key in KERNEL_KEYS & config.keys():

@@ -64,6 +64,16 @@ def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("named", ["AutoModelForCausalLM", "AutoTokenizer", "RagTokenizer", 7])
+def test_a_tokenizer_class_that_would_load_more_than_a_tokenizer_asks_nothing(
+    named: object, shipped_checkpoint: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    folder = copy_of(shipped_checkpoint)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+    with pytest.raises(LeanKError, match=r"the tokenizer of `.*` (cannot be loaded|is code of its own)"):
+        load_tokenizer(folder)
+
+
 def test_a_checkpoints_tokenizer_needs_none_of_its_code(
     shipped_checkpoint: Path, copy_of: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,6 +86,7 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
         (set_config(auto_map=OTHER_REPOSITORY), "config.json`: `auto_map` is {'AutoConfig': 'me/other--"),
         (set_config(auto_map=None), "config.json`: `auto_map` is None"),
         (set_config(configuration_files=["config.5.0.0.json"]), "`configuration_files` is ['config.5.0.0"),
+        (set_config(transformers_weights="x.safetensors"), "`transformers_weights` is 'x.safetensors'"),
         (set_config(attn_implementation="me/kernel"), "`attn_implementation` is 'me/kernel', a kernel"),
         (set_config(_attn_implementation={"": "me/kernel"}), "`_attn_implementation` is {'': 'me/kernel'}"),
         (
