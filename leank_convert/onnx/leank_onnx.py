@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -39,6 +39,7 @@ DEFAULT_PROMPT_CHUNK = 256
 _DTYPES: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
 _ONNX_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int64": "tensor(int64)"}
 _CAPACITY_STEP = 64
+_MAX_PROMPT = 1 << 24  # characters of standard input, more than any context has room for
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # Per layer, of the new tokens: K [B, H_kv, Q, D] and V [B, H_kv, D, Q].
@@ -242,7 +243,7 @@ class Description:
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LeanKOnnxError(f"`{path}` is no JSON: {error}; export the model again") from None
         require(isinstance(content, dict), f"`{path}` is no JSON object; export the model again")
         version = content.get("format_version")
@@ -502,7 +503,7 @@ class Graph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # what fails is raised
         if threads is not None:
-            require(threads >= 1, f"threads is {threads}: pass 1 or more, or None")
+            require(1 <= threads <= 1024, f"threads is {threads}: pass 1 to 1024, or None")
             options.intra_op_num_threads = threads
         for name, value in (settings or {}).items():
             options.add_session_config_entry(name, value)
@@ -1068,15 +1069,22 @@ class LeanKOnnx:
         file = self.folder / "tokenizer_config.json"
         try:
             content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LeanKOnnxError(f"`{file}` is no JSON: {error}; copy it again") from None
         require(isinstance(content, dict), f"`{file}` is no JSON object; copy it again")
         return dict(content)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line, as everything else is told."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message:.300}\nhint: see `{self.prog} --help`\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer one prompt on the command line, as it is made, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Answer a prompt with a model that leank-convert exported.")
+    parser = _Parser(description="Answer a prompt with a model that leank-convert exported.")
     parser.add_argument("folder", help="what `leank-convert export --format onnx` wrote")
     parser.add_argument("prompt", help="text of the user; - reads standard input")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -1103,7 +1111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ids = model.encode(prompt)
         else:
             ids = model.encode_chat([{"role": "user", "content": prompt}])
-        most, known = len(ids) + given.max_new_tokens, model.description.max_position_embeddings
+        known = model.description.max_position_embeddings
+        require(
+            given.max_new_tokens <= known,
+            f"max_new_tokens is {given.max_new_tokens}: the model's max_position_embeddings is {known}, pass "
+            "no more",
+        )
+        most = len(ids) + given.max_new_tokens
         if most > known:
             sys.stderr.write(
                 f"note: prompt and answer may have {most} tokens, the model's max_position_embeddings is "
@@ -1139,7 +1153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write("\n")
         sys.stdout.flush()
     except (LeanKOnnxError, MemoryError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {str(error) or 'memory does not suffice'}\n")
         return 2
     except KeyboardInterrupt:
         sys.stdout.write("\n")
@@ -1152,10 +1166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read_standard_input() -> str:
+    require(sys.stdin is not None, "standard input is closed: pass the prompt as an argument")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read(_MAX_PROMPT + 1)
     except UnicodeDecodeError as error:
         raise LeanKOnnxError(f"standard input is no text: {error}") from None
+    require(len(text) <= _MAX_PROMPT, f"standard input has more than {_MAX_PROMPT} characters: pass fewer")
+    return text
 
 
 if __name__ == "__main__":

@@ -112,6 +112,53 @@ def test_the_command_line_says_a_mistake_in_one_line(copied, capsys):
     assert "leank_onnx.json` does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: folder, prompt"),
+        (["FOLDER", "w1", "--nothing"], "unrecognized arguments: --nothing"),
+        (
+            ["FOLDER", "w1", "--max-new-tokens", "x" * 10**4],
+            "argument --max-new-tokens: invalid int value: ",
+        ),
+        (["FOLDER", "w1", "--max-new-tokens", "0"], "max_new_tokens is 0: pass 1 or more"),
+        (["FOLDER", "w1", "--max-new-tokens", str(10**12)], "max_new_tokens is 1000000000000: the model's"),
+        (["FOLDER", "w1", "--threads", str(10**30)], "threads is 1000000"),
+        (["/dev/zero", "w1"], "`/dev/zero/leank_onnx.json` does not exist"),
+    ],
+    ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else "",
+)
+def test_arguments_that_make_no_sense_are_refused_in_a_line(arguments, message, copied):
+    arguments = [str(copied) if argument == "FOLDER" else argument for argument in arguments]
+    script = str(copied / "leank_onnx.py")
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr) < 500
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] in (["error"], ["error", "hint"])
+
+
+@pytest.mark.parametrize("given", [None, "endless"])
+def test_standard_input_without_a_prompt_or_an_end_is_told(given, copied, monkeypatch, capsys):
+    endless = io.StringIO()
+    monkeypatch.setattr(endless, "read", lambda size: "a" * size)
+    monkeypatch.setattr(sys, "stdin", given and endless)
+    assert leank_onnx.main([str(copied), "-"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: standard input {'has more than' if given else 'is clos'}"
+    )
+
+
+def test_a_description_nested_beyond_all_reason_is_no_json(copied, capsys):
+    for name in ("leank_onnx.json", "tokenizer_config.json"):
+        (copied / "chat_template.jinja").unlink(missing_ok=True)
+        kept = (copied / name).read_text() if (copied / name).exists() else "{}"
+        (copied / name).write_text("[" * 10**5)
+        assert leank_onnx.main([str(copied), "w1"]) == 2
+        assert f"{name}` is no JSON" in capsys.readouterr().err
+        (copied / name).write_text(kept)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
 def test_standard_input_that_is_no_text_is_told_in_a_line(encoding, copied):
     (copied / "noise").write_bytes(b"w1 \xff")

@@ -95,7 +95,7 @@ def test_what_ends_one_rank_ends_all_with_the_state_saved(event, ended, recipe, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask", "the recipe has `mask: a.pth`"),  # only the first looks
+        ("mask", "recipe `made in Python`: `mask` is 'a.pth'"),  # only the first looks
         ("width", "`width_multiple` 32 exceeds"),  # all meet it
     ],
 )

@@ -28,7 +28,7 @@ def test_missing_keys_are_all_named(folder):
     ("changes", "message"),
     [
         ({"format_version": 2}, "format_version is 2, this leank_onnx.py reads 1"),
-        ({"flush_size": 0}, "`flush_size` is 0, not a whole number from 1 up"),
+        ({"flush_size": 0}, "`flush_size` is 0, not a whole number from 1 to"),
         ({"widths": [[0, None], [4, 4]]}, "`widths.0.1` is None"),
         ({"buckets": [[{"width": 7, "heads": [1, 2]}]]}, "`buckets.0` does not hold each of 2 heads once"),
         ({"files": {"model.onnx": "0"}}, "`files` does not name `channel_mask.safetensors`"),
