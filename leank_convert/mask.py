@@ -9,23 +9,26 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
+from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, ModelFacts
 from leank_convert.errors import LeanKError, cut, first_line
-from leank_convert.files import write_atomically
+from leank_convert.fields import Fields
+from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, is_hub_id
+from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
+from leank_convert.recipe_yaml import parse_yaml
+from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
+from leank_convert.windows import MAX_WINDOW, Windows
 
 MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
@@ -33,6 +36,8 @@ MASK_FILE_NAME = "channel_mask.safetensors"
 
 _PICKLE_SUFFIXES = (".pth", ".pt")
 _SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
+_SIZES = ("sink_size", "recent_size", "flush_size")
+_MAX_NAME = 1000
 
 
 def package_versions() -> dict[str, str]:
@@ -248,91 +253,50 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
         LeanKError: If the file cannot be read, holds something else, or a value is neither 0 nor 1.
     """
     path = Path(path)
-    if not path.is_file():
-        raise LeanKError(
-            f"mask `{path}` does not exist" if not path.exists() else f"mask `{path}` is a folder"
-        )
+    check_file(path)
     if path.suffix == ".safetensors":
         return _load_safetensors(path)
     if path.suffix in _PICKLE_SUFFIXES:
-        return ChannelMask(_to_bool(_load_pickle(path), path))
+        return ChannelMask(to_bool(load_pickle(path), path))
     if path.suffix == ".npy":
-        return ChannelMask(_to_bool(_load_array(path), path))
+        return ChannelMask(to_bool(load_array(path), path))
     raise LeanKError(
-        f"mask `{path}`: unknown file type `{path.suffix}`",
+        f"mask `{path}`: unknown file type {cut(path.suffix)}",
         hint="a mask is a `.safetensors`, `.pth`, `.pt` or `.npy` file",
     )
 
 
 def _load_safetensors(path: Path) -> ChannelMask:
-    from safetensors.torch import load_file
-
     header = read_header(path)
-    tensors = load_file(path)
-    if header.metadata.get("format") == MASK_FORMAT:
-        version = header.metadata.get("format_version")
-        if version != str(MASK_FORMAT_VERSION):
+    if header.metadata.get("format") != MASK_FORMAT:
+        if len(header.tensors) != 1:
+            names = ", ".join(f"`{name}`" for name in sorted(header.tensors)[:2])
+            raise LeanKError(f"mask `{path}` holds {len(header.tensors)} tensors ({names}), not one")
+        return ChannelMask(to_bool(load_stored(header, next(iter(header.tensors))), path))
+    version = header.metadata.get("format_version")
+    if version != str(MASK_FORMAT_VERSION):
+        raise LeanKError(
+            f"mask `{path}` has format version {cut(version)}; this release reads {MASK_FORMAT_VERSION}",
+            hint="update leank-convert",
+        )
+    if "channel_mask" not in header.tensors:
+        raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
+    mask = to_bool(load_stored(header, "channel_mask"), path)
+    factors = None
+    if "scaling_factors" in header.tensors:
+        factors = load_stored(header, "scaling_factors")
+        if factors.dtype != torch.float32 or factors.shape != mask.shape or not factors.isfinite().all():
             raise LeanKError(
-                f"mask `{path}` has format version {version}; this release reads {MASK_FORMAT_VERSION}",
-                hint="update leank-convert",
+                f"mask `{path}`: `scaling_factors` {_describe(factors)} are not finite float32 of the mask's "
+                f"shape {list(mask.shape)}"
             )
-        if "channel_mask" not in tensors:
-            raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
-        return ChannelMask(
-            _to_bool(tensors["channel_mask"], path),
-            tensors.get("scaling_factors"),
-            _read_provenance(header.metadata, path),
-        )
-    if len(tensors) != 1:
-        names = ", ".join(f"`{name}`" for name in sorted(tensors)[:4])
-        raise LeanKError(f"mask `{path}` holds {len(tensors)} tensors ({names}), not one")
-    return ChannelMask(_to_bool(next(iter(tensors.values())), path))
+    known = None
+    if "model" in header.metadata:
+        known = _read_provenance(header.metadata, mask.shape, path)
+    return ChannelMask(mask, factors, known)
 
 
-def _load_pickle(path: Path) -> Tensor:
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise LeanKError(
-            f"mask `{path}` is not a pickle of one plain tensor",
-            hint="save it with `torch.save(tensor, path)`",
-        ) from error
-    if not isinstance(value, Tensor):
-        raise LeanKError(
-            f"mask `{path}` holds a `{type(value).__name__}`, not one plain tensor",
-            hint="save it with `torch.save(tensor, path)`",
-        )
-    return value.detach()
-
-
-def _load_array(path: Path) -> Tensor:
-    try:
-        return torch.from_numpy(np.load(path, allow_pickle=False))
-    except Exception as error:  # numpy parses the header as Python, and lets that parser's errors out
-        raise LeanKError(f"mask `{path}` is not an array of numbers: {first_line(error)}") from error
-
-
-def _to_bool(values: Tensor, path: Path) -> Tensor:
-    if values.ndim != 3 or values.numel() == 0:
-        raise LeanKError(
-            f"mask `{path}` is a tensor of shape {list(values.shape)}, not [layers, KV heads, head_dim]"
-        )
-    if values.dtype == torch.bool:
-        return values.clone()
-    numbers = values.to(torch.float64)
-    other = ((numbers != 0) & (numbers != 1)).nonzero()
-    if len(other):
-        position = other[0].tolist()
-        raise LeanKError(
-            f"mask `{path}`: value {numbers[tuple(position)].item()} at {position} is not 0 or 1",
-            hint="a mask says which channels are kept; scaling factors have to be selected from first",
-        )
-    return numbers == 1
-
-
-def _read_provenance(metadata: Mapping[str, str], path: Path) -> MaskProvenance | None:
-    if "model" not in metadata:
-        return None
+def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Path) -> MaskProvenance:
     values: dict[str, Any] = {}
     for entry in fields(MaskProvenance):
         text = metadata.get(entry.name)
@@ -341,12 +305,56 @@ def _read_provenance(metadata: Mapping[str, str], path: Path) -> MaskProvenance 
                 raise LeanKError(f"mask `{path}`: its header metadata has no `{entry.name}`")
             continue
         try:
-            values[entry.name] = text if str(entry.type).startswith("str") else json.loads(text)
+            values[entry.name] = text if str(entry.type).startswith("str") else parse_json(text.encode())
         except ValueError as error:
-            raise LeanKError(f"mask `{path}`: header metadata `{entry.name}` is `{text}`") from error
+            raise LeanKError(
+                f"mask `{path}`: header metadata `{entry.name}` is {cut(text)}, no JSON"
+            ) from error
+    try:
+        _check_provenance(Fields(values, "header metadata"), shape)
+    except LeanKError as error:
+        raise LeanKError(f"mask `{path}`: {error}") from error
     if "held_out" in values:
         values["held_out"] = _read_held_out(values["held_out"], path)
     return MaskProvenance(**values)
+
+
+def _check_provenance(known: Fields, shape: Sequence[int]) -> None:
+    """Check the types and bounds of a provenance, and that its sizes are those of the mask [L, H_kv, D]."""
+    for key in ("model", "model_type", "method"):
+        if len(known.text(key)) > _MAX_NAME:
+            raise known.refused(key, f"longer than {_MAX_NAME} characters")
+    for key, size in zip(("num_hidden_layers", "num_key_value_heads", "head_dim"), shape, strict=True):
+        if known.whole_number(key, 1, MAX_CHANNELS) != size:
+            raise known.refused(key, f"not the mask's {size}")
+    if known.whole_number("num_attention_heads", 1, MAX_HEADS) % shape[1]:
+        raise known.refused("num_attention_heads", f"not a multiple of {shape[1]} KV heads")
+    sink_size, recent_size, flush_size = (known.whole_number(key, 0, MAX_WINDOW) for key in _SIZES)
+    Windows(sink_size, recent_size, flush_size)
+    rope = known.values["rope_parameters"]
+    if not isinstance(rope, Mapping):
+        raise known.refused("rope_parameters", "not an object")
+    check_rope_parameters(rope, head_dim=shape[2], origin="rope_parameters")
+    given = known.values.keys()
+    if "pruning_ratio_asked" in given:
+        known.number("pruning_ratio_asked", 0, 1)
+    if "width_multiple" in given:
+        known.whole_number("width_multiple", 1, MAX_HEAD_DIM)
+    if "seed" in given:
+        known.whole_number("seed", 0, 2**64)
+    if "recipe" in given:
+        try:
+            recipe = parse_yaml(known.text("recipe"))
+        except ValueError as error:
+            raise known.refused("recipe", f"no YAML: {first_line(error)}") from error
+        if not isinstance(recipe, dict):
+            raise known.refused("recipe", "no YAML of a recipe")
+    versions = known.values.get("versions", {})
+    if not isinstance(versions, Mapping) or not all(
+        isinstance(version, str) and len(name) + len(version) <= _MAX_NAME
+        for name, version in versions.items()
+    ):
+        raise known.refused("versions", "not an object of texts")
 
 
 def _read_held_out(value: Any, path: Path) -> HeldOut:

@@ -28,7 +28,7 @@ RANKS = [
     },
     {"checkpoint_io", "config_overrides", "digests", "recipe_file", "recipe_listing", "testbed"},
     {"hub", "tokenizer"},
-    {"mask", "checkpoint_masks"},
+    {"mask", "mask_tensor", "checkpoint_masks"},
     {"data", "report"},
     {"train", "methods.*", "export"},
     {"onnx", "convert", "trust"},

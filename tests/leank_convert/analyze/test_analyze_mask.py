@@ -151,7 +151,7 @@ def test_what_is_no_mask_is_refused_with_a_remedy(run, tmp_path, source_model):
     (tmp_path / "notes.txt").write_text("no mask")
     for artifact, message in (
         (tmp_path / "nope.npy", "does not exist"),
-        (tmp_path / "notes.txt", "unknown file type `.txt`"),
+        (tmp_path / "notes.txt", "unknown file type '.txt'"),
         (source_model(), "holds no `channel_mask.safetensors`"),
     ):
         result = run("analyze", artifact, "-o", tmp_path / "out")
