@@ -42,9 +42,7 @@ def copy_companions(folder: Path, target: Path) -> None:
     settings = _read_settings(found)
     missing = []
     if any(name.startswith(_TOKENIZER_FILES) for name in found):
-        # What is code here could not be loaded for its class, and was warned of.
-        if not refers_to_code:
-            found.update(_name_tokenizer_class(folder, settings))
+        found.update(_name_tokenizer_class(folder, settings, warned=refers_to_code))
     else:
         missing.append("tokenizer")
     write_companions(found, target)
@@ -105,8 +103,11 @@ def _read_settings(contents: Mapping[str, bytes]) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any]) -> dict[str, bytes]:
-    """tokenizer_config.json with the tokenizer's class in it, by its name; nothing if need not be."""
+def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any], *, warned: bool) -> dict[str, bytes]:
+    """tokenizer_config.json with the tokenizer's class in it, by its name; nothing if need not be.
+
+    One that cannot be loaded is warned of, unless it was before.
+    """
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -115,7 +116,8 @@ def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any]) -> dict[str
     try:
         chosen = type(load_tokenizer(folder)).__name__
     except LeanKError as error:
-        _logger.warning("%s; it is copied as it is", error)
+        if not warned:
+            _logger.warning("%s; it is copied as it is", error)
         return {}
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -82,6 +82,17 @@ def test_a_class_chosen_by_the_model_type_is_named(
     assert copied(source, tmp_path / "again") == {"tokenizer_class": "Qwen2Tokenizer"}
 
 
+def test_a_class_is_named_without_the_code_that_was_referred_to(
+    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = source_model("qwen2")
+    write_tokenizer(source, auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
+    assert copied(source, tmp_path / "out") == {"tokenizer_class": "Qwen2Tokenizer"}
+    (source / "tokenizer.json").write_text("{}")  # cannot be loaded
+    assert copied(source, tmp_path / "again") == {}
+    assert ["not carried over" in record.getMessage() for record in caplog.records] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("family", "named"),
     [
