@@ -158,11 +158,12 @@ def _describe_provenance(mask: ChannelMask) -> dict[str, Any] | None:
     return None if mask.provenance is None else asdict(mask.provenance)
 
 
-def render_inspection(facts: Mapping[str, Any]) -> str:
+def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) -> str:
     """Render what `inspect_artifact` found as text for a person.
 
     Args:
         facts: The result of `inspect_artifact`.
+        with_recipe: Whether the recipe follows that the mask was made by.
     """
     cache, windows, provenance = facts["bytes_per_token"], facts["windows"], facts["provenance"]
     asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
@@ -199,6 +200,9 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
         if provenance["seed"] is not None:
             rows.append(("seed", str(provenance["seed"])))
         rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
+    recipe = (provenance["recipe"] or "").splitlines() if provenance else []
+    if recipe and not with_recipe:
+        rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))
     if facts["kind"] == "checkpoint":
         rows.insert(2, ("format", str(facts["format_version"])))
     if facts["kind"] == "onnx":
@@ -220,6 +224,7 @@ def render_inspection(facts: Mapping[str, Any]) -> str:
     for layer, row in enumerate(facts["widths"]):
         widths = " ".join(f"{width:>{size}}" for width in row)
         lines.append(f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}")
-    if provenance and provenance["recipe"]:
-        lines += ["", "recipe", *(f"  {line}" for line in provenance["recipe"].splitlines())]
-    return "\n".join(lines) + "\n"
+    if recipe and with_recipe:
+        lines += ["", "recipe", *(f"  {line}" for line in recipe)]
+    # What a file says must not move a terminal's cursor.
+    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leank_convert.files import write_atomically
+from leank_convert.report.figures import BLUE, GREEN, ORANGE
 from leank_convert.report.page import figure_png
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
+_COLOURS = (BLUE, ORANGE, GREEN, "#8a63b5", "#b0413e")  # of variants, the baseline's first
 _Z_95 = 1.959963984540054
 
 
@@ -242,26 +244,55 @@ def _to_csv(result: Comparison) -> str:
 
 
 def _draw(result: Comparison) -> Figure:
-    """Scores by task, a panel a length, a bar a variant."""
+    """Scores by task in percent, a panel a length, a bar a variant, with the intervals of the table."""
     from matplotlib.figure import Figure
 
     lengths = result.lengths
-    num_bars = max(len(result.by_task(length)) for length in lengths) * len(result.variants)
-    size = (max(6.0, 0.28 * num_bars + 2), 2.8 * len(lengths) + 0.6)
+    num_bars = max(len(result.by_task(length)) + 1 for length in lengths) * len(result.variants)
+    size = (max(7.0, 0.28 * num_bars + 2), 2.8 * len(lengths) + 0.6)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(lengths), 1, squeeze=False)[:, 0]
     for axes, length in zip(panels, lengths, strict=True):
         _draw_length(axes, result, length)
-    panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=len(result.variants))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
     return figure
 
 
 def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
     scores = result.by_task(length)
+    if len(scores) > 1:
+        scores["all tasks"] = result.at(length)
     width = 0.8 / len(result.variants)
+    legend = f"95% interval of the difference from {result.baseline}"
     for place, variant in enumerate(result.variants):
         x = [task + (place - (len(result.variants) - 1) / 2) * width for task in range(len(scores))]
-        axes.bar(x, [score.means[variant] for score in scores.values()], width, label=variant)
-    axes.set_xticks(range(len(scores)), list(scores), rotation=20, ha="right")
-    axes.set(ylim=(0, 1), ylabel=result.measure)
+        means = [100 * score.means[variant] for score in scores.values()]
+        axes.bar(x, means, width, label=_title(variant), color=_COLOURS[place % len(_COLOURS)])
+        if variant != result.baseline:
+            whiskers = [_whisker(score, result.baseline, variant) for score in scores.values()]
+            axes.errorbar(
+                x,
+                [middle for middle, _ in whiskers],
+                [half for _, half in whiskers],
+                fmt="none",
+                ecolor="black",
+                elinewidth=1,
+                capsize=3,
+                clip_on=False,
+                label=legend if variant == result.variants[-1] else None,
+            )
+    labels = [f"{task}\nn = {score.n}" for task, score in scores.items()]
+    axes.set_xticks(range(len(scores)), labels, rotation=20 if len(scores) > 5 else 0)
+    axes.set(ylim=(0, 100), xlim=(-0.6, len(scores) - 0.4), ylabel=f"{result.measure} (%)")
     axes.set_title(f"up to {length} tokens", loc="right")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+
+
+def _whisker(score: PairedScore, baseline: str, variant: str) -> tuple[float, float]:
+    """Middle and half the length of the scores, in percent, that a difference's interval allows."""
+    low, high = (
+        100 * min(1.0, max(0.0, score.means[baseline] + end)) for end in score.differences[variant].interval
+    )
+    return (low + high) / 2, (high - low) / 2

@@ -88,9 +88,12 @@ def test_provenance_of_a_trained_mask_is_told(
         "0.8750 (asked: 0.75), widths in multiples of 4",
         "sink_size 1, recent_size 2, flush_size 3",
         "made by",
-        "  seed: 7\n",
+        "2 lines; `--with-recipe` prints them\n",
     ):
         assert part in text
+    assert "seed: 7\n" not in text
+    facts["provenance"]["recipe"] = "steps: 3\nseed: 7 # \x1b[2J\n"
+    assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
 def test_other_folders_and_files_are_refused(tmp_path: Path, source_model: Callable[..., Path]) -> None:

@@ -208,6 +208,19 @@ def test_inspect_is_for_people_by_default(run, exported):
     assert "pruning ratio" in result.stdout
 
 
+def test_inspect_prints_the_recipe_only_when_asked(run, tmp_path):
+    out = tmp_path / "out"
+    small = ["method=static-norm", "calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
+    settings = [part for setting in small for part in ("--set", setting)]
+    result = run("train", "testbed", "-o", out, "--mask-only", *settings)
+    assert result.exit_code == 0, result.output
+    plain, whole = run("inspect", out).stdout, run("inspect", out, "--with-recipe").stdout
+    assert "`--with-recipe` prints" in plain
+    assert "calibration_prompts" not in plain
+    assert "# --set calibration_prompts=2" in whole
+    assert "calibration_prompts=2" in json.loads(run("inspect", out, "--json").stdout)["provenance"]["recipe"]
+
+
 def test_recipes_are_listed_and_printed(run):
     names = [recipe["name"] for recipe in json.loads(run("recipes", "--json").stdout)]
     listed = run("recipes").stdout

@@ -153,5 +153,35 @@ def test_all_three_files_hold_every_cell(tmp_path):
         for scored in (("dense", 1.0), ("pruned", pruned))
     ]
     assert [row["difference"] for row in rows[:2]] == ["", "-0.5"]
+
+
+def test_the_plot_has_the_tables_units_titles_and_intervals(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "leank_convert.evaluate.comparison.figure_png", lambda draw: drawn.append(draw()) or b"\x89PNG"
+    )
+    result = comparison(outcomes(90, 4, 1, 5), outcomes(9, 1, 0, 0, task="passkey"))
+    write_results(result, tmp_path)
+    (axes,) = drawn[0].axes
+    assert (axes.get_ylabel(), axes.get_ylim()) == ("exact match (%)", (0, 100))
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "retrieval\nn = 100",
+        "passkey\nn = 10",
+        "all tasks\nn = 110",
+    ]
+    dense, pruned, window = axes.containers[0], axes.containers[1], axes.containers[3]
+    titles = [container.get_label() for container in (dense, pruned, window)]
+    assert titles == ["dense", "pruned", "window alone"]
+    assert [bar.get_height() for bar in pruned] == pytest.approx([91, 90, 100 * 100 / 110])
+    (whiskers,) = axes.containers[2].lines[2]
+    for (start, end), score in zip(
+        whiskers.get_segments(), [*result.by_task(2048).values(), result.total], strict=True
+    ):
+        interval = [100 * (score.means["dense"] + end) for end in score.differences["pruned"].interval]
+        assert [start[1], end[1]] == pytest.approx([interval[0], min(100, interval[1])])
+
+
+def test_the_plot_is_no_blank_sheet(tmp_path):
+    write_results(comparison(outcomes(9, 1, 0, 0)), tmp_path)
     with Image.open(tmp_path / "results.png") as image:
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # bars and text, not a blank sheet
