@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from leank_convert.onnx import export_onnx
     from leank_convert.recipe import Recipe
     from leank_convert.recipe_file import load_recipe
+    from leank_convert.rewrite import rewrite_checkpoint
     from leank_convert.verify import verify_checkpoint
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "export_onnx",
     "load_mask",
     "load_recipe",
+    "rewrite_checkpoint",
     "train_mask",
     "train_masks",
     "verify_checkpoint",
@@ -42,6 +44,7 @@ _HOMES = {
     "export_onnx": "onnx",
     "load_mask": "mask",
     "load_recipe": "recipe_file",
+    "rewrite_checkpoint": "rewrite",
     "train_mask": "methods.make",
     "train_masks": "methods.make",
     "verify_checkpoint": "verify",

@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @out_option
+@click.option(
+    "--from-checkpoint",
+    "old",
+    metavar="OLD",
+    type=click.Path(path_type=Path),
+    help="In place of MODEL: a checkpoint of an earlier release, to be written anew in today's format.",
+)
 @click.option("--mask", "mask_path", metavar="FILE|ID", help="Mask: .safetensors, .npy, .pth, or a hub id.")
 @click.option("--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache.")
 @recipe_option
@@ -56,8 +63,9 @@ if TYPE_CHECKING:
 @overwrite_option
 @hub_options
 def export(
-    model: str,
+    model: str | None,
     out: Path,
+    old: Path | None,
     mask_path: str | None,
     all_channels: bool,
     recipe_name: str | None,
@@ -78,10 +86,21 @@ def export(
 
     Without --mask: the mask that `train --mask-only` left in --out, else the recipe's `mask`. With --format
     onnx MODEL may also be a checkpoint that was written before: its mask and windows are taken.
+
+    With --from-checkpoint everything is taken from OLD, whose digests are checked first.
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
     check_hub_options(repo_id, private)
+    if old is not None:
+        _check_rewriting()
+        from leank_convert.rewrite import rewrite_checkpoint
+
+        rewrite_checkpoint(old, out, overwrite=overwrite)
+        finish_export(out, repo_id, private)
+        return
+    if model is None:
+        raise click.UsageError("name MODEL, or a checkpoint by --from-checkpoint")
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in ("windows", "mask", "model"):
@@ -143,6 +162,17 @@ def quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _check_rewriting() -> None:
+    """Refuse what a checkpoint that is written anew already says."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if given and name not in ("old", "out", "overwrite", "repo_id", "private"):
+            what = parameter.opts[0] if isinstance(parameter, click.Option) else "MODEL"
+            raise click.UsageError(f"--from-checkpoint excludes {what}: that checkpoint says it")
 
 
 def _check_onnx_options(repo_id: str | None) -> None:

@@ -39,7 +39,7 @@ def copy_companions(folder: Path, target: Path) -> None:
         OSError: If a file cannot be read or written.
     """
     found, refers_to_code = read_companions(folder)
-    settings = _read_settings(found)
+    settings = read_tokenizer_config(found.get(TOKENIZER_CONFIG_NAME, b"{}"))
     missing = []
     if any(name.startswith(_TOKENIZER_FILES) for name in found):
         found.update(_name_tokenizer_class(folder, settings, warned=refers_to_code))
@@ -65,7 +65,7 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
     """
     paths, others = find_companions(folder)
     found = {name: path.read_bytes() for name, path in paths.items()}
-    settings = _read_settings(found)
+    settings = read_tokenizer_config(found.get(TOKENIZER_CONFIG_NAME, b"{}"))
     refers_to_code = "auto_map" in settings
     left_out = [cut(name) for name in others]
     if refers_to_code:
@@ -94,10 +94,10 @@ def write_companions(contents: Mapping[str, bytes], target: Path) -> None:
         write_atomically(target / name, content)
 
 
-def _read_settings(contents: Mapping[str, bytes]) -> dict[str, Any]:
+def read_tokenizer_config(content: bytes) -> dict[str, Any]:
     """What tokenizer_config.json says; nothing where transformers cannot read it either."""
     try:
-        settings = json.loads(contents.get(TOKENIZER_CONFIG_NAME, b"{}"))
+        settings = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -108,23 +108,38 @@ def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any], *, warned: 
 
     One that cannot be loaded is warned of, unless it was before.
     """
+    try:
+        chosen = find_tokenizer_class(folder)
+    except LeanKError as error:
+        if not warned:
+            _logger.warning("%s; it is copied as it is", error)
+        return {}
+    if names_class(folder, settings, chosen):
+        return {}
+    return {TOKENIZER_CONFIG_NAME: encode_json({**settings, "tokenizer_class": chosen})}
+
+
+def find_tokenizer_class(folder: Path) -> str:
+    """The name of the class that transformers makes a folder's tokenizer of.
+
+    Raises:
+        LeanKError: If it cannot be loaded.
+    """
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     # Its advice is about the source, not about what is written.
     transformers_logging.set_verbosity(logging.ERROR)
     try:
-        chosen = type(load_tokenizer(folder)).__name__
-    except LeanKError as error:
-        if not warned:
-            _logger.warning("%s; it is copied as it is", error)
-        return {}
+        return type(load_tokenizer(folder)).__name__
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def names_class(folder: Path, settings: Mapping[str, Any], chosen: str) -> bool:
+    """Whether a folder whose tokenizer_config.json says `settings` names a tokenizer's class, in any way."""
     named = settings.get("tokenizer_class") or read_config(folder).get("tokenizer_class") or _GENERIC_CLASS
-    if chosen in (named, named.removesuffix("Fast")) or (named, chosen) == (
+    return chosen in (named, named.removesuffix("Fast")) or (named, chosen) == (
         _GENERIC_CLASS_BEFORE,
         _GENERIC_CLASS,
-    ):
-        return {}
-    return {TOKENIZER_CONFIG_NAME: encode_json({**settings, "tokenizer_class": chosen})}
+    )

@@ -96,6 +96,9 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
         raise LeanKError(f"`leank.pruning_ratio` is {given}; the widths give {reached}")
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
+    own = f"LeanK{facts.architecture.causal_lm_class}"
+    if leank["format_version"] != FORMAT_WITH_MASK_TENSORS and config.get("architectures") != [own]:
+        raise LeanKError(f"`architectures` is {cut(config.get('architectures'))}, not `{own}`")
     if not isinstance(leank.get("config_overrides"), dict | None):
         raise LeanKError(f"`leank.config_overrides` is {cut(leank['config_overrides'])}, no object")
     return f"format {leank['format_version']}, {config['model_type']}, pruning ratio {reached:.4f}"

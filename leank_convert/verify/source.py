@@ -8,18 +8,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    DIGESTS_NAME,
+    TOKENIZER_CONFIG_NAME,
+    Checkpoint,
+    find_companions,
+)
 from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, name_mask_tensors
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
 from leank_convert.export.plan import TensorEdit, plan_layer
+from leank_convert.files import sha256_of
 from leank_convert.safetensors_file import SafetensorsHeader
+from leank_convert.trust import check_code
 
 _BUFFER_BYTES = 8 << 20
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
@@ -46,8 +56,12 @@ def compare_with_source(
         holds: Makes one check.
     """
     _compare_weights(checkpoint, original, facts, leank, holds)
-    if leank["format_version"] != FORMAT_WITH_MASK_TENSORS:
-        holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
+    if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
+        return
+    holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
+    if (checkpoint.folder / DIGESTS_NAME).exists():  # else transformers wrote them anew
+        holds("source: companions", lambda: _compare_companions(checkpoint.folder, original.folder))
+    holds("runtime files", lambda: _check_runtime(checkpoint.folder))
 
 
 def _compare_config(
@@ -71,6 +85,50 @@ def _compare_config(
         if overrides
         else ""
     )
+
+
+def _compare_companions(folder: Path, source: Path) -> str:
+    found, expected = find_companions(folder)[0], find_companions(source)[0]
+    for name in sorted((found.keys() ^ expected.keys()) - {TOKENIZER_CONFIG_NAME}):
+        where = folder if name in found else source
+        raise LeanKError(f"`{where / name}` is not in both folders")
+    for name, path in found.items():
+        if name != TOKENIZER_CONFIG_NAME and sha256_of(path) != sha256_of(expected[name]):
+            raise LeanKError(f"`{path}` differs from its source's")
+    _compare_tokenizer_config(folder, source)
+    return f"{len(found)} files as the source has them"
+
+
+def _compare_tokenizer_config(folder: Path, source: Path) -> None:
+    found, expected = (
+        read_tokenizer_config(path.read_bytes() if path.is_file() else b"{}")
+        for path in (folder / TOKENIZER_CONFIG_NAME, source / TOKENIZER_CONFIG_NAME)
+    )
+    named, own = found.get("tokenizer_class"), expected.get("tokenizer_class")
+    for key in sorted((found.keys() | expected.keys()) - {"tokenizer_class", "auto_map"}):
+        if found.get(key) != expected.get(key):
+            raise LeanKError(
+                f"`{folder / TOKENIZER_CONFIG_NAME}`: `{key}` is {cut(found.get(key))}; its source's is "
+                f"{cut(expected.get(key))}"
+            )
+    if named is not None and named == own:
+        return
+    # Whether a name was needed, and which, is what transformers makes of the source.
+    try:
+        chosen = find_tokenizer_class(source)
+    except LeanKError:
+        holds = named == own
+    else:
+        holds = names_class(folder, found, chosen)
+    if not holds:
+        raise LeanKError(
+            f"`{folder / TOKENIZER_CONFIG_NAME}`: `tokenizer_class` is {cut(named)}, not that of its source"
+        )
+
+
+def _check_runtime(folder: Path) -> str:
+    check_code(folder)
+    return "of this release, or of an earlier one"
 
 
 def _complete(config: Mapping[str, Any], architecture: Architecture, origin: Checkpoint) -> dict[str, Any]:
