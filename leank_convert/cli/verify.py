@@ -17,14 +17,15 @@ from leank_convert.cli.options import json_option
 @click.option(
     "--source",
     metavar="MODEL",
-    help="The model it was made from: compares every weight; for an ONNX folder, what both make of a prompt.",
+    help="The model it was made from: compares weights, config and tokenizer; for an ONNX folder, what both "
+    "make of a prompt.",
 )
 @json_option
 def verify(folder: Path, source: str | None, as_json: bool) -> None:
     """Check a checkpoint or an ONNX folder: digests, shapes, masks, the graph. Exits 1 if any fails.
 
-    A graph is run by onnxruntime. With --source a checkpoint's weights, and the answers of a graph, are
-    compared with the model's.
+    Nothing of a checkpoint is run; a graph is, by onnxruntime. With --source all that a checkpoint takes over
+    from the model, and the answers of a graph, are compared with the model's.
     """
     if source is not None:
         quiet_transformers()

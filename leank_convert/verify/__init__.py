@@ -14,8 +14,8 @@ __all__ = ["Check", "Report", "verify_checkpoint"]
 def verify_checkpoint(folder: str | Path, source: str | Path | None = None) -> Report:
     """Check a checkpoint or an ONNX folder against itself, and against the model it was made from.
 
-    Of a checkpoint digests, headers, shapes and masks are checked, and with a source every weight. A graph is
-    run by onnxruntime, and with a source reads the same prompt as the source's stock class.
+    Of a checkpoint digests, headers, shapes and masks are checked, and with a source weights, config and
+    tokenizer. A graph is run by onnxruntime, and with a source reads the same prompt as its stock class.
 
     Args:
         folder: What `leank-convert export` or `train` wrote.
