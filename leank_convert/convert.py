@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from leank_convert.device import is_first_process
 from leank_convert.export import check_exportable, export_checkpoint, recover
+from leank_convert.folders import lock_training
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.train.state import TrainingDirectory
@@ -44,19 +46,22 @@ def convert_model(
     directory = TrainingDirectory(Path(out))
     results = directory.results(recipe).values()
     overrides = recipe.model.config_overrides
-    replaces = resume and directory.state.exists()
-    if is_first_process():
-        for result in results:
-            recover(result.out)
-        directory.check_usable(recipe, resume=resume)
-        for result in results:
-            check_exportable(model, result.out, config_overrides=overrides, overwrite=replaces)
-    masks = train_masks(model, out, recipe=recipe, resume=resume, device=device, progress=progress)
-    if not is_first_process():
-        return []
-    if mask_only:
-        return [result.mask for result in results]
-    return [
-        export_checkpoint(model, mask, folder, config_overrides=overrides, overwrite=replaces)
-        for folder, mask in masks.items()
-    ]
+    replaces = False
+    with ExitStack() as stack:
+        if is_first_process():
+            for result in results:
+                recover(result.out)
+            stack.enter_context(lock_training(directory.out))
+            replaces = resume and directory.state.exists()
+            directory.check_usable(recipe, resume=resume)
+            for result in results:
+                check_exportable(model, result.out, config_overrides=overrides, overwrite=replaces)
+        masks = train_masks(model, out, recipe=recipe, resume=resume, device=device, progress=progress)
+        if not is_first_process():
+            return []
+        if mask_only:
+            return [result.mask for result in results]
+        return [
+            export_checkpoint(model, mask, folder, config_overrides=overrides, overwrite=replaces)
+            for folder, mask in masks.items()
+        ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,9 @@ from leank_convert.analyze.drawing import (
 )
 from leank_convert.analyze.measurement import Measurement
 from leank_convert.errors import LeanKError
+from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
+from leank_convert.folders import check_folder
 from leank_convert.mask import ChannelMask
 from leank_convert.report.figures import draw_kept_by_head, draw_kept_by_layer, draw_width_histogram
 from leank_convert.report.page import Section, new_figure, render_page, rows_height
@@ -36,13 +37,14 @@ _PAIRS_PER_LINE = 8
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a folder that already holds something.
+    """Refuse a folder that already holds something, or cannot be one.
 
     Raises:
         LeanKError: If it does, or is a file.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if check_folder(out).exists() and any(out.iterdir()):
         raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
+    check_replaceable(out, overwrite=False)
 
 
 def write_analysis(
@@ -65,10 +67,7 @@ def write_analysis(
         OSError: If it cannot be written.
     """
     check_writable(out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with staged_folder(out, overwrite=False) as partial:
         sections = _list_sections(mask, analysis)
         if measured is not None:
             sections += _list_measured_sections(mask, measured)
@@ -81,9 +80,6 @@ def write_analysis(
         write_atomically(
             partial / NUMBERS_NAME, (json.dumps(to_dict(analysis, measured), indent=1) + "\n").encode()
         )
-        partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return [out / name for name in (PAGE_NAME, *(f"{s.name}.png" for s in sections), NUMBERS_NAME)]
 
 

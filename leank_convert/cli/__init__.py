@@ -5,6 +5,7 @@ Text for people goes to stderr, results to stdout; `--json` makes stdout one JSO
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from typing import Any
@@ -21,7 +22,7 @@ from leank_convert.cli.refusals import print_error, restate
 from leank_convert.cli.train import train
 from leank_convert.cli.verify import verify
 from leank_convert.cli.warmup import warmup
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut, first_line
 
 
 class _Group(click.Group):
@@ -37,6 +38,13 @@ class _Group(click.Group):
             print_error(refusal := restate(error))
             code = refusal.exit_code
         sys.exit(code)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for arg in args:
+            # No path has a NUL; and what is not UTF-8 could not be printed, nor stand in a file's header.
+            if "\0" in arg or arg.encode(errors="replace").decode() != arg:
+                raise click.UsageError(f"argument {cut(arg)} is not text in UTF-8 without NUL characters")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -54,10 +62,12 @@ class _Group(click.Group):
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
         except OSError as error:
-            # A full disk, a folder that may not be written: nothing a traceback would explain.
-            if ctx.params.get("debug") or error.strerror is None:
+            # A full disk, a file that may not be read: nothing a traceback would explain.
+            if ctx.params.get("debug"):
                 raise
-            click.echo(f"error: `{error.filename or 'output'}`: {error.strerror}", err=True)
+            name = str(error.filename or "output")
+            name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
+            click.echo(f"error: {name}: {error.strerror or first_line(error)}", err=True)
             ctx.exit(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_pro
 from leank_convert.evaluate.ruler import RULER_MEASURE, draw_prompts
 from leank_convert.evaluate.variants import PRUNED, WINDOW, Dense, Masked, Variant, find_variants
 from leank_convert.files import sha256_of
+from leank_convert.folders import LOCK_NAME, check_folder, locked
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
@@ -92,6 +94,8 @@ def evaluate_checkpoint(
     if bool(tasks) != bool(lengths) or (not tasks and (haystack or questions)):
         raise LeanKError("RULER's `tasks` and `lengths` go together, `haystack` and `questions` with them")
     checkpoint, out = Path(checkpoint), None if out is None else Path(out)
+    if out is not None:
+        check_folder(out)
     chosen_device = choose_device(device)
     data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
     evaluated = load_evaluated(checkpoint, chosen_device, trust=trust)
@@ -112,40 +116,43 @@ def evaluate_checkpoint(
     if against is None:
         variants.insert(0, Dense(evaluated.dense))
     names = [variant.name for variant in variants]
-    log = AnswerLog(out, {} if out is None else _identify(checkpoint, opponent))
-    cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
-    with progress_bar(progress, "answers", len(prompts) * (len(names) + (against is not None))) as advance:
+    # Of two that ask the same prompts, each would miss what the other has answered.
+    with nullcontext() if out is None else locked(out / LOCK_NAME, f"another evaluation writes to `{out}`"):
+        log = AnswerLog(out, {} if out is None else _identify(checkpoint, opponent))
+        cache = _measure_cache(evaluated, max(prompts, key=lambda prompt: len(prompt.input_ids)))
+        num_answers = len(prompts) * (len(names) + (against is not None))
+        with progress_bar(progress, "answers", num_answers) as advance:
 
-        def keep(batches: Iterator[list[Answer]], num_found: int) -> None:
-            advance(num_found)
-            for answers in batches:
-                log.add(answers)
-                advance(len(answers))
+            def keep(batches: Iterator[list[Answer]], num_found: int) -> None:
+                advance(num_found)
+                for answers in batches:
+                    log.add(answers)
+                    advance(len(answers))
 
-        missing = log.missing(prompts, names)
-        found = (len(prompts) - len(missing)) * len(names)
-        keep(answer_prompts(evaluated, missing, variants, batch_size=batch_size), found)
-        if opponent is not None:
-            del evaluated, variants  # one model's weights at a time
-            missing = log.missing(prompts, [AGAINST])
-            answers = answer_against(opponent, tokenizer, missing, chosen_device, batch_size, trust=trust)
-            keep(answers if missing else iter(()), len(prompts) - len(missing))
-            names.insert(0, AGAINST)
-    result = Comparison(
-        checkpoint=str(checkpoint),
-        baseline=names[0],
-        variants=tuple(names),
-        measure=RULER_MEASURE if tasks else HELD_OUT_MEASURE,
-        seed=seed,
-        pruning_ratio_asked=leank["pruning_ratio_asked"],
-        pruning_ratio=leank["pruning_ratio"],
-        num_whole=num_whole,
-        outcomes=tuple(log.outcome(prompt, names) for prompt in prompts),
-        cache=cache,
-    )
-    if out is not None:
-        write_results(result, out)
-    return result
+            missing = log.missing(prompts, names)
+            found = (len(prompts) - len(missing)) * len(names)
+            keep(answer_prompts(evaluated, missing, variants, batch_size=batch_size), found)
+            if opponent is not None:
+                del evaluated, variants  # one model's weights at a time
+                missing = log.missing(prompts, [AGAINST])
+                answers = answer_against(opponent, tokenizer, missing, chosen_device, batch_size, trust=trust)
+                keep(answers if missing else iter(()), len(prompts) - len(missing))
+                names.insert(0, AGAINST)
+        result = Comparison(
+            checkpoint=str(checkpoint),
+            baseline=names[0],
+            variants=tuple(names),
+            measure=RULER_MEASURE if tasks else HELD_OUT_MEASURE,
+            seed=seed,
+            pruning_ratio_asked=leank["pruning_ratio_asked"],
+            pruning_ratio=leank["pruning_ratio"],
+            num_whole=num_whole,
+            outcomes=tuple(log.outcome(prompt, names) for prompt in prompts),
+            cache=cache,
+        )
+        if out is not None:
+            write_results(result, out)
+        return result
 
 
 def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrides: Sequence[str]) -> Recipe:

@@ -25,6 +25,7 @@ from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, war
 from leank_convert.evaluate.prefill import run_prefill
 from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant, find_variants
 from leank_convert.files import open_file, write_atomically
+from leank_convert.folders import check_folder
 from leank_convert.progress import progress_bar
 from leank_convert.report.figures import INK
 from leank_convert.report.page import figure_png
@@ -147,6 +148,9 @@ def evaluate_text(
         LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
             `compare_text`.
     """
+    out = None if out is None else Path(out)
+    if out is not None:
+        check_folder(out)
     text = _read_text(Path(text_file))
     evaluated = load_evaluated(Path(checkpoint), choose_device(device), trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
@@ -154,7 +158,6 @@ def evaluate_text(
         evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=progress
     )
     if out is not None:
-        out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / JSON_NAME, json.dumps(result.to_dict()).encode())
         write_atomically(out / FIGURE_NAME, figure_png(lambda: _draw(result)))

@@ -8,18 +8,19 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.digests import write_digests
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
 from leank_convert.export.choose import Choice, MaskLike, RecipeLike, choose
 from leank_convert.export.companions import copy_companions
@@ -239,7 +240,7 @@ def write_checkpoint(
             _check_written(checkpoint, partial)
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
-        raise _cannot_write(error, out, checkpoint) from error
+        raise _cannot_export(error, out, checkpoint) from error
 
 
 def _open_source(
@@ -337,12 +338,13 @@ def _check_written(source: Checkpoint, partial: Path) -> None:
         )
 
 
-def _cannot_write(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKError:
-    file = error.filename or str(out)
+def _cannot_export(error: OSError, out: Path, checkpoint: Checkpoint) -> LeanKError:
+    file = Path(error.filename or out)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = checkpoint.num_data_bytes / 1e9
+        needed = decimal(checkpoint.num_data_bytes)
         return LeanKError(
             f"no space left while writing `{file}`; nothing was left behind, and `{out}` is as it was",
-            hint=f"the checkpoint needs {needed:.1f} GB on top of what lies in `{out}` now",
+            hint=f"the checkpoint needs {needed} on top of what lies in `{out}` now",
         )
-    return LeanKError(f"cannot write `{file}`: {os.strerror(error.errno) if error.errno else error}")
+    action = "read" if file.is_relative_to(checkpoint.folder) else "write"
+    return LeanKError(f"cannot {action} `{file}`: {error.strerror or first_line(error)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.folders import check_folder, lock_training
 from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.calibration import Calibration
@@ -100,25 +102,27 @@ def train_masks(
     chosen = _choose_recipe(recipe, model)
     directory = TrainingDirectory(Path(out))
     results = directory.results(chosen)
-    with join_ranks(device) as ranks:
-        if chosen.trains:
-            run = train(model, chosen, directory, ranks, resume=resume, progress=progress)
-            masks, gates = run.masks(), run.gates
-            records = ranks.on_first(lambda: read_log(directory.folder / LOG_NAME))
-            checked = check_held_out(run.loaded, chosen, masks, ranks, records, progress=progress)
-        else:
-            ranks.on_first(lambda: _check(chosen, ranks, directory, resume))
-            masks, gates, checked = _measure(model, chosen, ranks, progress)
-        is_first = ranks.is_first
-    masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
-    if is_first:
-        _warn(checked)
-        if chosen.trains:
-            append_held_out(directory.folder / LOG_NAME, checked)
-        if gates is not None and chosen.trains:
-            save_pattern(gates, chosen.windows, directory.pattern)
-        for ratio, result in results.items():
-            write_result(masks[ratio], result, chosen, directory.folder, gates)
+    with ExitStack() as stack:
+        with join_ranks(device) as ranks:
+            ranks.on_first(lambda: _enter(stack, directory))
+            if chosen.trains:
+                run = train(model, chosen, directory, ranks, resume=resume, progress=progress)
+                masks, gates = run.masks(), run.gates
+                records = ranks.on_first(lambda: read_log(directory.folder / LOG_NAME))
+                checked = check_held_out(run.loaded, chosen, masks, ranks, records, progress=progress)
+            else:
+                ranks.on_first(lambda: _check(chosen, ranks, directory, resume))
+                masks, gates, checked = _measure(model, chosen, ranks, progress)
+            is_first = ranks.is_first
+        masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
+        if is_first:
+            _warn(checked)
+            if chosen.trains:
+                append_held_out(directory.folder / LOG_NAME, checked)
+            if gates is not None and chosen.trains:
+                save_pattern(gates, chosen.windows, directory.pattern)
+            for ratio, result in results.items():
+                write_result(masks[ratio], result, chosen, directory.folder, gates)
     return {result.out: masks[ratio] for ratio, result in results.items()}
 
 
@@ -126,6 +130,12 @@ def _choose_recipe(recipe: Recipe | str | Path | None, model: str | Path) -> Rec
     if isinstance(recipe, Recipe):
         return recipe
     return load_recipe(find_recipe(str(model)) if recipe is None else recipe, training=True)
+
+
+def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:
+    """Keep other runs out of the folder until the stack is left."""
+    check_folder(directory.out)
+    stack.enter_context(lock_training(directory.out))
 
 
 def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: bool) -> None:

@@ -26,7 +26,8 @@ from leank_convert.export import (
 )
 from leank_convert.export.companions import read_companions, write_companions
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.publish import MARKER_NAME, staged_folder
+from leank_convert.export.foreign import MARKER_NAME
+from leank_convert.export.publish import staged_folder
 from leank_convert.files import sha256_of, write_atomically
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask

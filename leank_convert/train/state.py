@@ -20,6 +20,7 @@ from torch import Tensor
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
+from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.recipe import HeadsSection, Recipe
 from leank_convert.train.model import LoadedModel
@@ -90,7 +91,8 @@ class TrainingDirectory:
                 f"`--resume` goes on with training, and `method: {recipe.method}` trains nothing",
                 hint="leave `--resume` out: the method begins anew, in seconds to minutes",
             )
-        if not resume and self.folder.exists():
+        found = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
+        if not resume and found - {LOCK_NAME}:
             raise LeanKError(
                 f"`{self.folder}` already holds a training run",
                 hint="go on with it by `--resume`, or train into another folder"

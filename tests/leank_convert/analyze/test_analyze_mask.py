@@ -127,13 +127,17 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(run,
 def test_an_existing_output_is_left_as_it_is(run, save, outlying, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    for out in (tmp_path / "out", tmp_path / "out" / "thesis.tex"):
-        result = run("analyze", save(outlying), "-o", out)
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.tex").write_text("precious")
+    reasons = {"out": "already exists", "out/thesis.tex": "is a file", "new": "`new.partial` is in the way"}
+    for out, reason in reasons.items():
+        result = run("analyze", save(outlying), "-o", tmp_path / out)
         assert result.exit_code == 2
-        assert "already exists" in result.stderr
+        assert reason in result.stderr.replace(f"{tmp_path}/", "")
         assert "hint: " in result.stderr
     assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "out"]
+    assert (tmp_path / "new.partial" / "thesis.tex").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
 
 
 def test_output_that_cannot_be_written_leaves_nothing(run, save, outlying, tmp_path, monkeypatch):

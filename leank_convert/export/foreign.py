@@ -1,0 +1,176 @@
+"""Foreign files in an output folder: what no export wrote is carried along when one replaces the folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    DIGESTS_NAME,
+    INDEX_NAME,
+    ONNX_DESCRIPTION_NAME,
+    SINGLE_FILE_NAME,
+    TRAINING_FOLDER,
+)
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import read_json, sync_path
+from leank_convert.folders import LOCK_NAME
+from leank_convert.mask import MASK_FILE_NAME
+
+# Marks a folder that is part of a swap, see `export.publish`.
+MARKER_NAME = ".leank-export"
+
+# What an export writes under a name of its own, or a library reads that loads the folder.
+_PARTS = (
+    CONFIG_NAME,
+    SINGLE_FILE_NAME,
+    "model-*-of-*.safetensors",
+    INDEX_NAME,
+    DIGESTS_NAME,
+    "*_leank.py",
+    "README.md",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "tekken.json",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    ONNX_DESCRIPTION_NAME,
+    "leank_onnx.py",
+    "model.onnx",
+    "model.onnx.data",
+)
+# What a library reads that loads the folder, and no export writes.
+_NEVER_WRITTEN = ("adapter_config.json", "custom_generate/*")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether an export wrote a folder: a checkpoint or a graph."""
+    return "leank" in _read(folder / CONFIG_NAME) or "channel_order" in _read(folder / ONNX_DESCRIPTION_NAME)
+
+
+def refuse_mistakable(out: Path) -> None:
+    """Refuse a folder with foreign files that would count as parts of a checkpoint in it.
+
+    Raises:
+        LeanKError: If it has some.
+    """
+    own = _find_own(out)
+    for pattern in (*_PARTS, *_NEVER_WRITTEN):
+        for path in sorted(out.glob(pattern)):
+            if not own.has(path.relative_to(out).as_posix()):
+                raise _mistakable(path)
+
+
+def carry_along(out: Path, target: Path) -> None:
+    """Give a new folder everything of the old one that is not part of the export in it: links, or copies.
+
+    Args:
+        out: The old folder.
+        target: The new one, complete but for this.
+
+    Raises:
+        LeanKError: If something cannot be copied, or bears the name of a file of the new export.
+    """
+    try:
+        _carry(out, target, "", _find_own(out))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise LeanKError(
+            f"`{error.filename or out}` cannot be carried along into the new `{out}`: "
+            f"{error.strerror or first_line(error)}",
+            hint="move it elsewhere",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Files of an export by their names in its folder; of one without a list of them, as far as is known."""
+
+    names: frozenset[str]
+    are_all: bool
+
+    def has(self, name: str) -> bool:
+        if name in self.names:
+            return True
+        return not self.are_all and any(
+            fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in _PARTS
+        )
+
+
+def _find_own(out: Path) -> _Own:
+    names = {MASK_FILE_NAME, MARKER_NAME, f"{TRAINING_FOLDER}/{LOCK_NAME}"}
+    if not is_export(out):
+        return _Own(frozenset(names), are_all=True)
+    digests, graph = _read(out / DIGESTS_NAME), _read(out / ONNX_DESCRIPTION_NAME)
+    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, "README.md"}
+    for listed in (digests, graph, _read(out / CONFIG_NAME).get("leank")):
+        files = listed.get("files") if isinstance(listed, dict) else None
+        names.update(files if isinstance(files, dict) else ())
+    shards = _read(out / INDEX_NAME).get("weight_map")
+    if isinstance(shards, dict):
+        names.update(name for name in shards.values() if isinstance(name, str))
+    return _Own(frozenset(names), are_all=bool(digests or graph))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(LeanKError):
+        return read_json(path)
+    return {}
+
+
+def _carry(source: Path, target: Path, prefix: str, own: _Own) -> None:
+    """Carry the entries of a folder; `prefix` stands before their names in the output folder."""
+    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+        name, place = prefix + entry.name, target / entry.name
+        if own.has(name):
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if os.path.lexists(place) and not (is_folder and place.is_dir()):
+            if own.are_all or is_folder:
+                raise _mistakable(Path(entry.path))
+        elif not is_folder:
+            _link_or_copy(Path(entry.path), place)
+        elif place.exists():
+            _carry(Path(entry.path), place, f"{name}/", own)
+        else:
+            place.mkdir()
+            _carry(Path(entry.path), place, f"{name}/", own)
+            if any(place.iterdir()) or not any(os.scandir(entry)):
+                shutil.copystat(entry, place)
+                sync_path(place)
+            else:  # all of it was the export's
+                place.rmdir()
+
+
+def _link_or_copy(source: Path, place: Path) -> None:
+    """Put a file, or a link as it is, at a second place."""
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, place, follow_symlinks=False)
+        if not place.is_symlink():
+            sync_path(place)
+
+
+def _mistakable(path: Path) -> LeanKError:
+    return LeanKError(
+        f"`{path}` would count as part of a checkpoint, and none in that folder lists it",
+        hint="move it elsewhere",
+    )
