@@ -111,8 +111,10 @@ def _lock(path: Path, busy: str) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # another process has just removed the folder that it had made
-            continue
+        except FileNotFoundError:
+            if path.parent.exists():
+                raise
+            continue  # another process has just removed the folder that it had made
         try:
             _take(descriptor, path, busy)
             if _is_at(descriptor, path):

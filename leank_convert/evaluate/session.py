@@ -12,7 +12,7 @@ import torch
 from leank_convert.checkpoint_io import read_leank_config
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.answer_log import AnswerLog
+from leank_convert.evaluate.answer_log import ANSWERS_NAME, SETTINGS_NAME, AnswerLog
 from leank_convert.evaluate.answering import (
     AGAINST,
     Answer,
@@ -21,7 +21,7 @@ from leank_convert.evaluate.answering import (
     find_opponent,
     out_of_memory_for,
 )
-from leank_convert.evaluate.comparison import CacheBytes, Comparison, write_results
+from leank_convert.evaluate.comparison import RESULT_NAMES, CacheBytes, Comparison, write_results
 from leank_convert.evaluate.evaluated import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.prompt import HELD_OUT_MEASURE, Prompt, held_out_prompts
@@ -96,6 +96,7 @@ def evaluate_checkpoint(
     checkpoint, out = Path(checkpoint), None if out is None else Path(out)
     if out is not None:
         check_folder(out)
+        _refuse_foreign_results(out)
     chosen_device = choose_device(device)
     data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
     evaluated = load_evaluated(checkpoint, chosen_device, trust=trust)
@@ -162,6 +163,17 @@ def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrid
     mask_file = checkpoint / MASK_FILE_NAME
     provenance = load_mask(mask_file).provenance if recipe is None and mask_file.exists() else None
     return choose_recipe(recipe, checkpoint, provenance.model if provenance else None, overrides)
+
+
+def _refuse_foreign_results(out: Path) -> None:
+    """Refuse a folder where results would replace files that no evaluation wrote."""
+    if not (out / SETTINGS_NAME).exists():
+        for name in (ANSWERS_NAME, *RESULT_NAMES):
+            if (out / name).exists():
+                raise LeanKError(
+                    f"`{out / name}` is of no evaluation: `{out}` has no `{SETTINGS_NAME}`",
+                    hint="name another folder with --out",
+                )
 
 
 def _identify(checkpoint: Path, opponent: Path | None) -> dict[str, str | None]:

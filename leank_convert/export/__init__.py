@@ -36,6 +36,7 @@ from leank_convert.export.publish import check_replaceable, recover, staged_fold
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.export.stock_config import check_stock_config
 from leank_convert.files import sha256_of, sync_path, write_atomically
+from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import (
@@ -134,6 +135,7 @@ def export_checkpoint(
             as before.
     """
     out = Path(out)
+    check_folder(out)
     choice = choose(
         model,
         mask,

@@ -29,6 +29,7 @@ from leank_convert.export.config_json import encode_json
 from leank_convert.export.foreign import MARKER_NAME
 from leank_convert.export.publish import staged_folder
 from leank_convert.files import sha256_of, write_atomically
+from leank_convert.folders import check_folder
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.onnx import leank_onnx
@@ -91,6 +92,7 @@ def export_onnx(
     check_available(opset)
     check_quantizer(weights)
     out = Path(out)
+    check_folder(out)
     checkpoint = resolve_model(model)
     choice = None
     if "leank" in read_config(checkpoint):
