@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from leank_convert.checkpoint_io import (
     SINGLE_FILE_NAME,
     TRAINING_FOLDER,
 )
+from leank_convert.digests import find_unlisted
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sync_path
 from leank_convert.folders import LOCK_NAME
@@ -26,16 +26,11 @@ from leank_convert.mask import MASK_FILE_NAME
 
 # Marks a folder that is part of a swap, see `export.publish`.
 MARKER_NAME = ".leank-export"
+README_NAME = "README.md"
 
-# What an export writes under a name of its own, or a library reads that loads the folder.
-_PARTS = (
-    CONFIG_NAME,
-    SINGLE_FILE_NAME,
-    "model-*-of-*.safetensors",
-    INDEX_NAME,
-    DIGESTS_NAME,
-    "*_leank.py",
-    "README.md",
+# Checkpoints of format 1 have no list of what was copied from their source. Not all of COMPANION_PATTERNS: a
+# user's file may well begin with `tokenizer`.
+_COPIED_BEFORE = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -50,13 +45,10 @@ _PARTS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
-    ONNX_DESCRIPTION_NAME,
-    "leank_onnx.py",
-    "model.onnx",
-    "model.onnx.data",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
-# What a library reads that loads the folder, and no export writes.
-_NEVER_WRITTEN = ("adapter_config.json", "custom_generate/*")
 
 
 def is_export(folder: Path) -> bool:
@@ -71,10 +63,11 @@ def refuse_mistakable(out: Path) -> None:
         LeanKError: If it has some.
     """
     own = _find_own(out)
-    for pattern in (*_PARTS, *_NEVER_WRITTEN):
-        for path in sorted(out.glob(pattern)):
-            if not own.has(path.relative_to(out).as_posix()):
-                raise _mistakable(path)
+    mistakable = find_unlisted(out, own)
+    if README_NAME not in own and os.path.lexists(out / README_NAME):
+        mistakable.append(README_NAME)
+    for name in mistakable:
+        raise _mistakable(out / name)
 
 
 def carry_along(out: Path, target: Path) -> None:
@@ -86,6 +79,7 @@ def carry_along(out: Path, target: Path) -> None:
 
     Raises:
         LeanKError: If something cannot be copied, or bears the name of a file of the new export.
+        OSError: If no space is left.
     """
     try:
         _carry(out, target, "", _find_own(out))
@@ -99,34 +93,26 @@ def carry_along(out: Path, target: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Own:
-    """Files of an export by their names in its folder; of one without a list of them, as far as is known."""
-
-    names: frozenset[str]
-    are_all: bool
-
-    def has(self, name: str) -> bool:
-        if name in self.names:
-            return True
-        return not self.are_all and any(
-            fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in _PARTS
-        )
-
-
-def _find_own(out: Path) -> _Own:
+def _find_own(out: Path) -> Set[str]:
+    """The names in a folder that are the tool's: of the export in it, and of what marks and locks it."""
     names = {MASK_FILE_NAME, MARKER_NAME, f"{TRAINING_FOLDER}/{LOCK_NAME}"}
     if not is_export(out):
-        return _Own(frozenset(names), are_all=True)
-    digests, graph = _read(out / DIGESTS_NAME), _read(out / ONNX_DESCRIPTION_NAME)
-    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, "README.md"}
-    for listed in (digests, graph, _read(out / CONFIG_NAME).get("leank")):
-        files = listed.get("files") if isinstance(listed, dict) else None
+        return names
+    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME}
+    lists = [_read(out / name).get("files") for name in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME)]
+    if not any(lists):
+        leank = _read(out / CONFIG_NAME).get("leank")
+        shards = _read(out / INDEX_NAME).get("weight_map")
+        lists.append(leank.get("files") if isinstance(leank, dict) else None)
+        names |= {SINGLE_FILE_NAME, INDEX_NAME}
+        names.update(
+            name for name in (shards.values() if isinstance(shards, dict) else ()) if isinstance(name, str)
+        )
+        for pattern in _COPIED_BEFORE:
+            names.update(path.relative_to(out).as_posix() for path in out.glob(pattern))
+    for files in lists:
         names.update(files if isinstance(files, dict) else ())
-    shards = _read(out / INDEX_NAME).get("weight_map")
-    if isinstance(shards, dict):
-        names.update(name for name in shards.values() if isinstance(name, str))
-    return _Own(frozenset(names), are_all=bool(digests or graph))
+    return names
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -135,17 +121,16 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _carry(source: Path, target: Path, prefix: str, own: _Own) -> None:
+def _carry(source: Path, target: Path, prefix: str, own: Set[str]) -> None:
     """Carry the entries of a folder; `prefix` stands before their names in the output folder."""
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         name, place = prefix + entry.name, target / entry.name
-        if own.has(name):
+        if name in own:
             continue
         is_folder = entry.is_dir(follow_symlinks=False)
         if os.path.lexists(place) and not (is_folder and place.is_dir()):
-            if own.are_all or is_folder:
-                raise _mistakable(Path(entry.path))
-        elif not is_folder:
+            raise _mistakable(Path(entry.path))
+        if not is_folder:
             _link_or_copy(Path(entry.path), place)
         elif place.exists():
             _carry(Path(entry.path), place, f"{name}/", own)

@@ -69,7 +69,7 @@ def test_what_the_user_put_there_stays_and_the_old_export_goes(
 
 
 @pytest.mark.parametrize("written", FORMATS)
-@pytest.mark.parametrize("name", ["adapter_config.json", "custom_generate/generate.py"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "custom_generate/generate.py", "lora.safetensors"])
 def test_what_a_loader_would_take_up_is_refused_by_name(
     old: Callable[[str], Path], written: str, name: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_what_a_loader_would_take_up_is_refused_by_name(
     assert caught.value.hint == "move it elsewhere"
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors", "model-1-of-1.safetensors"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors", "tokenizer.model"])
 def test_parts_of_a_checkpoint_that_its_list_lacks_are_not_lost(
     old: Callable[[str], Path], name: str
 ) -> None:
@@ -108,8 +108,11 @@ def test_a_name_that_only_the_new_export_has_is_refused_and_nothing_changed(
 
 def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "out" / "leank").mkdir(parents=True)
-    for name in ("leank/recipe.yaml", "notes.txt"):
+    for name in ("leank/recipe.yaml", "notes.txt", "README.md"):
         (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(LeanKError, match=r"README.md` would count as part"):
+        check_replaceable(tmp_path / "out", overwrite=False)
+    (tmp_path / "out" / "README.md").unlink()
     kept = {"leank", "leank/recipe.yaml", "notes.txt"}
     assert replace(tmp_path / "out") == {"config.json", "model.safetensors", *kept}
 
