@@ -23,6 +23,7 @@ SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_NAME = "adapter_config.json"
+CARD_NAME = "README.md"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 # SHA-256 of a checkpoint's files.
 DIGESTS_NAME = "leank_digests.json"
@@ -54,6 +55,7 @@ DOWNLOADED_PATTERNS = (
     SINGLE_FILE_NAME,
     INDEX_NAME,
     "model-*.safetensors",
+    CARD_NAME,  # names the licence
     *COMPANION_PATTERNS,
 )
 GGUF_HINT = "GGUF holds weights quantized for llama.cpp: name the model in safetensors that it was made of"

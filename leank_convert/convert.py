@@ -10,6 +10,7 @@ import torch
 from leank_convert.device import is_first_process
 from leank_convert.export import check_exportable, export_checkpoint, recover
 from leank_convert.folders import lock_training
+from leank_convert.hub import check_base_model
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.train.state import TrainingDirectory
@@ -22,6 +23,7 @@ def convert_model(
     *,
     resume: bool = False,
     mask_only: bool = False,
+    base_model: str | None = None,
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> list[Path]:
@@ -33,6 +35,7 @@ def convert_model(
         recipe: What to make, by which method.
         resume: Go on with the run in `out`; its checkpoints are replaced.
         mask_only: Stop at the masks.
+        base_model: What `model` is called on the hub, for the model cards; by default what is known of it.
         device: Default: CUDA if there is any, else the CPU.
         progress: Whether to draw a progress bar to stderr.
 
@@ -43,6 +46,7 @@ def convert_model(
         LeanKError: As `train_masks` and `export_checkpoint`; what an export would refuse whatever the mask,
             before anything is trained.
     """
+    check_base_model(base_model)
     directory = TrainingDirectory(Path(out))
     results = directory.results(recipe).values()
     overrides = recipe.model.config_overrides
@@ -62,6 +66,13 @@ def convert_model(
         if mask_only:
             return [result.mask for result in results]
         return [
-            export_checkpoint(model, mask, folder, config_overrides=overrides, overwrite=replaces)
+            export_checkpoint(
+                model,
+                mask,
+                folder,
+                config_overrides=overrides,
+                base_model=base_model,
+                overwrite=replaces,
+            )
             for folder, mask in masks.items()
         ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,9 +15,14 @@ from leank_convert.checkpoint_io import (
     TRAINING_FOLDER,
     read_leank_config,
 )
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError, cut, first_line
 
 TESTBED = "testbed"
+# In quotes up to the closing one, else up to white space or what ends a value.
+_LOCAL_PATH = re.compile(
+    r"""(?<![\w./~-])(?<!:(?=//))(?:file://)?"""
+    r"""(?:(['"])((?:~|\.{1,2})?/(?:(?!\1)[^\n])+)|((?:~|\.{1,2})?/[^\s'"`,;)\]}]+))"""
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -57,12 +63,57 @@ def resolve_model(model: str | Path) -> Path:
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
     folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else str(model)
+    if not folder.is_dir():
+        return str(model)
+    *_, repository, snapshots, name = ("", "", *folder.resolve().parts)
+    if snapshots == "snapshots" and repository.startswith("models--"):  # the hub's cache
+        return repository.removeprefix("models--").replace("--", "/")
+    return name
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form `owner/name` of a repository on the hub."""
     return "/" in name and _HUB_ID.fullmatch(name) is not None
+
+
+def is_repository(name: object) -> bool:
+    """Whether something is a name `owner/name` that the hub would take."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a lazy export
+
+    if not isinstance(name, str) or not is_hub_id(name):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def check_base_model(name: str | None) -> None:
+    """Check what a user says that a model is called on the hub.
+
+    Raises:
+        LeanKError: If it is no name of a repository.
+    """
+    if name is not None and not is_repository(name):
+        raise LeanKError(
+            f"base model {cut(name)} is no name of a hub repository", hint="use `owner/name`, as on the hub"
+        )
+
+
+def hide_local_paths(text: str, named: Collection[str | None] = ()) -> str:
+    """Leave of every local path in a text `.../` and its last part, as what is passed on is read elsewhere.
+
+    Args:
+        text: Of any kind.
+        named: What may be a path, or the id of something on the hub; others are found by how they begin.
+    """
+    for name in named:
+        # Unlike `Path.exists`, it takes a name that is too long.
+        if name and "/" in name and (os.path.exists(name) or not is_hub_id(name)):  # noqa: PTH110
+            text = text.replace(name, f".../{Path(name).name}")
+    return _LOCAL_PATH.sub(lambda found: f"{found[1] or ''}.../{Path(found[2] or found[3]).name}", text)
 
 
 def download_file(repo_id: str, name: str) -> Path:

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.fields import Fields
 from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
-from leank_convert.hub import download_file, is_hub_id
+from leank_convert.hub import download_file, hide_local_paths, is_hub_id
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.recipe_yaml import parse_yaml
 from leank_convert.rope import check_rope_parameters
@@ -70,7 +70,7 @@ class MaskProvenance:
         flush_size: Tokens pruned at once.
         pruning_ratio_asked: Fraction of channels to remove, None for an imported mask.
         width_multiple: What training rounded widths to, None for an imported mask.
-        recipe: The training recipe, verbatim.
+        recipe: The training recipe, verbatim but for local paths.
         seed: The training run's seed.
         versions: Package versions at the time.
         held_out: How held-out samples were answered when it was made, None if that was not tried.
@@ -201,9 +201,12 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     metadata = {"format": MASK_FORMAT, "format_version": str(MASK_FORMAT_VERSION)}
     metadata["pruning_ratio"] = json.dumps(mask.pruning_ratio)
-    if mask.provenance is not None:
-        for entry in fields(mask.provenance):
-            value = getattr(mask.provenance, entry.name)
+    known = mask.provenance
+    if known is not None:
+        if known.recipe is not None:
+            known = replace(known, recipe=hide_local_paths(known.recipe))
+        for entry in fields(known):
+            value = getattr(known, entry.name)
             if value is not None:
                 metadata[entry.name] = value if isinstance(value, str) else _compact(value)
     parts = [("channel_mask", "BOOL", mask.channel_mask)]

@@ -276,6 +276,11 @@ class Recipe(_Section):
         """The recipe as its author wrote it, overrides as trailing comments; for provenance."""
         return self.to_yaml() if self._text is None else self._text
 
+    @property
+    def paths(self) -> tuple[str | None, ...]:
+        """The values that may name a local file or folder."""
+        return self.model.id, self.mask, self.data.haystack.source, self.heads.pattern
+
     def remember_text(self, text: str) -> None:
         """Keep what `text` gives."""
         self._text = text

@@ -16,18 +16,23 @@ from leank_convert.errors import LeanKError
 from leank_convert.export import Original, refuse_overlap, refuse_to_lose_mask, write_checkpoint
 from leank_convert.export.companions import read_companions, write_companions
 from leank_convert.export.plan import ExportPlan
+from leank_convert.export.source_card import read_base_model
 from leank_convert.head_layout import plan_head_layout
+from leank_convert.hub import check_base_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.verify import verify_checkpoint
 from leank_convert.windows import Windows
 
 
-def rewrite_checkpoint(old: str | Path, out: str | Path, *, overwrite: bool = False) -> Path:
+def rewrite_checkpoint(
+    old: str | Path, out: str | Path, *, base_model: str | None = None, overwrite: bool = False
+) -> Path:
     """Write a checkpoint anew, with this release's format and runtime files. Its source is not needed.
 
     Args:
         old: A checkpoint of this or an earlier release.
         out: The folder to write.
+        base_model: What its model is called on the hub, for the model card; by default as `old` has it.
         overwrite: Whether to replace a checkpoint in `out`.
 
     Returns:
@@ -38,6 +43,7 @@ def rewrite_checkpoint(old: str | Path, out: str | Path, *, overwrite: bool = Fa
             as before.
     """
     old, out = Path(old), Path(out)
+    check_base_model(base_model)
     config, leank = read_leank_config(old)
     refuse_overlap(old, out)
     failed = [check for check in verify_checkpoint(old).checks if not check.ok]
@@ -56,6 +62,7 @@ def rewrite_checkpoint(old: str | Path, out: str | Path, *, overwrite: bool = Fa
         {**{key: value for key, value in config.items() if key != "leank"}, "model_type": facts.model_type},
         facts,
         leank.get("config_overrides"),
+        base_model or read_base_model(old),
     )
     write_checkpoint(
         out,

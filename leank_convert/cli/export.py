@@ -79,6 +79,7 @@ def export(
     weights: str | None,
     opset: int | None,
     overwrite: bool,
+    base_model: str | None,
     repo_id: str | None,
     private: bool,
 ) -> None:
@@ -91,12 +92,12 @@ def export(
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
-    check_hub_options(repo_id, private)
+    check_hub_options(base_model, repo_id, private)
     if old is not None:
         _check_rewriting()
         from leank_convert.rewrite import rewrite_checkpoint
 
-        rewrite_checkpoint(old, out, overwrite=overwrite)
+        rewrite_checkpoint(old, out, base_model=base_model, overwrite=overwrite)
         finish_export(out, repo_id, private)
         return
     if model is None:
@@ -124,7 +125,7 @@ def export(
         "overwrite": overwrite,
     }
     if file_format == "onnx":
-        _check_onnx_options(repo_id)
+        _check_onnx_options(base_model, repo_id)
         quiet_transformers()
         from leank_convert.onnx import export_onnx
 
@@ -134,12 +135,16 @@ def export(
         raise click.UsageError(f"--{name} goes with --format onnx")
     from leank_convert.export import export_checkpoint
 
-    export_checkpoint(model, mask_path, out, prune=prune, **options)
+    export_checkpoint(model, mask_path, out, prune=prune, base_model=base_model, **options)
     finish_export(out, repo_id, private)
 
 
-def check_hub_options(repo_id: str | None, private: bool) -> None:
+def check_hub_options(base_model: str | None, repo_id: str | None, private: bool) -> None:
     """Refuse what the hub would refuse when everything else is done."""
+    if base_model is not None:
+        from leank_convert.hub import check_base_model
+
+        check_base_model(base_model)
     if private and repo_id is None:
         raise click.UsageError("--private goes with --push-to-hub")
     if repo_id is not None:
@@ -170,15 +175,17 @@ def _check_rewriting() -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if given and name not in ("old", "out", "overwrite", "repo_id", "private"):
+        if given and name not in ("old", "out", "overwrite", "base_model", "repo_id", "private"):
             what = parameter.opts[0] if isinstance(parameter, click.Option) else "MODEL"
             raise click.UsageError(f"--from-checkpoint excludes {what}: that checkpoint says it")
 
 
-def _check_onnx_options(repo_id: str | None) -> None:
+def _check_onnx_options(base_model: str | None, repo_id: str | None) -> None:
     """Refuse options that a graph has no use for."""
     context = click.get_current_context()
     if context.get_parameter_source("prune") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("--prune goes with checkpoints; a graph's host always reads the prompt whole")
+    if base_model is not None:
+        raise click.UsageError("--base-model is for a checkpoint's model card, which a graph has not")
     if repo_id is not None:
         raise click.UsageError("--push-to-hub uploads checkpoints; upload a graph with `hf upload`")

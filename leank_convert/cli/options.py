@@ -81,7 +81,12 @@ def window_options(command: _Command) -> _Command:
 
 
 def hub_options(command: _Command) -> _Command:
-    """`--push-to-hub`, `--private`."""
+    """`--base-model`, `--push-to-hub`, `--private`."""
+    command = click.option(
+        "--base-model",
+        metavar="OWNER/NAME",
+        help="What MODEL is called on the hub, for the model card. Default: what is known of it.",
+    )(command)
     command = click.option("--private", is_flag=True, help="Make a private hub repository.")(command)
     return click.option(
         "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."

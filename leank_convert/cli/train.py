@@ -66,6 +66,7 @@ def train(
     device: str | None,
     dry_run: bool,
     as_json: bool,
+    base_model: str | None,
     repo_id: str | None,
     private: bool,
 ) -> None:
@@ -76,11 +77,13 @@ def train(
     """
     if mask_only and repo_id:
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
+    if mask_only and base_model:
+        raise click.UsageError("--mask-only writes no model card that --base-model could be in")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
-    check_hub_options(repo_id, private)
+    check_hub_options(base_model, repo_id, private)
     flags = {
         "method": method,
         "budget": budget,
@@ -108,7 +111,9 @@ def train(
     assert out is not None
     from leank_convert.convert import convert_model
 
-    for path in convert_model(model, out, recipe, resume=resume, mask_only=mask_only, device=device):
+    for path in convert_model(
+        model, out, recipe, resume=resume, mask_only=mask_only, base_model=base_model, device=device
+    ):
         if mask_only:
             click.echo(path)
         else:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from leank_convert.architectures import ModelFacts, read_model_facts
-from leank_convert.checkpoint_io import CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
@@ -34,11 +34,12 @@ from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
 from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.export.stock_config import check_stock_config
 from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.hub import model_name, resolve_model
+from leank_convert.hub import check_base_model, model_name, resolve_model
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
@@ -103,6 +104,7 @@ def export_checkpoint(
     flush_size: int | None = None,
     prune: str = "eager",
     config_overrides: Mapping[str, Any] | None = None,
+    base_model: str | None = None,
     overwrite: bool = False,
     mask_origin: str | Path = "mask",
 ) -> Path:
@@ -124,6 +126,7 @@ def export_checkpoint(
         flush_size: Tokens that leave the recent window at once; by default the mask's, the recipe's, else 32.
         prune: `eager` or `deferred`.
         config_overrides: Keys of config.json to replace, such as `rope_parameters`; None for the recipe's.
+        base_model: What `model` is called on the hub, for the model card; by default what is known of it.
         overwrite: Whether to replace a checkpoint in `out`.
         mask_origin: For messages, the file of a `mask` that has been read.
 
@@ -136,6 +139,7 @@ def export_checkpoint(
     """
     out = Path(out)
     check_folder(out)
+    check_base_model(base_model)
     choice = choose(
         model,
         mask,
@@ -156,7 +160,7 @@ def export_checkpoint(
     refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
     write_checkpoint(
         out,
-        Original(model_name(model), checkpoint, config, facts, choice.config_overrides),
+        Original(model_name(model), checkpoint, config, facts, choice.config_overrides, base_model),
         plan,
         choice.mask,
         choice.windows,
@@ -176,6 +180,7 @@ class Original:
         config: The model's config.json, overrides applied.
         facts: The facts of that.
         config_overrides: Those overrides, None where they are not known.
+        base_model: The model's hub id, None to find out.
     """
 
     name: str
@@ -183,6 +188,7 @@ class Original:
     config: Mapping[str, Any]
     facts: ModelFacts
     config_overrides: Mapping[str, Any] | None
+    base_model: str | None = None
 
 
 def write_checkpoint(
@@ -237,8 +243,7 @@ def write_checkpoint(
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
             config = build_config(original.config, facts.architecture, leank, digests)
             write_atomically(partial / CONFIG_NAME, encode_json(config))
-            card = _describe(original.name, mask, known, facts, windows, checkpoint)
-            write_atomically(partial / "README.md", card.encode())
+            write_atomically(partial / CARD_NAME, _describe(original, mask, known, windows).encode())
             _check_written(checkpoint, partial)
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
@@ -308,24 +313,20 @@ def _write_weights(
     return hashed
 
 
-def _describe(
-    name: str,
-    mask: ChannelMask,
-    known: MaskProvenance,
-    facts: ModelFacts,
-    windows: Windows,
-    checkpoint: Checkpoint,
-) -> str:
+def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, windows: Windows) -> str:
+    checkpoint, facts = original.checkpoint, original.facts
     key = checkpoint.find(facts.architecture.attention_tensor(0, "k_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (key.dtype if key else ""), 2)
     return build_model_card(
-        name,
+        original.name,
         mask,
         known,
         facts,
         windows,
         count_cache_bytes(mask.widths, facts.head_dim, element_bytes),
         element_bytes=element_bytes,
+        base_model=original.base_model or find_base_model(checkpoint.folder, original.name, known.model),
+        licence=read_licence(checkpoint.folder),
     )
 
 

@@ -1,9 +1,14 @@
-"""README.md of a checkpoint: what was pruned, what that saves, how to load it."""
+"""README.md of a checkpoint: what was pruned, what that saves, how to load it, how it answers."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 from leank_convert.architectures import ModelFacts
 from leank_convert.head_layout import BytesPerToken
+from leank_convert.held_out import HeldOut
+from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 
@@ -53,15 +58,28 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 
 ## Accuracy
 
-Not measured when this checkpoint was written.
+{accuracy}
 {recipe}"""
+
+_MEASURED = """\
+When the mask was made, {held_out.num_answers} questions on {held_out.num_contexts} held-out contexts of
+{held_out.min_length} to {held_out.max_length} tokens were answered greedily ({tasks}; seed {held_out.seed}).
+An answer counts if every token of it is right:
+
+| | exact match |
+|---|---|
+| dense model | {held_out.dense:.1%} |
+| pruned | {held_out.pruned:.1%} |
+
+So few samples find what is broken, not what is lost: measure on your own task."""
+_NOT_MEASURED = "Not measured when this checkpoint was written."
 
 _RECIPE = """
 ## Recipe
 
-```yaml
+{fence}yaml
 {text}
-```
+{fence}
 """
 
 
@@ -74,6 +92,8 @@ def build_model_card(
     cache: BytesPerToken,
     *,
     element_bytes: int,
+    base_model: str | None = None,
+    licence: Mapping[str, str] | None = None,
 ) -> str:
     """Build a checkpoint's README.md.
 
@@ -85,14 +105,17 @@ def build_model_card(
         windows: Window sizes.
         cache: Bytes per token.
         element_bytes: Bytes of one number in the cache.
+        base_model: The model's hub id, if it is known.
+        licence: `license`, `license_name` and `license_link` of the model, those that are known.
     """
-    front_matter = ["library_name: transformers", "pipeline_tag: text-generation"]
-    if name.count("/") == 1:
-        front_matter.insert(0, f"base_model: {name}")
-    front_matter += ["tags:", "- leank", "- kv-cache", "- pruning"]
+    held_out = known.held_out
+    # Of another model or other windows it says nothing about this checkpoint.
+    if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
+        held_out = None
+    name, mask_model = _clean(name), _clean(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     return _CARD.format(
-        front_matter="\n".join(front_matter),
+        front_matter=_build_front_matter(name, base_model, licence or {}, held_out),
         name=name,
         ratio=mask.pruning_ratio,
         kept=1 - mask.pruning_ratio,
@@ -104,9 +127,69 @@ def build_model_card(
         asked="not known" if known.pruning_ratio_asked is None else known.pruning_ratio_asked,
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
-        method=f"`{known.method}`, made for {known.model}",
+        method=f"`{_clean(known.method)}`, made for {mask_model}",
         cache=cache,
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
-        recipe=_RECIPE.format(text=known.recipe.rstrip("\n")) if known.recipe else "",
+        accuracy=_describe_accuracy(held_out),
+        recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
+
+
+def _build_front_matter(
+    name: str, base_model: str | None, licence: Mapping[str, str], held_out: HeldOut | None
+) -> str:
+    """Metadata as the hub takes it.
+
+    No `base_model_relation` is named: `finetune` would say that weights were trained, `quantized` that they
+    have fewer bits, and neither is so.
+    """
+    # Imported here: an import of the toolkit need not wait for it.
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = []
+    if held_out is not None:
+        results = [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="leank-held-out",
+                dataset_name=f"Held-out samples of the mask's recipe: {', '.join(held_out.tasks)}; "
+                f"{held_out.min_length} to {held_out.max_length} tokens; seed {held_out.seed}; "
+                f"n = {held_out.num_answers}",
+                metric_type="exact_match",
+                metric_name=f"exact match, {variant}",
+                metric_value=round(share, 4),
+            )
+            for variant, share in (("pruned cache", held_out.pruned), ("dense cache", held_out.dense))
+        ]
+    card = ModelCardData(
+        base_model=base_model,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["leank", "kv-cache", "pruning"],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    return card.to_yaml()
+
+
+def _describe_accuracy(held_out: HeldOut | None) -> str:
+    if held_out is None:
+        return _NOT_MEASURED
+    measured = _MEASURED.format(held_out=held_out, tasks=_clean(", ".join(held_out.tasks)))
+    return measured + "".join(f"\n\n> **Warning:** {_clean(text)}" for text in held_out.warnings)
+
+
+def _describe_recipe(recipe: str) -> str:
+    text = hide_local_paths(recipe.rstrip("\n"))
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    return _RECIPE.format(text=text, fence="`" * max(3, longest + 1))
+
+
+def _clean(text: str) -> str:
+    """A text in one line, without what Markdown takes for a table, a tag or code."""
+    line = " ".join(text.split())
+    return re.sub(r"([|<`])", r"\\\1", "".join(c for c in line if c.isprintable()))

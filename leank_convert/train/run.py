@@ -12,7 +12,7 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.hub import model_name
+from leank_convert.hub import hide_local_paths, model_name
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.gates import load_pattern
@@ -333,7 +333,7 @@ def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: Mod
         flush_size=windows.flush_size,
         pruning_ratio_asked=pruning_ratio,
         width_multiple=recipe.width_unit(facts.head_dim),
-        recipe=recipe.text,
+        recipe=hide_local_paths(recipe.text, recipe.paths),
         seed=recipe.seed,
     )
 

@@ -185,7 +185,7 @@ def test_hub_ids_are_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("owner/model") == tmp_path
     assert asked["repo_id"] == "owner/model"
-    assert {"config.json", "model-*.safetensors", "tokenizer*"} <= set(asked["allow_patterns"])
+    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(asked["allow_patterns"])
     assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
 
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from leank_convert.errors import LeanKError
-from leank_convert.hub import check_repo_id, push_to_hub
+from leank_convert.hub import check_repo_id, hide_local_paths, model_name, push_to_hub
 
 
 @pytest.fixture
@@ -52,6 +52,35 @@ def test_a_checkpoint_is_uploaded_without_its_training_run(
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
     assert hub.repositories == {"me/model": private}
     assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
+
+
+def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--a-model" / "snapshots" / "0123abcd"
+    plain = tmp_path / "snapshots" / "model"
+    for folder in (snapshot, plain):
+        folder.mkdir(parents=True)
+    names = [model_name(path) for path in (snapshot, f"{snapshot}/", plain, "/", "owner/model", "testbed")]
+    assert names == ["owner/a-model", "owner/a-model", "model", "/", "owner/model", "testbed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "hidden"),
+    [
+        ("source: /home/me/text.txt # mine", (), "source: .../text.txt # mine"),
+        ("source: '/home/me/my text.txt'", (), "source: '.../my text.txt'"),
+        ("# --set data.haystack.source=~/me/text.txt", (), "# --set data.haystack.source=.../text.txt"),
+        ("[../a/b, './c d/e', file:///f/g]", (), "[.../b, '.../e', .../g]"),
+        ("source: my texts/a b.txt", ("my texts/a b.txt",), "source: .../a b.txt"),
+        ("id: tests/leank_convert", ("tests/leank_convert",), "id: .../leank_convert"),
+        ("id: owner/model", ("owner/model", None), "id: owner/model"),
+        ("# https://a.b/c/d and/or 1/2", (), "# https://a.b/c/d and/or 1/2"),
+    ],
+)
+def test_of_local_paths_the_last_part_is_left(
+    text: str, named: tuple[str | None, ...], hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent.parent)
+    assert hide_local_paths(text, named) == hide_local_paths(hidden) == hidden
 
 
 def test_the_ignore_rule_is_understood_by_huggingface_hub() -> None:

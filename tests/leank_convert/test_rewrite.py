@@ -39,7 +39,9 @@ def test_what_is_written_anew_is_a_fresh_export(
     tmp_path: Path,
 ) -> None:
     source = source_model(family, shards=shards, head_dim=6)
-    options = {"sink_size": 4, "recent_size": 5, "flush_size": 6, "prune": "deferred"}
+    (source / "README.md").write_text("---\nlicense: mit\n---\n")
+    options: dict[str, Any] = {"sink_size": 4, "recent_size": 5, "flush_size": 6, "prune": "deferred"}
+    options["base_model"] = "owner/model"
     fresh = export_checkpoint(
         source, fitting_mask(source), tmp_path / "fresh", config_overrides=overrides, **options
     )

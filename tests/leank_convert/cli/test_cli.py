@@ -152,6 +152,12 @@ def test_windows_a_mask_was_trained_with_go_before_the_recipes(run, tmp_path):
         (["export", "testbed", "--all-channels", "--set", "stage1.steps=9"], "matters to training alone"),
         (["export", "testbed", "--all-channels", "--private"], "--private goes with --push-to-hub"),
         (["train", "testbed", "--mask-only", "--push-to-hub", "a/b"], "writes no checkpoint"),
+        (["train", "testbed", "--mask-only", "--base-model", "a/b"], "writes no model card"),
+        (
+            ["export", "testbed", "--format", "onnx", "--base-model", "a/b"],
+            "--base-model is for",
+        ),
+        (["export", "testbed", "--all-channels", "--base-model", "/a/b"], "base model '/a/b' is no name"),
         (["train", "testbed", "--push-to-hub", "bad id!!"], "`bad id!!`"),
         (["train", "testbed", "--flush-size", "0"], "--flush-size"),
         (["train", "testbed", "--set", "mask=m.npy"], "nothing is to be trained"),

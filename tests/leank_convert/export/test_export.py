@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -261,6 +262,43 @@ def test_a_trained_mask_gives_its_windows_and_facts(
     assert leank["prune"] == "deferred"
     assert load_mask(out / "channel_mask.safetensors").provenance == known
     assert "# how\nsteps: 3" in (out / "README.md").read_text()
+
+
+def test_no_file_holds_a_local_path(
+    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    source = source_model()
+    config = read_json(source / "config.json")
+    (source / "config.json").write_text(json.dumps({**config, "_name_or_path": str(source)}))
+    known = MaskProvenance.for_model(
+        "owner/model",
+        facts_of(source),
+        method="leank",
+        sink_size=16,
+        recent_size=64,
+        flush_size=16,
+        recipe=f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n",
+    )
+    out = export_checkpoint(source, ChannelMask(ragged_mask(), None, known), tmp_path / "out")
+    assert [path.name for path in out.rglob("*.*") if str(tmp_path).encode() in path.read_bytes()] == []
+    recipe = "model: {id: .../llama-model}\ndata: {haystack: {source: '.../my text.txt'}}\n"
+    assert recipe in (out / "README.md").read_text()
+    found = load_mask(out / "channel_mask.safetensors").provenance
+    assert found is not None and found.recipe == recipe
+
+
+def test_the_card_names_licence_and_base_model(
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
+) -> None:
+    source = source_model()
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The source\n")
+    mask = fitting_mask(source)
+    out = export_checkpoint(source, mask, tmp_path / "out", base_model="owner/model")
+    found = ModelCard.load(out / "README.md").data
+    assert (found.license, found.base_model) == ("apache-2.0", "owner/model")
+    with pytest.raises(LeanKError, match=r"base model '..model' is no name"):
+        export_checkpoint(source, mask, tmp_path / "other", base_model="./model")
+    assert not (tmp_path / "other").exists()
 
 
 def test_defaults_are_the_papers_windows(

@@ -3,12 +3,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from huggingface_hub import ModelCard
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.head_layout import BytesPerToken, count_cache_bytes
+from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 
@@ -24,15 +25,29 @@ FACTS = read_model_facts(
 )
 
 
-def card(name: str = "owner/model", **known: Any) -> str:
+HELD_OUT = HeldOut(
+    tasks=("retrieval",),
+    min_length=200,
+    max_length=280,
+    seed=1_000_000,
+    num_contexts=4,
+    num_answers=16,
+    dense=1.0,
+    pruned=0.6875,
+    distillation=0.02,
+    warnings=("the dense model answers 16 | 16",),
+)
+
+
+def card(name: str = "owner/model", *, mask_model: str | None = None, about: Any = None, **known: Any) -> str:
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
     mask[0, 0] = True
     mask[1, 1, :4] = True
     cache = count_cache_bytes(ChannelMask(mask).widths, 8, 2)
-    given = {"method": "imported", "sink_size": 1, "recent_size": 1, "flush_size": 1, **known}
-    provenance = MaskProvenance.for_model(name, FACTS, **given)
+    given = {"method": "imported", "sink_size": 4, "recent_size": 16, "flush_size": 1, **known}
+    provenance = MaskProvenance.for_model(mask_model or name, FACTS, **given)
     return build_model_card(
-        name, ChannelMask(mask), provenance, FACTS, Windows(4, 16, 2), cache, element_bytes=2
+        name, ChannelMask(mask), provenance, FACTS, Windows(4, 16, 2), cache, element_bytes=2, **about or {}
     )
 
 
@@ -69,13 +84,44 @@ def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told() -> None:
     assert "0.6 / 0.6250" in text and "`leank`" in text
 
 
-@pytest.mark.parametrize(("name", "base"), [("owner/model", "owner/model"), ("folder", None)])
-def test_the_front_matter_is_yaml_for_the_hub(name: str, base: str | None) -> None:
-    _, front, _ = card(name).split("---\n", 2)
-    data = yaml.safe_load(front)
-    assert data.get("base_model") == base
-    assert data["library_name"] == "transformers"
-    assert "leank" in data["tags"] and "license" not in data
+def test_the_front_matter_names_nothing_that_is_not_known() -> None:
+    data = ModelCard(card()).data
+    assert data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["leank", "kv-cache", "pruning"],
+    }
+
+
+@pytest.mark.parametrize("name", ["owner/model", "a: b", "---\nlicense: mit\n---", "it's | <b>`\"\u2028x\0"])
+def test_the_hub_reads_the_front_matter_whatever_the_name(name: str) -> None:
+    licence = {"license": "other", "license_name": "a: {b", "license_link": "https://a/b#c d"}
+    text = card(name, held_out=HELD_OUT, about={"base_model": "owner/model", "licence": licence})
+    found = ModelCard(text).data
+    assert found.base_model == "owner/model"
+    assert {key: getattr(found, key) for key in licence} == licence
+    assert [(result.metric_type, result.metric_value) for result in found.eval_results] == [
+        ("exact_match", 0.6875),
+        ("exact_match", 1.0),
+    ]
+    assert found.eval_results[0].metric_name == "exact match, pruned cache"
+    assert "Held-out samples" in found.eval_results[0].dataset_name
+    assert sum(line.startswith("# ") for line in text.splitlines()) == 1
+    assert "\n---\n" not in ModelCard(text).text
+
+
+def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -> None:
+    text = card(held_out=HELD_OUT)
+    assert "16 questions on 4 held-out contexts" in text and "| pruned | 68.8% |" in text
+    assert "> **Warning:** the dense model answers 16 \\| 16" in text and "Not measured" not in text
+    for other in ({"mask_model": "owner/other"}, {"sink_size": 5}, {"recent_size": 8}):
+        text = card(**{"held_out": HELD_OUT, **other})
+        assert "Not measured" in text and "model-index" not in text
+
+
+def test_a_recipe_stands_in_its_fence_without_local_paths() -> None:
+    text = card(recipe="a: |\n  ```\n  # Not the recipe\nsource: /home/me/story.txt\n")
+    assert text.endswith("\n````yaml\na: |\n  ```\n  # Not the recipe\nsource: .../story.txt\n````\n")
 
 
 def test_json_keeps_rows_of_numbers_on_one_line() -> None:

@@ -155,7 +155,7 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
             lambda good: good | {"num_answers": "all"},
             "`held_out.num_answers` is 'all': Input should be a valid",
         ),
-        (lambda good: good | {"distillation": math.nan}, "`held_out.distillation` is nan"),
+        (lambda good: good | {"distillation": -1.0}, "`held_out.distillation` is -1.0"),
         (
             lambda good: good | {"warnings": ["a" * 10**6]},
             "`held_out.warnings.0` is 'aaa.{,120}: String should",

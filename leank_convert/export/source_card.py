@@ -1,0 +1,89 @@
+"""What a card says of where a checkpoint comes from: the model's licence, and its name on the hub."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, find_companions
+from leank_convert.errors import LeanKError, cut
+from leank_convert.files import read_json
+from leank_convert.hub import is_repository
+from leank_convert.recipe_yaml import parse_yaml
+
+# Cards begin with their front matter, and no model's is as long.
+_MAX_FRONT_MATTER = 1 << 16
+_FRONT_MATTER = re.compile(r"\ufeff?---[ \t]*\n(.*?\n)---[ \t]*(\n|$)", re.DOTALL)
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,80}")
+_ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,300}")
+
+_logger = logging.getLogger("leank_convert")
+
+
+def read_licence(folder: Path) -> dict[str, str]:
+    """Read a model's licence: `license`, `license_name` and `license_link`, as its card names them.
+
+    Args:
+        folder: The model.
+
+    Returns:
+        What there is. Without a card that names one, a licence file that travels with the checkpoint stands
+        for it.
+    """
+    given = _read_front_matter(folder / CARD_NAME)
+    files = sorted(name for name in find_companions(folder)[0] if name.startswith("LICENSE"))
+    if not _is_text(given.get("license"), _LICENCE):
+        return {"license": "other", "license_link": files[0]} if files else {}
+    found = {key: given[key] for key in ("license", "license_name") if _is_text(given.get(key), _ONE_LINE)}
+    link: object = given.get("license_link")
+    # A link within the model's repository leads nowhere, unless its file travels.
+    if _is_text(link, _ONE_LINE) and (link.startswith(("https://", "http://")) or link in files):
+        found["license_link"] = link
+    return found
+
+
+def find_base_model(folder: Path, name: str, mask_model: str) -> str | None:
+    """Find the hub id of the model that a checkpoint is made of.
+
+    Args:
+        folder: The model.
+        name: What artifacts call it.
+        mask_model: What it was called when the mask was made.
+
+    Returns:
+        The first that is a hub id, of these two and the name that transformers left in config.json.
+    """
+    try:
+        noted = read_json(folder / CONFIG_NAME).get("_name_or_path")
+    except LeanKError:
+        noted = None
+    return next((known for known in (name, mask_model, noted) if is_repository(known)), None)
+
+
+def read_base_model(checkpoint: Path) -> str | None:
+    """Read what a checkpoint's card calls the model that it was made of, if that is a hub id."""
+    given = _read_front_matter(checkpoint / CARD_NAME).get("base_model")
+    return given if is_repository(given) else None
+
+
+def _read_front_matter(card: Path) -> dict[Any, Any]:
+    """The metadata of a model card; empty if there is none that can be read."""
+    if not card.is_file():
+        return {}
+    with card.open("rb") as file:
+        text = file.read(_MAX_FRONT_MATTER).decode(errors="replace").replace("\r\n", "\n")
+    found = _FRONT_MATTER.match(text)
+    if found is None:
+        return {}
+    try:
+        values = parse_yaml(found[1])
+    except ValueError as error:
+        _logger.warning("`%s` begins with what is no YAML, and no licence is read: %s", card, cut(str(error)))
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _is_text(value: object, form: re.Pattern[str]) -> TypeGuard[str]:
+    return isinstance(value, str) and form.fullmatch(value) is not None
