@@ -89,7 +89,6 @@ class SampleSource:
             LeanKError: As `draw`; names the length that leaves room. Also for a chat template that cuts long
                 messages short.
         """
-        render_prompts(self.tokenizer, ["word " * min(self.data.max_length, _MAX_LONG_WORDS)])
         worst = None
         for task in self.data.tasks:
             rng = random.Random(self.seed)
@@ -100,6 +99,7 @@ class SampleSource:
                     worst = error if worst is None or error.excess > worst.excess else worst
         if worst is not None:
             raise worst
+        render_prompts(self.tokenizer, ["word " * min(self.data.max_length, _MAX_LONG_WORDS)])
 
     def fingerprint(self) -> str:
         """Digest of what samples are made of: the first stands for tokenizer, template and generator."""

@@ -5,11 +5,13 @@ import json
 import math
 import re
 import shutil
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, load_mask
@@ -104,6 +106,18 @@ def test_what_is_not_far_off_is_not_warned_of(check, case):
 def test_values_that_are_not_finite_are_an_error(check):
     with pytest.raises(LeanKError, match="not finite"):
         check(loss=math.nan)
+
+
+def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
+    def draw(source, index):
+        signal.raise_signal(signal.SIGINT)
+        return SampleSource.draw(source, index)
+
+    monkeypatch.setattr(held_out, "SampleSource", type("Interrupted", (SampleSource,), {"draw": draw}))
+    with pytest.raises(LeanKError, match="Ctrl-C ended the check of held-out samples") as caught:
+        check()
+    assert caught.value.exit_code == 130
+    assert "--resume" in caught.value.hint
 
 
 def test_progress_shows_the_shares(check, capsys):
