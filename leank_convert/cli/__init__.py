@@ -16,6 +16,7 @@ from leank_convert.cli.analyze import analyze
 from leank_convert.cli.benchmark import benchmark
 from leank_convert.cli.evaluate import evaluate
 from leank_convert.cli.export import export
+from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
 from leank_convert.cli.recipes import recipes
 from leank_convert.cli.refusals import print_error, restate
@@ -61,14 +62,21 @@ class _Group(click.Group):
             ctx.exit(130)
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
-        except OSError as error:
-            # A full disk, a file that may not be read: nothing a traceback would explain.
-            if ctx.params.get("debug"):
+        except Exception as error:
+            refusal = None if ctx.params.get("debug") else restate_import(error) or _restate_file_error(error)
+            if refusal is None:
                 raise
-            name = str(error.filename or "output")
-            name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
-            click.echo(f"error: {name}: {error.strerror or first_line(error)}", err=True)
-            ctx.exit(2)
+            print_error(refusal)
+            ctx.exit(refusal.exit_code)
+
+
+def _restate_file_error(error: Exception) -> LeanKError | None:
+    """Say in one sentence what a full disk or a file that may not be read leads to; None of other errors."""
+    if not isinstance(error, OSError):
+        return None
+    name = str(error.filename or "output")
+    name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
+    return LeanKError(f"{name}: {error.strerror or first_line(error)}")
 
 
 @click.group("leank-convert", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

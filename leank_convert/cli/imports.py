@@ -1,0 +1,75 @@
+"""A library that cannot be imported, told in one sentence with the versions that are installed."""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution, version
+from types import FrameType, TracebackType
+
+from leank_convert.errors import LeanKError, first_line
+
+_OWN = "leank_convert"
+
+
+def restate_import(error: Exception) -> LeanKError | None:
+    """Say which library failed while code of ours imported it; None if something else failed."""
+    library = _library_of(error)
+    if library is None:
+        return None
+    seen = _version_of(library)
+    said = first_line(error).rstrip(".")
+    if seen is None:
+        message = f"{library} cannot be imported: {said}"
+    else:
+        beside = [f"{name} {_version_of(name)}" for name in ("torch", "transformers") if _version_of(name)]
+        others = " and ".join(text for text in beside if not text.startswith(f"{library} "))
+        message = f"{library} {seen} cannot be imported{f' with {others}' if others else ''}: {said}"
+    wanted = _requirements({library, "torch", "transformers"})
+    return LeanKError(message, f"pip install -U {' '.join(wanted)}")
+
+
+def _library_of(error: Exception) -> str | None:
+    """The library of the import statement of ours during which an error came; None outside of one."""
+    own = [
+        (frame.f_code, instruction)
+        for frame, instruction in _frames(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] == _OWN
+    ]
+    if not own:
+        return None
+    code, last = own[-1]
+    library = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            library = str(instruction.argval).split(".")[0]
+        if instruction.offset == last:
+            # What is imported from a module may be made, or imported, only then.
+            is_import = instruction.opname in ("IMPORT_NAME", "IMPORT_FROM")
+            return library if is_import and library != _OWN else None
+    return None
+
+
+def _frames(place: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Frames of a traceback from the outermost one, each with the offset of its instruction."""
+    while place is not None:
+        yield place.tb_frame, place.tb_lasti
+        place = place.tb_next
+
+
+def _version_of(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _requirements(libraries: set[str]) -> list[str]:
+    """What this release asks of libraries, as pip's arguments, in its own order."""
+    try:
+        asked = distribution("leank-convert").requires or []
+    except PackageNotFoundError:
+        asked = []
+    known = {re.split(r"[^\w.-]", text, maxsplit=1)[0]: text for text in asked if "extra ==" not in text}
+    return [f'"{text}"' for name, text in known.items() if name in libraries] or sorted(libraries)
