@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import check_prune, check_window_size, read_settings
+from .configuration_leank import check_prune, check_size, read_settings
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
@@ -105,10 +105,19 @@ class LeanKCache(Cache):
         """Allocate for so many columns, prompt, padding and tokens to come together, so that nothing grows.
 
         At once where the prompt is split, else when it is. Without it memory grows by a sixteenth at a time.
+
+        Raises:
+            ValueError: If it is no number of columns that any context has.
+            torch.OutOfMemoryError: If memory does not suffice; what was reserved before stays.
         """
-        self.rows.num_reserved = num_columns
-        for layer in self.layers:
-            layer.reserve()
+        check_size("num_columns", num_columns)
+        before, self.rows.num_reserved = self.rows.num_reserved, num_columns
+        try:
+            for layer in self.layers:
+                layer.reserve()
+        except BaseException:
+            self.rows.num_reserved = before
+            raise
 
     def takes_one_column(self, num_columns: int) -> bool:
         """Return whether so many columns are a decode step: one column, on a prompt that is split."""
@@ -141,8 +150,9 @@ class LeanKCache(Cache):
             A cache with the rows of all, in order.
 
         Raises:
-            ValueError: If they do not go together.
+            ValueError: If they do not go together, or `num_reserved` is no number of columns.
         """
+        check_size("num_reserved", num_reserved)
         caches = list(caches)
         _check_joinable(caches)
         first = caches[0]
@@ -188,7 +198,7 @@ class LeanKCache(Cache):
         sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
         for name, value in sizes.items():
             if value is not None:
-                check_window_size(name, value)
+                check_size(name, value)
         shared = [
             tensor
             for layer in self.layers

@@ -21,8 +21,8 @@ from transformers import (
 
 FORMAT_VERSION = 2
 PRUNE_MODES = ("eager", "deferred")
-MAX_WINDOW_SIZE = 1 << 24
-"""Most tokens that sink_size, recent_size and flush_size may be: the kernels count in 32 bits."""
+MAX_SIZE = 1 << 24
+"""Most tokens that sink_size, recent_size, flush_size and what is reserved may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
                 f"not a permutation of 0…{num_heads - 1}"
             )
     for key in ("sink_size", "recent_size", "flush_size"):
-        check_window_size(key, block[key], "config.json: `leank.")
+        check_size(key, block[key], "config.json: `leank.")
     _refuse_sliding_windows(config)
     return LeanKSettings(
         widths=widths,
@@ -142,12 +142,12 @@ def check_prune(value: object, origin: str) -> str:
     return value
 
 
-def check_window_size(name: str, value: object, origin: str = "`") -> None:
-    """Raise a ValueError that begins with `origin` and `name` unless `value` can be a window size."""
+def check_size(name: str, value: object, origin: str = "`") -> None:
+    """Raise a ValueError that begins with `origin` and `name` unless `value` can be a number of tokens."""
     least = 1 if name == "flush_size" else 0
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_WINDOW_SIZE:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
         raise ValueError(
-            f"{origin}{name}` is {reprlib.repr(value)}, not an integer from {least} to {MAX_WINDOW_SIZE}"
+            f"{origin}{name}` is {reprlib.repr(value)}, not an integer from {least} to {MAX_SIZE}"
         )
 
 

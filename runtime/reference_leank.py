@@ -78,7 +78,8 @@ def decode_attention(
         .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
-    rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * max_length
+    num_seen = max_length + (0 if new_keys is None else num_queries)
+    rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * num_seen
     block_size = max(1, _MAX_SCORES // max(rows_per_query, 1))
     blocks = []
     for start in range(0, num_queries, block_size):

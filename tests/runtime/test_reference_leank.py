@@ -172,6 +172,20 @@ def test_padding_among_new_tokens_is_not_seen():
         check(ours[row][:, valid[row]], expected[row][:, valid[row]])
 
 
+def test_a_long_turn_on_a_short_cache_is_scored_in_blocks(monkeypatch):
+    sizes, new_scores = [], reference_leank._new_scores
+
+    def watched(*arguments):
+        scores = new_scores(*arguments)
+        sizes.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(reference_leank, "_new_scores", watched)
+    monkeypatch.setattr(reference_leank, "_MAX_SCORES", 1 << 12)
+    Case(lengths=[3], pruned=[0], widths=[16, 16], num_queries=60).ours(new=True)
+    assert len(sizes) > 1 and max(sizes) <= 1 << 12
+
+
 def test_queries_in_blocks_give_the_same(monkeypatch):
     case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=7)
     monkeypatch.setattr(reference_leank, "_MAX_SCORES", 1)

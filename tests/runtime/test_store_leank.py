@@ -59,6 +59,35 @@ def test_reserving_for_a_prompt_that_is_there_grows_at_once(model_pair, some_mas
     assert capacities(cache) == {320}
 
 
+@pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
+def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = feed(model, ids(2, 60)).past_key_values
+    with pytest.raises(ValueError, match=r"^`num_columns` is .{1,60}, not an integer from 0 to 16777216$"):
+        cache.reserve(num_columns)
+    with pytest.raises(ValueError, match=r"^`num_reserved` is .{1,60}, not an integer from 0 to 16777216$"):
+        type(cache).concatenate([cache], num_columns)
+    assert capacities(cache) == {64} and cache.rows.num_reserved == 0
+
+
+def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
+    model_pair, some_masks, monkeypatch
+):
+    model = model_pair(some_masks(WIDTHS)).leank
+    cache = feed(model, ids(2, 60)).past_key_values
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_leank, "_grown", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.reserve(2**24)
+    for _ in range(6):
+        feed(model, ids(2, 1), cache)
+    assert capacities(cache) == {128}
+
+
 def test_a_padded_row_needs_no_more_than_its_columns(model_pair, some_masks):
     model = model_pair(some_masks(WIDTHS)).leank
     mask = torch.ones(2, 100, dtype=torch.long)
