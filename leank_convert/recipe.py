@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -303,7 +303,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
         annotations = (field.annotation, *get_args(field.annotation))
-        for annotation in annotations:
+        # Python 3.10 takes `tuple[str, ...]` for a class as well.
+        for annotation in (each for each in annotations if get_origin(each) is None):
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 yield from known_keys(annotation, f"{prefix}{name}.")
 
