@@ -6,15 +6,18 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from leank_convert.checkpoint_io import (
+    DIGESTS_NAME,
     DOWNLOADED_PATTERNS,
     GGUF_HINT,
     NEVER_DOWNLOADED_PATTERNS,
     TRAINING_FOLDER,
     read_leank_config,
 )
+from leank_convert.digests import read_digests
 from leank_convert.errors import LeanKError, cut, first_line
 
 TESTBED = "testbed"
@@ -129,7 +132,7 @@ def download_file(repo_id: str, name: str) -> Path:
 
 
 def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a checkpoint, without the training run that may lie beside it.
+    """Upload a checkpoint, without the training run and other files that may lie beside it.
 
     Args:
         path: The checkpoint's folder.
@@ -144,13 +147,18 @@ def push_to_hub(path: str | Path, repo_id: str, *, private: bool = False) -> str
     """
     from huggingface_hub import HfApi
 
-    read_leank_config(Path(path))
+    folder = Path(path)
+    read_leank_config(folder)
+    own = None  # without a list, all of it
+    if (folder / DIGESTS_NAME).exists():
+        own = [escape(name) for name in (*read_digests(folder), DIGESTS_NAME)]
     api = HfApi()
     with _hub_errors(repo_id, uploads=True):
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repo_id,
             folder_path=str(path),
+            allow_patterns=own,
             ignore_patterns=[f"{TRAINING_FOLDER}/**"],
             commit_message="Upload a LeanK checkpoint",
         )

@@ -15,7 +15,7 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import check_head_table
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.held_out import HeldOut
@@ -81,7 +81,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         for key in ("widths", "head_permutation"):
             check_head_table(leank, key, facts.num_hidden_layers, facts.num_key_value_heads)
         if type(leank.get("pruning_ratio")) not in (int, float):
-            raise LeanKError(f"`leank.pruning_ratio` is `{leank.get('pruning_ratio')}`, no number")
+            raise LeanKError(f"`leank.pruning_ratio` is {cut(leank.get('pruning_ratio'))}, no number")
     except LeanKError as error:
         raise LeanKError(f"`{path / CONFIG_NAME}`: {error}", hint=hint) from error
     mask = load_mask(path / MASK_FILE_NAME)

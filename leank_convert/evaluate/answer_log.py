@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, shorten
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.comparison import Outcome
 from leank_convert.evaluate.prompt import Prompt
@@ -84,7 +84,7 @@ def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Pa
     for key in [*settings, *kept]:
         if kept.get(key) != settings.get(key):
             raise LeanKError(
-                f"`{folder}` holds answers of another evaluation: `{key}` was {json.dumps(kept.get(key))}, "
-                f"is {json.dumps(settings.get(key))}",
+                f"`{folder}` holds answers of another evaluation: `{shorten(key)}` was "
+                f"{shorten(json.dumps(kept.get(key)))}, is {shorten(json.dumps(settings.get(key)))}",
                 hint="name another folder with --out, or remove this one",
             )

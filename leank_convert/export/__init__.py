@@ -265,9 +265,9 @@ def refuse_overlap(folder: Path, out: Path) -> None:
     """Refuse to write into a model's own folder, or around it.
 
     Raises:
-        LeanKError: If one of the two holds the other.
+        LeanKError: If one of the two holds the other, or `out` cannot be a folder.
     """
-    source, target = folder.resolve(), out.resolve()
+    source, target = folder.resolve(), check_folder(out)
     if source == target or source in target.parents or target in source.parents:
         raise LeanKError(
             f"`{out}` overlaps the source `{folder}`", hint="name a folder outside the model's own"

@@ -86,9 +86,8 @@ def recover(out: Path) -> None:
             `<out>.previous` is not what an export left.
     """
     out, partial, previous = _locate(out)
-    if any(os.path.lexists(path) for path in (partial, previous, out / MARKER_NAME)):
-        with _lock(out):
-            _recover(out, partial, previous)
+    with _lock(out):
+        _recover(out, partial, previous)
 
 
 def check_replaceable(out: Path, *, overwrite: bool) -> None:

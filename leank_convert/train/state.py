@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line, shorten
 from leank_convert.files import write_atomically
 from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import MASK_FILE_NAME
@@ -154,7 +154,8 @@ def check_same_run(saved: Mapping[str, str], current: Mapping[str, str], path: P
     if not differing:
         return
     listed = "".join(
-        f"\n  {key} was `{saved.get(key, 'not set')}`, is `{current.get(key, 'not set')}`"
+        f"\n  {shorten(key)} was `{shorten(saved.get(key, 'not set'))}`, "
+        f"is `{shorten(current.get(key, 'not set'))}`"
         for key in differing
     )
     raise LeanKError(
@@ -193,6 +194,9 @@ def load_state(path: Path) -> TrainingState:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        fingerprint = json.loads(metadata["fingerprint"])
+        if not all(isinstance(text, str) for text in fingerprint.values()):
+            raise TypeError("its fingerprint is not text")
         return TrainingState(
             step=int(metadata["step"]),
             scaling_factors=tensors["scaling_factors"].to(torch.float32),
@@ -201,7 +205,7 @@ def load_state(path: Path) -> TrainingState:
                 for name, tensor in tensors.items()
                 if name.startswith("optimizer.")
             },
-            fingerprint=json.loads(metadata["fingerprint"]),
+            fingerprint=fingerprint,
             stage1_factors=tensors.get("stage1_factors"),
             gates=tensors.get("gates"),
             finished=tuple(
@@ -209,9 +213,9 @@ def load_state(path: Path) -> TrainingState:
                 for place in range(sum(name.startswith("finished.") for name in tensors))
             ),
         )
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise LeanKError(
-            f"training state `{path}` is damaged: {error}",
+            f"training state `{path}` is damaged: {first_line(error)}",
             hint="train again without `--resume` into another folder",
         ) from error
 

@@ -74,7 +74,7 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
         raise LeanKError(f"the `leank` block has missing or unknown keys: {', '.join(difference)}")
     facts = read_leank_facts(config, folder)
     if config.get("auto_map") != auto_map(facts.architecture):
-        raise LeanKError(f"`auto_map` is {config.get('auto_map')}")
+        raise LeanKError(f"`auto_map` is {cut(config.get('auto_map'))}")
     Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
     widths, permutations = leank["widths"], leank["head_permutation"]
     heads = range(facts.num_key_value_heads)

@@ -14,7 +14,7 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_facts
 from leank_convert.config_overrides import apply_config_overrides
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, cut
 from leank_convert.hub import resolve_model
 from leank_convert.onnx.check import distance, largest_difference
 from leank_convert.onnx.description import host_errors
@@ -166,7 +166,7 @@ def _check_sizes(description: Description, source: Source) -> str:
     }
     for key, value in expected.items():
         if described[key] != value:
-            raise LeanKError(f"`model.{key}` is `{described[key]}`; `{source.folder}` has `{value}`")
+            raise LeanKError(f"`model.{key}` is {cut(described[key])}; `{source.folder}` has {cut(value)}")
     return f"{described['model_type']}, {described['num_hidden_layers']} layers"
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.session import evaluate_checkpoint
 from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order
 from leank_convert.export import export_checkpoint
+from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
@@ -235,6 +237,24 @@ def test_an_evaluation_that_was_killed_asks_only_what_is_missing(convert, tmp_pa
     assert asked == []
     assert compare(convert("half"), out=tmp_path / "half", num_samples=7).outcomes[:6] == whole.outcomes
     assert len(asked) == 1
+
+
+def test_two_evaluations_never_write_to_one_folder(convert, tmp_path, monkeypatch):
+    def answer_meanwhile(*given, **options):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(LeanKError, match="another evaluation writes to"):
+            pool.submit(compare, convert("half"), out=tmp_path).result()
+        return answer_prompts(*given, **options)
+
+    monkeypatch.setattr("leank_convert.evaluate.session.answer_prompts", answer_meanwhile)
+    compare(convert("half"), num_samples=2, out=tmp_path)
+    assert LOCK_NAME not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_files_of_no_evaluation_are_not_replaced(convert, tmp_path):
+    (tmp_path / "results.csv").write_text("mine")
+    with pytest.raises(LeanKError, match=r"results.csv` is of no evaluation"):
+        compare(convert("half"), out=tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_answers_of_another_checkpoint_are_refused(convert, tmp_path):

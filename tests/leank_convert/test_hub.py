@@ -1,4 +1,4 @@
-from fnmatch import fnmatch
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
+from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.hub import check_repo_id, hide_local_paths, model_name, push_to_hub
 
@@ -32,14 +34,22 @@ class FakeHub:
         return f"https://huggingface.co/{repo_id}"
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: str, ignore_patterns: list[str], commit_message: str
+        self,
+        *,
+        repo_id: str,
+        folder_path: str,
+        allow_patterns: list[str] | None,
+        ignore_patterns: list[str],
+        commit_message: str,
     ) -> None:
         assert repo_id in self.repositories and commit_message
         if self.error is not None:
             raise self.error
-        names = (path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file())
+        names = [
+            str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()
+        ]
         self.uploaded = {
-            str(name) for name in names if not any(fnmatch(str(name), rule) for rule in ignore_patterns)
+            *filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         }
 
 
@@ -83,10 +93,18 @@ def test_of_local_paths_the_last_part_is_left(
     assert hide_local_paths(text, named) == hide_local_paths(hidden) == hidden
 
 
-def test_the_ignore_rule_is_understood_by_huggingface_hub() -> None:
-    names = ["leank/state.pt", "leank/plots/a.png", "modeling_leank.py", "config.json"]
-    kept = huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=["leank/**"])
-    assert list(kept) == ["modeling_leank.py", "config.json"]
+def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = ["config.json", "model.safetensors", "odd[1].json"]
+    (checkpoint / "odd[1].json").touch()
+    digests = {"format_version": 1, "files": dict.fromkeys(listed, "")}
+    (checkpoint / DIGESTS_NAME).write_text(json.dumps(digests))
+    (checkpoint / "notes.txt").write_text("private")
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    push_to_hub(checkpoint, "me/model")
+    assert hub.uploaded == {*listed, DIGESTS_NAME}
 
 
 def http_error() -> Exception:

@@ -109,3 +109,61 @@ def test_a_killed_export_leaves_the_folder_as_it_was_and_can_be_run_again(
     export_checkpoint(source, mask, out, overwrite=True)
     assert verify_checkpoint(out, source).ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-model", "m.safetensors", "out"]
+
+
+def test_a_source_that_cannot_be_read_is_not_called_unwritable(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model(shards=False)
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(source / "model.safetensors"))
+
+    monkeypatch.setattr("leank_convert.export.write_shard", fail)
+    message = f"cannot read `{source}/model.safetensors`: Permission denied"
+    refused(source, fitting_mask(source), tmp_path / "out", message)
+
+
+PAUSED = """
+import sys
+from pathlib import Path
+import leank_convert.export as export
+from leank_convert.mask import load_mask
+
+real = export.write_shard
+
+def paused(*arguments, **options):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    return real(*arguments, **options)
+
+export.write_shard = paused
+export.export_checkpoint(Path(sys.argv[1]), load_mask(sys.argv[2]), Path(sys.argv[3]), overwrite=True)
+"""
+
+
+def test_of_two_exports_at_once_the_second_is_refused_and_the_first_is_whole(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    snapshot: Callable[[Path], dict[str, str] | None],
+) -> None:
+    source, out = source_model(shards=False), tmp_path / "out"
+    mask = fitting_mask(source)
+    save_mask(mask, tmp_path / "m.safetensors")
+    arguments = [sys.executable, "-c", PAUSED, str(source), str(tmp_path / "m.safetensors"), str(out)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+        assert first.stdout.readline() == "writing\n"
+        before = snapshot(tmp_path)
+        with pytest.raises(LeanKError, match=f"another process is writing to `{out}`"):
+            export_checkpoint(source, mask, out, overwrite=True)
+        assert snapshot(tmp_path) == before
+        first.communicate("\n")
+    assert first.returncode == 0
+    assert verify_checkpoint(out, source).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-model", "m.safetensors", "out"]

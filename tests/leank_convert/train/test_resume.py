@@ -4,11 +4,13 @@ import json
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
 
 from leank_convert.errors import LeanKError
+from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
@@ -251,3 +253,32 @@ def test_state_holds_what_the_optimizer_needs(finished):
     assert sorted(state.optimizer) == ["exp_avg", "exp_avg_sq", "step"]
     assert state.optimizer["step"] == 6  # stage 2 begins with a fresh optimizer
     assert state.scaling_factors.dtype == torch.float32
+
+
+def test_two_runs_never_write_to_one_folder(resume, tmp_path, monkeypatch):
+    """While a run is between two steps, a second one is refused, whether it begins or resumes."""
+    training, go_on, advance = Event(), Event(), run.Run.advance
+
+    def waiting(self, samples):
+        training.set()
+        assert go_on.wait(60)
+        return advance(self, samples)
+
+    monkeypatch.setattr(run.Run, "advance", waiting)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(resume, tmp_path / "out", resume=False)
+        assert training.wait(60)
+        try:
+            for resumes in (False, True):
+                with pytest.raises(LeanKError, match=f"another process is training into `{tmp_path}/out`"):
+                    resume(tmp_path / "out", resume=resumes)
+        finally:
+            go_on.set()
+        assert first.result()
+    assert not [*tmp_path.rglob(LOCK_NAME)]
+
+
+def test_a_refused_run_leaves_no_folder(resume, tmp_path):
+    with pytest.raises(LeanKError):
+        resume(tmp_path / "new" / "out", model=tmp_path / "no-model", resume=False)
+    assert list(tmp_path.iterdir()) == []

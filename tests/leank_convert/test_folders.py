@@ -1,0 +1,171 @@
+"""Folders to write to: what cannot be one is refused in a sentence, and one process at a time writes."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.export.publish import staged_folder
+from leank_convert.folders import check_folder, locked
+
+NOT_FOLDERS = {
+    "nul\0": "is no path: it holds a NUL character",
+    "loop": "cannot be a folder: Too many levels of symbolic links",
+    "loop/in/it": "cannot be a folder: Too many levels of symbolic links",
+    "nowhere": "is a link to a place that does not exist",
+    "nowhere/in/it": "is a link to a place that does not exist",
+    "file/": "is a file",
+    "file/in/it": "is a file",
+    "to-file": "is a file",
+    "pipe": "is a file",
+    "n" * 300: "cannot be a folder: File name too long",
+    f"new/{'n' * 300}/new": "cannot be a folder: File name too long",
+}
+NOT_REPLACED = {
+    "n" * 250: "cannot be a folder: File name too long",
+    ".": "cannot be replaced as a whole",
+    "..": "cannot be replaced as a whole",
+    "/": "cannot be replaced as a whole",
+    "/dev/shm": "cannot be replaced as a whole",
+    "linked": "`linked.partial` is in the way",
+    "other": "`other.leank-lock` is in the way",
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with all sorts of things in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "to-file").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "linked.partial").symlink_to("..")
+    (tmp_path / "other.leank-lock").write_text("mine")
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("out", "reason"), NOT_FOLDERS.items(), ids=range(len(NOT_FOLDERS)))
+def test_what_cannot_be_a_folder_is_refused(out: str, reason: str, places: Path) -> None:
+    before = names(places)
+    with pytest.raises(LeanKError) as caught:
+        check_folder(Path(out))
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert names(places) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "testbed", "--all-channels"],
+        ["export", "testbed", "--all-channels", "--format", "onnx"],
+        ["train", "testbed", "--method", "static-norm"],
+        ["evaluate", "no-checkpoint"],
+        ["evaluate", "no-checkpoint", "--text", "file", "--prefix-tokens", "3"],
+        ["analyze", "mask.npy"],
+    ],
+    ids=lambda command: "-".join(command[::4]),
+)
+def test_commands_say_so_in_one_sentence_and_change_nothing(command: list[str], places: Path) -> None:
+    np.save(places / "mask.npy", np.ones((2, 2, 8), dtype=bool))
+    before = names(places)
+    for out in (*NOT_FOLDERS, *NOT_REPLACED, "not-utf-8\udcff"):
+        result = CliRunner().invoke(main, [*command, "-o", out])
+        assert isinstance(result.exception, SystemExit), out
+        assert result.exit_code == 2, out
+        assert result.stderr.count("error: ") == 1, result.stderr
+        assert names(places) == before, out
+
+
+@pytest.mark.parametrize(("out", "reason"), NOT_REPLACED.items(), ids=range(len(NOT_REPLACED)))
+def test_what_cannot_be_swapped_is_refused(out: str, reason: str, places: Path) -> None:
+    before = names(places)
+    with pytest.raises(LeanKError) as caught, staged_folder(Path(out), overwrite=True):
+        pass
+    assert reason in str(caught.value).replace(f"{places}/", "")
+    assert names(places) == before
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(LeanKError, match=rf"folder `{tmp_path}` may not be written to"):
+        check_folder(tmp_path / "new" / "out")
+
+
+def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "lock"
+    with ThreadPoolExecutor(1) as other:
+        with locked(path, "busy"), locked(path, "busy"):  # who holds it may ask again
+            with pytest.raises(LeanKError, match="busy"):
+                other.submit(locked(path, "busy").__enter__).result()
+            assert path.exists()
+        assert list(tmp_path.iterdir()) == []
+        other.submit(locked(path, "busy").__enter__).result()
+
+
+def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
+    held = """
+import sys
+from pathlib import Path
+from leank_convert.folders import locked
+with locked(Path(sys.argv[1]), "busy"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", held, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(LeanKError, match="busy"), locked(tmp_path / "lock", "busy"):
+            pass
+        process.kill()
+        process.wait()
+    with locked(tmp_path / "lock", "busy"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_another_has_just_removed_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds a lock leaves between another's opening and locking its file, which is gone by then."""
+    real, path = fcntl.flock, tmp_path / "lock"
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", real)
+        path.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", remove_first)
+    with locked(path, "busy"):
+        assert path.exists()
+        with ThreadPoolExecutor(1) as other, pytest.raises(LeanKError, match="busy"):
+            other.submit(locked(path, "busy").__enter__).result()
+
+
+def test_where_nothing_can_be_locked_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with locked(tmp_path / "lock", "busy"):
+        assert "cannot be locked here" in caplog.text
