@@ -96,7 +96,12 @@ def out_of_memory(what: str, hint: str) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         # By its name: this module is read where torch is not, and `torch.OutOfMemoryError` is a RuntimeError.
-        if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":
+        # On the CPU torch has no error of its own for it.
+        if (
+            isinstance(error, RuntimeError)
+            and type(error).__name__ != "OutOfMemoryError"
+            and "can't allocate memory" not in str(error)
+        ):
             raise
         raise LeanKMemoryError(
             f"memory does not suffice for {what}: {first_line(error)}", hint=hint, exit_code=1

@@ -189,7 +189,7 @@ def _apply_override(document: dict[str, Any], override: str, origins: dict[str, 
     """Write one `key=value` into `document`; returns what is wrong with it, if anything."""
     key, equals, value = override.partition("=")
     key = key.strip()
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         return f"`--set {shorten(override)}` is not of the form `key=value`"
     if key.count(".") >= MAX_DEPTH:
         return f"`--set {shorten(override)}`: the key is nested deeper than {MAX_DEPTH} levels"

@@ -19,7 +19,7 @@ from leank_convert.cli.export import export
 from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
 from leank_convert.cli.recipes import recipes
-from leank_convert.cli.refusals import print_error, restate
+from leank_convert.cli.refusals import check_arguments, print_error, restate
 from leank_convert.cli.train import train
 from leank_convert.cli.verify import verify
 from leank_convert.cli.warmup import warmup
@@ -38,13 +38,12 @@ class _Group(click.Group):
         except click.ClickException as error:
             print_error(refusal := restate(error))
             code = refusal.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            code = _interrupted()
         sys.exit(code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for arg in args:
-            # No path has a NUL; and what is not UTF-8 could not be printed, nor stand in a file's header.
-            if "\0" in arg or arg.encode(errors="replace").decode() != arg:
-                raise click.UsageError(f"argument {cut(arg)} is not text in UTF-8 without NUL characters")
+        check_arguments(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -58,8 +57,7 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             if ctx.params.get("debug"):
                 raise
-            click.echo("error: interrupted", err=True)
-            ctx.exit(130)
+            ctx.exit(_interrupted())
         except BrokenPipeError:
             raise  # click's own: the reader of stdout has gone
         except Exception as error:
@@ -77,6 +75,11 @@ def _restate_file_error(error: Exception) -> LeanKError | None:
     name = str(error.filename or "output")
     name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
     return LeanKError(f"{name}: {error.strerror or first_line(error)}")
+
+
+def _interrupted() -> int:
+    click.echo("error: interrupted", err=True)
+    return 130
 
 
 @click.group("leank-convert", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

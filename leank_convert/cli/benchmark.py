@@ -14,7 +14,7 @@ import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES, TOY
 from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
-from leank_convert.errors import shorten
+from leank_convert.errors import LeanKError, shorten
 
 if TYPE_CHECKING:
     from leank_convert.benchmark.random_models import Setup
@@ -57,6 +57,9 @@ _DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 
 
+_MOST_TOY_TOKENS = 2**18
+
+
 def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
@@ -83,6 +86,8 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
                 geometry = geometry or TOY
             setup = choose_setup(mask, recipe, geometry, chosen, dtype)
             for name, values in _DEFAULTS[run.__name__].items():
+                if chosen.type == "cpu":
+                    _check_toy(options[name])
                 options[name] = options[name] or values[setup.is_toy]
             _finish(run(setup, **options))
 
@@ -92,6 +97,17 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
         return decorated
 
     return decorate
+
+
+def _check_toy(sizes: Any) -> None:
+    """Refuse what only a GPU could measure: one case, several, or no sizes at all."""
+    for case in sizes if isinstance(sizes, list) else [sizes]:
+        if isinstance(case, tuple) and math.prod(case) > _MOST_TOY_TOKENS:
+            size = "x".join(map(str, case))
+            raise LeanKError(
+                f"`{size}` is no toy size, and `--device cpu` runs those alone",
+                hint=f"stay below {_MOST_TOY_TOKENS} in all, or run it on a machine with a GPU",
+            )
 
 
 def _finish(document: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # Beyond them a number is a slip of the pen, which would take all memory, or for ever.
 MAX_TOKENS = MAX_WINDOW
-MAX_COUNT = 100_000  # of prompts, questions, measurements
+MAX_COUNT = 10_000  # of prompts, questions, measurements
 SEED = click.IntRange(0, 2**63 - 1)
 
 

@@ -96,7 +96,9 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     from leank_convert.recipe_file import find_recipe, load_recipe
 
-    recipe = load_recipe(recipe_name or find_recipe(model), overrides, flags=given, training=True)
+    recipe = load_recipe(
+        find_recipe(model) if recipe_name is None else recipe_name, overrides, flags=given, training=True
+    )
     if repo_id and len(recipe.pruning_ratios) > 1:
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     quiet_transformers()

@@ -126,6 +126,8 @@ def _load(place: str, hint: str, path: str, split: str, **arguments: Any) -> Ite
 @contextmanager
 def _opened(path: Path, place: str) -> Iterator[BinaryIO]:
     try:
+        if path.exists() and not path.is_file():
+            raise LeanKError(f"{place} is a folder, a pipe or a device, not a file")
         with path.open("rb") as file:
             yield file
     except FileNotFoundError:

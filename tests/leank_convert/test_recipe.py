@@ -221,6 +221,11 @@ def test_override_of_a_section_below_a_scalar_is_judged_as_a_whole(write):
     assert "(from `--set stage1.steps.more=3`)" in str(error)
 
 
+@pytest.mark.parametrize("override", ["seed", "=1", "model.config_overrides.=1", "..=1"])
+def test_an_override_names_a_key(write, override):
+    assert str(problems_of(write("seed: 0"), [override])).endswith("is not of the form `key=value`")
+
+
 def test_override_value_is_yaml(write):
     overrides = ["data.tasks=[multi_value]", "model.config_overrides.rope_parameters={factor: 4.0}", "mask="]
     recipe = load_recipe(write("mask: a.pth"), overrides)

@@ -116,9 +116,16 @@ def test_wrong_attention_has_no_figure_and_exits_1(monkeypatch):
     assert "WRONG: 1" in result.stderr
 
 
-def test_running_out_of_memory_is_one_sentence_and_exits_1(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate too much\nmore of it"),
+        RuntimeError("tried to allocate too much\nDefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_is_one_sentence_and_exits_1(monkeypatch, error):
     def fail(*arguments):
-        raise torch.OutOfMemoryError("tried to allocate too much\nmore of it")
+        raise error
 
     monkeypatch.setattr(kernel, "attend_exactly", fail)
     result = run(*ONE_LAYER)
@@ -250,6 +257,9 @@ def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
         ("kernel", ["--peers", "fast"], "there is no peer `fast`"),
         ("kernel", ["--geometry", "tiny", "--mask", "MASK"], "another model than"),
         ("kernel", ["--recipe", "quickstart"], "no geometry has the shape"),
+        ("kernel", ["--case", "8192x8192"], "`8192x8192` is no toy size"),
+        ("memory", ["--prefill", "16777216x4"], "`16777216x4` is no toy size"),
+        ("train", ["--length", "16777216"], "`16777216` is no toy size"),
         ("generate", ["--case", "2x40x1"], "without a decode step\nhint: ask for at least 2"),
         ("train", ["--length", "9"], "`--length` 9 leaves nothing to prune between sink 4 and recent window"),
         ("train", ["--device", "meta"], "cannot be used"),

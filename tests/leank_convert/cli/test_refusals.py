@@ -39,6 +39,25 @@ def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hi
     assert result.stderr == f"error: {message}\nhint: {hint}\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["inspect", ""], ["export", "testbed", "--all-channels", "-o", ""], ["train", "testbed", "--out="]],
+)
+def test_what_an_unset_variable_leaves_is_not_the_current_folder(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "is empty: is a variable not set?" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_in_an_error_are_cut_and_cannot_move_the_cursor():
+    result = CliRunner().invoke(main, ["inspect", "\x1b[2J" + "x" * 10**6])
+    assert result.exit_code == 2
+    assert len(result.stderr) < 3000
+    assert "\\x1b[2J" in result.stderr
+
+
 def test_a_bare_group_shows_its_help():
     result = CliRunner().invoke(main, ["benchmark"])
     assert result.exit_code == 2

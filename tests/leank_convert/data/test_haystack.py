@@ -160,9 +160,10 @@ def test_keys_of_datasets_are_refused_beside_a_file(story):
         read(story / "story.txt", config="en", split="test")
 
 
-def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
-    (tmp_path / "a.txt").mkdir()
-    with pytest.raises(LeanKError, match=r"a\.txt` cannot be read: Is a directory"):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / "a.txt")
+    with pytest.raises(LeanKError, match=r"a\.txt` is a folder, a pipe or a device"):
         read(tmp_path / "a.txt")
 
 
