@@ -189,11 +189,11 @@ def rotate(rows: list[list[int]]) -> list[list[int]]:
         ("head_permutation", lambda rows: [[0, 0, 1, 2], *rows[1:]], "[0, 0, 1, 2], no permutation"),
         ("pruning_ratio", lambda _: 0.25, "`leank.pruning_ratio` is 0.25"),
         ("format_version", lambda _: 3, "`leank.format_version` is 3; this release knows 1 and 2"),
-        ("format_version", lambda _: 1, "missing or unknown keys: channel_masks, config_overrides"),
+        ("format_version", lambda _: 1, "has key 'channel_masks', which format 1 does not know"),
         ("format_version", lambda _: True, "`leank.format_version` is True"),
         ("sink_size", lambda _: -1, "`sink_size` is -1"),
         ("config_overrides", lambda _: [], "`leank.config_overrides` is [], no object"),
-        ("extra", lambda _: 1, "missing or unknown keys: extra"),
+        ("extra", lambda _: 1, "has key 'extra', which format 2 does not know"),
         ("files", lambda _: None, "does not name `channel_mask.safetensors`"),
     ],
 )
