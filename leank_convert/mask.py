@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, ModelFacts
-from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.errors import LeanKError, cut, first_line, shorten
 from leank_convert.fields import Fields
 from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
@@ -177,14 +177,15 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
     for key in ("model_type", "num_attention_heads"):
         if getattr(known, key) != getattr(facts, key):
             raise LeanKError(
-                f"mask `{mask_origin}` was made for a model with `{key}` {getattr(known, key)}; "
-                f"model `{model_origin}` has {getattr(facts, key)}",
+                f"mask `{mask_origin}` was made for a model with `{key}` "
+                f"{shorten(str(getattr(known, key)))}; model `{model_origin}` has {getattr(facts, key)}",
                 hint="a mask fits only the model it was made for",
             )
     if dict(known.rope_parameters) != facts.rope_parameters:
+        own, asked = (shorten(_compact(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters))
         raise LeanKError(
-            f"mask `{mask_origin}` was made under rope parameters `{_compact(known.rope_parameters)}`; "
-            f"model `{model_origin}` has `{_compact(facts.rope_parameters)}`",
+            f"mask `{mask_origin}` was made under rope parameters `{own}`; "
+            f"model `{model_origin}` has `{asked}`",
             hint="export with the recipe of its training (`--recipe FILE`), or train a mask for these; "
             f"`leank-convert inspect {mask_origin}` shows a trained mask's recipe",
         )

@@ -163,13 +163,14 @@ def _without(document: Mapping[str, Any], items: Sequence[Any]) -> dict[str, Any
     found = _copy(document)
     for item in items:
         section: Any = found
-        for part in item["loc"][:-1]:
+        *above, last = (part for part in item["loc"] if part not in (ONE, SEVERAL))
+        for part in above:
             if not isinstance(section.get(part), dict):
                 section.pop(part, None)  # a wrong item of a list: without the whole list
                 break
             section = section[part]
         else:
-            section.pop(item["loc"][-1], None)
+            section.pop(last, None)
     return found
 
 

@@ -19,9 +19,9 @@ from leank_convert.export.plan import ExportPlan
 from leank_convert.export.source_card import read_base_model
 from leank_convert.head_layout import plan_head_layout
 from leank_convert.hub import check_base_model
-from leank_convert.leank_block import read_windows
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.verify import verify_checkpoint
+from leank_convert.windows import Windows
 
 
 def rewrite_checkpoint(
@@ -55,6 +55,7 @@ def rewrite_checkpoint(
     facts = read_leank_facts(config, old)
     mask = load_mask(old / MASK_FILE_NAME)
     refuse_to_lose_mask(out, mask, overwrite=overwrite)
+    windows = Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
     original = Original(
         mask.provenance.model if mask.provenance else old.resolve().name,
         _without_masks(open_checkpoint(old), name_mask_tensors(facts)),
@@ -68,7 +69,7 @@ def rewrite_checkpoint(
         original,
         ExportPlan(plan_head_layout(mask.widths), edits={}),  # the heads are in order already
         mask,
-        read_windows(leank),
+        windows,
         copy_companions=_copy_companions,
         overwrite=overwrite,
     )

@@ -29,6 +29,12 @@ with torch.device("meta"):
     torch.empty(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzzing", "tests/integration/test_fuzzing.py")
+    group.addoption("--fuzz-cases", type=int, default=300, help="how many mutated inputs are tried")
+    group.addoption("--fuzz-seed", type=int, default=0, help="what they are drawn from")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

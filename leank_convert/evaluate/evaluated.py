@@ -19,7 +19,6 @@ from leank_convert.architectures import Architecture, ModelFacts
 from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
-from leank_convert.leank_block import read_windows
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -42,7 +41,7 @@ class EvaluatedModel:
     @property
     def windows(self) -> Windows:
         """The checkpoint's own."""
-        return read_windows(self.leank)
+        return Windows(*(self.leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
 
 
 def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = False) -> EvaluatedModel:

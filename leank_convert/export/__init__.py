@@ -28,6 +28,7 @@ from leank_convert.export.config_json import (
     build_config,
     build_leank_facts,
     encode_json,
+    metadata_facts,
 )
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
@@ -39,7 +40,6 @@ from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import check_base_model, model_name, resolve_model
-from leank_convert.leank_block import metadata_facts
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,
@@ -298,7 +298,7 @@ def _write_weights(
     with ThreadPoolExecutor(max_workers=1) as flusher, ThreadPoolExecutor(max_workers=1) as hasher:
         flushed, digests = [], {}
         for name, header in checkpoint.shards.items():
-            metadata = {"format": "pt", **header.metadata, "leank": facts_json}
+            metadata = {**header.metadata, "format": "pt", "leank": facts_json}
             path = partial / name
             digests[name] = write_shard(header, path, edits=plan.edits, metadata=metadata, hasher=hasher)
             flushed.append(flusher.submit(sync_path, path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from leank_convert.checkpoint_io import TOKENIZER_CONFIG_NAME, find_companions, read_config
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.config_json import encode_json
-from leank_convert.files import write_atomically
+from leank_convert.files import read_json, write_atomically
 from leank_convert.tokenizer import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer", "vocab", "tekken")
@@ -36,10 +35,11 @@ def copy_companions(folder: Path, target: Path) -> None:
         target: An existing folder.
 
     Raises:
+        LeanKError: If tokenizer_config.json is no JSON object.
         OSError: If a file cannot be read or written.
     """
     found, refers_to_code = read_companions(folder)
-    settings = read_tokenizer_config(found.get(TOKENIZER_CONFIG_NAME, b"{}"))
+    settings = {key: value for key, value in read_tokenizer_config(folder).items() if key != "auto_map"}
     missing = []
     if any(name.startswith(_TOKENIZER_FILES) for name in found):
         found.update(_name_tokenizer_class(folder, settings, warned=refers_to_code))
@@ -61,11 +61,12 @@ def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:
         Contents by name within the folder, and whether the tokenizer refers to code.
 
     Raises:
+        LeanKError: If tokenizer_config.json is no JSON object.
         OSError: If a file cannot be read.
     """
     paths, others = find_companions(folder)
     found = {name: path.read_bytes() for name, path in paths.items()}
-    settings = read_tokenizer_config(found.get(TOKENIZER_CONFIG_NAME, b"{}"))
+    settings = read_tokenizer_config(folder)
     refers_to_code = "auto_map" in settings
     left_out = [cut(name) for name in others]
     if refers_to_code:
@@ -94,13 +95,14 @@ def write_companions(contents: Mapping[str, bytes], target: Path) -> None:
         write_atomically(target / name, content)
 
 
-def read_tokenizer_config(content: bytes) -> dict[str, Any]:
-    """What tokenizer_config.json says; nothing where transformers cannot read it either."""
-    try:
-        settings = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What a folder's tokenizer_config.json says; nothing where there is none.
+
+    Raises:
+        LeanKError: If it is no JSON object.
+    """
+    path = folder / TOKENIZER_CONFIG_NAME
+    return read_json(path) if path.is_file() else {}
 
 
 def _name_tokenizer_class(folder: Path, settings: Mapping[str, Any], *, warned: bool) -> dict[str, bytes]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
+from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError, cut
 from leank_convert.head_layout import HeadLayout, plan_head_layout
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask
 from leank_convert.safetensors_file import TensorInfo
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -61,6 +62,7 @@ def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) ->
     layout = plan_head_layout(mask.widths)
     edits: dict[str, TensorEdit] = {}
     check_unedited(checkpoint, facts)
+    _refuse_own_names(checkpoint, facts)
     for layer, permutation in enumerate(layout.head_permutation):
         for edit in plan_layer(checkpoint, facts, layer, permutation):
             edits[edit.tensor] = edit
@@ -124,6 +126,18 @@ def _unedited(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
             if facts.mlp_bias and name.startswith("mlp."):
                 sizes[f"{prefix}.{name.removesuffix('weight')}bias"] = (getattr(facts, shape[0]),)
     return sizes
+
+
+def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Refuse a source with the names that a checkpoint has for its masks."""
+    if MASK_FILE_NAME in checkpoint.shards:
+        raise LeanKError(
+            f"`{checkpoint.folder}`: a shard is named `{MASK_FILE_NAME}`, as a checkpoint's mask file is",
+            hint="rename it, and in its index",
+        )
+    for name in name_mask_tensors(facts):
+        if checkpoint.find(name) is not None:
+            raise LeanKError(f"`{checkpoint.folder}` has a tensor `{name}`, which is a checkpoint's")
 
 
 def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:

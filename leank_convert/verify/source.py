@@ -22,13 +22,12 @@ from leank_convert.checkpoint_io import (
     Checkpoint,
     find_companions,
 )
-from leank_convert.checkpoint_masks import name_mask_tensors
+from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, name_mask_tensors
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
 from leank_convert.export.plan import TensorEdit, plan_layer
 from leank_convert.files import sha256_of
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
 
@@ -101,10 +100,7 @@ def _compare_companions(folder: Path, source: Path) -> str:
 
 
 def _compare_tokenizer_config(folder: Path, source: Path) -> None:
-    found, expected = (
-        read_tokenizer_config(path.read_bytes() if path.is_file() else b"{}")
-        for path in (folder / TOKENIZER_CONFIG_NAME, source / TOKENIZER_CONFIG_NAME)
-    )
+    found, expected = (read_tokenizer_config(holder) for holder in (folder, source))
     named, own = found.get("tokenizer_class"), expected.get("tokenizer_class")
     for key in sorted((found.keys() | expected.keys()) - {"tokenizer_class", "auto_map"}):
         if found.get(key) != expected.get(key):

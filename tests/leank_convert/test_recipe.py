@@ -134,6 +134,11 @@ def test_an_error_in_a_list_names_its_item_alone_and_the_change_that_brought_it(
     assert str(error).endswith("(from `--set pruning_ratio=[true]`)")
 
 
+def test_a_mapping_where_one_value_or_a_list_is_asked_for_is_refused(write):
+    error = problems_of(write("pruning_ratio: {x: 0.5}"))
+    assert str(error) == "recipe `x.yaml`: `pruning_ratio` is {'x': 0.5}: input should be a valid number"
+
+
 @pytest.mark.parametrize(
     ("value", "problem"), [("retrieval", "is 'retrieval', not a list"), ("[]", "is `[]`, an empty list")]
 )

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
+from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
 from leank_convert.mask import ChannelMask
@@ -122,14 +123,25 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(
 ) -> None:
     source = source_model("qwen2")
     (source / "tokenizer.json").write_text("{}")
-    for number, text in enumerate(('{"added": 1}', "[", "[]")):
-        (source / "tokenizer_config.json").write_text(text)
-        caplog.clear()
-        (tmp_path / str(number)).mkdir()
-        copy_companions(source, tmp_path / str(number))
-        assert (tmp_path / str(number) / "tokenizer_config.json").read_text() == text
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
+    (source / "tokenizer_config.json").write_text('{"added": 1}')
+    (tmp_path / "out").mkdir()
+    copy_companions(source, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"added": 1}'
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[]", '{"a": 1, "a": 2}', "[" * 10**5], ids=["cut", "list", "twice", "deep"]
+)
+def test_a_tokenizer_config_that_is_no_json_is_refused(
+    source_model: Callable[..., Path], tmp_path: Path, text: str
+) -> None:
+    source = source_model("qwen2")
+    (source / "tokenizer_config.json").write_text(text)
+    with pytest.raises(LeanKError, match=r"tokenizer_config\.json` (is not JSON|holds a `list`)"):
+        copy_companions(source, tmp_path)
+    assert not (tmp_path / "tokenizer_config.json").exists()
 
 
 def test_everything_that_is_missing_is_told_at_once(

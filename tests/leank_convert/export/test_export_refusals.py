@@ -13,7 +13,8 @@ from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, save_mask
+from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
 
 
@@ -158,6 +159,27 @@ def test_sources_that_cannot_be_converted_are_refused(
     refused(source, mask, tmp_path / "out", "has no `config.json`")
 
 
+def test_names_that_a_checkpoint_has_for_its_masks_are_refused(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    edit_json: Callable[..., None],
+    tmp_path: Path,
+    refused: Callable[..., LeanKError],
+) -> None:
+    source = source_model()
+    mask = fitting_mask(source)
+    weight_map = read_json(source / INDEX_NAME)["weight_map"]
+    shard = weight_map["model.norm.weight"]
+    own = {name: MASK_FILE_NAME if file == shard else file for name, file in weight_map.items()}
+    (source / MASK_FILE_NAME).write_bytes((source / shard).read_bytes())
+    edit_json(source / INDEX_NAME, weight_map=own)
+    refused(source, mask, tmp_path / "out", f"a shard is named `{MASK_FILE_NAME}`")
+    name = ATTENTION + "channel_mask"
+    save_file({**load_file(source / shard), name: torch.ones(1)}, source / shard, {"format": "pt"})
+    edit_json(source / INDEX_NAME, weight_map={**weight_map, name: shard})
+    refused(source, mask, tmp_path / "out", f"has a tensor `{name}`")
+
+
 def test_a_checkpoint_of_ours_is_no_source(
     source_model: Callable[..., Path],
     fitting_mask: Callable[[Path], ChannelMask],
@@ -168,6 +190,18 @@ def test_a_checkpoint_of_ours_is_no_source(
     mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
     assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
+
+
+def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(
+    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
+) -> None:
+    source = source_model()
+    shard = sorted(source.glob("*.safetensors"))[0]
+    save_file(load_file(shard), shard, {"format": "mlx", "note": "x"})
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+    assert verify_checkpoint(out, source).ok
+    metadata = read_header(out / shard.name).metadata
+    assert (metadata["format"], metadata["note"]) == ("pt", "x")
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.001], ids=["data", "header"])

@@ -1,0 +1,474 @@
+"""Mutated configs, headers, indexes, masks, recipes, checkpoints: one sentence, or a result that verifies.
+
+Every case is drawn from `--fuzz-seed` and its number; `--fuzz-cases N` runs more of them than the suite does.
+What fails is told with the number, and with the folder that it was left in.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import shutil
+import signal
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import INDEX_NAME
+from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.inspection import inspect_artifact, render_inspection
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.recipe_file import load_recipe
+from leank_convert.rewrite import rewrite_checkpoint
+from leank_convert.verify import verify_checkpoint
+
+MAX_MESSAGE = 600
+MAX_SECONDS = 30
+MAX_BYTES = 1 << 30
+LOADED_SHARE = 0.1
+
+DEEP, WIDE = "@deep@", "@wide@"  # stand for what only text can hold; see `to_text`
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 3, 7, 16, 4097, 2**24 + 1, 2**31, 2**63, 2**64, 10**9, 10**30, 10**400,
+    0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf"),
+    "", "x", "1", "false", "null", "\0", "\ud800", "a\nb", "../x", "/etc/passwd", "é" * 9, "y" * 10**4, "{}",
+    [], {}, [[]], [None], ["full_attention"], [1] * 9, [1.0] * 4, {"": 0}, {"a": {"b": []}}, DEEP, WIDE,
+    "llama", "mixtral", "Llama", "leank_llama", "float16", "bfloat99", "yarn", "linear", "llama3", "dynamic",
+    "longrope", "proportional", "gelu", "prelu", "eager", "deferred", "U8", "F4", "C64", "F64",
+]  # fmt: skip
+CONFIG_KEYS = (
+    "quantization_config", "rope_scaling", "rope_parameters", "rope_theta", "layer_types", "head_dim",
+    "to_dict", "per_layer_config", "attn_implementation", "auto_map", "sliding_window",
+    "use_sliding_window", "num_labels", "max_window_layers", "mlp_bias", "attention_bias", "dtype",
+    "torch_dtype", "partial_rotary_factor", "leank", "tie_word_embeddings",
+    "original_max_position_embeddings", "text_config", "transformers_weights", "id2label",
+    "architectures", "use_cache", "pad_token_id", "tokenizer_class", "sub_configs", "__class__",
+    "_name_or_path",
+)  # fmt: skip
+
+
+class TooSlow(BaseException):
+    """Not an `Exception`, so that nothing on the way takes it for bad input."""
+
+
+# --- mutations ---------------------------------------------------------------------------------------------
+
+
+def nasty(rng: random.Random) -> Any:
+    return rng.choice(NASTY)
+
+
+def mutate(rng: random.Random, value: Any, keys: tuple[str, ...] = ()) -> Any:
+    """A copy of a JSON value with one thing in it replaced, removed, added, renamed or nested."""
+    value = json.loads(json.dumps(value))
+    places: list[tuple[Any, Any]] = []
+    waiting = [value]
+    while waiting:
+        holder = waiting.pop()
+        inner = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        for key, item in list(inner):
+            places.append((holder, key))
+            if isinstance(item, dict | list):
+                waiting.append(item)
+    if not places:
+        return nasty(rng)
+    holder, key = rng.choice(places)
+    if rng.random() < 0.3:  # of long lists most places are alike: take one near the top
+        holder = value
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    action = rng.random()
+    if action < 0.5:
+        holder[key] = nasty(rng)
+    elif action < 0.6:
+        del holder[key]
+    elif action < 0.7 and isinstance(holder, dict):
+        holder[str(rng.choice(("", "x", key.upper(), key + "s", "z" * 10**4, "a\nb", "\0")))] = holder.pop(
+            key
+        )
+    elif action < 0.8:
+        holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, str(holder[key]), [holder[key]] * 3))
+    elif action < 0.9 and isinstance(value, dict):
+        value[rng.choice(keys or ("x",))] = nasty(rng)
+    elif isinstance(holder[key], int | float):
+        holder[key] = rng.choice(
+            (-holder[key], holder[key] + 1, holder[key] * 2, float(holder[key]), holder[key] // 2)
+        )
+    else:
+        _, other = rng.choice(places)
+        holder[key] = copy.deepcopy(value.get(other, 0)) if isinstance(value, dict) else nasty(rng)
+    return value
+
+
+def to_text(rng: random.Random, value: Any) -> bytes:
+    """JSON of a mutated value, now and then with a key twice, or damaged as text."""
+    text = json.dumps(value, ensure_ascii=rng.random() < 0.9 or "\\ud8" in json.dumps(value))
+    depth = rng.choice((70, 900, 10**5))
+    text = text.replace(f'"{DEEP}"', "[" * depth + "]" * depth)
+    text = text.replace(f'"{WIDE}"', "[" + "[]," * 10**5 + "[]]")
+    if rng.random() < 0.05 and ", " in text:
+        first, _, rest = text[1:].partition(", ")
+        text = f"{text[0]}{first}, {first}, {rest}"
+    content = text.encode()
+    return damage(rng, content) if rng.random() < 0.1 else content
+
+
+def damage(rng: random.Random, content: bytes) -> bytes:
+    """Bytes flipped, cut off, put in or put twice."""
+    if not content:
+        return b"\0"
+    at = rng.randrange(len(content))
+    if rng.random() < 0.5:  # headers lie in front
+        at = min(at, rng.randrange(200))
+    action = rng.randrange(6)
+    if action == 0:
+        return content[:at]
+    if action == 1:
+        return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+    if action == 2:
+        return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
+    if action == 3:
+        return content[:at] + content[at : at + 40] + content[at:]
+    if action == 4:
+        return (
+            content[:at] + rng.choice((b"\xff", b"\0", b"{", b"9", b"\xef\xbb\xbf", b"(")) + content[at + 1 :]
+        )
+    return rng.choice((b"\xef\xbb\xbf" + content, content + b"\0", content + content, b"", content[::-1]))
+
+
+def mutate_header(rng: random.Random, content: bytes) -> bytes:
+    """A safetensors file with another header, its texts of JSON mutated as JSON."""
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    metadata = header.get("__metadata__")
+    if metadata and rng.random() < 0.7:
+        key = rng.choice(list(metadata))
+        try:
+            inner = json.loads(metadata[key])
+        except ValueError:
+            inner = metadata[key]
+        whole = mutate(rng, inner) if isinstance(inner, dict | list) and inner else nasty(rng)
+        metadata[key] = rng.choice((to_text(rng, whole).decode(errors="replace"), whole))
+    else:
+        header = mutate(rng, header, ("__metadata__", "a", ""))
+    text = to_text(rng, header)
+    claim = len(text) if rng.random() < 0.95 else rng.choice((0, 1, len(text) + 1, 10**8, 2**63))
+    if rng.random() < 0.1:
+        data = rng.choice((data[:-1], data + b"\0", data[::-1], b""))
+    return (claim % 2**64).to_bytes(8, "little") + text + data
+
+
+def draw_mask_tensor(rng: random.Random) -> torch.Tensor:
+    """A tensor that may be a mask, or may be of anything that torch knows."""
+    shape = rng.choice(
+        ((2, 2, 8), (2, 2, 8), (2, 2, 8), (2, 8), (2, 0, 8), (1, 2, 8), (2, 2, 9), (5000, 1, 1), ())
+    )
+    mask = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(rng.getrandbits(32)))
+    kinds = (
+        torch.bool,
+        torch.float32,
+        torch.int64,
+        torch.uint8,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    )
+    tensor = mask.to(rng.choice(kinds))
+    change = rng.randrange(12)
+    if change == 0 and tensor.numel() and tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn:
+        tensor.view(-1)[rng.randrange(tensor.numel())] = rng.choice(
+            (float("nan"), -0.0, 0.5, float("inf"), 1e-300)
+        )
+    if change == 1:
+        tensor = torch.ones(1).expand(rng.choice(((2, 2, 8), (10**5, 10**5, 10**5), (2, 2, 10**9))))
+    if change == 2:
+        tensor = torch.nn.Parameter(torch.ones(2, 2, 8))
+    if change == 3 and tensor.ndim == 3:
+        tensor = tensor.permute(2, 1, 0)
+    if change == 4:
+        tensor = rng.choice((torch.ones(2, 2, 8).to_sparse(), torch.ones(2, 2, 8, device="meta")))
+    return tensor
+
+
+def rezip(rng: random.Random, path: Path) -> None:
+    """Write a zip file again with one record changed, its checksums right."""
+    with zipfile.ZipFile(path) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    name = rng.choice(list(records))
+    records[name] = damage(rng, records[name])
+    if rng.random() < 0.1:
+        del records[name]
+    with zipfile.ZipFile(
+        path, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    ) as new:
+        for record, content in records.items():
+            new.writestr(record, content)
+
+
+# --- cases -------------------------------------------------------------------------------------------------
+
+
+def rewrite_json(rng: random.Random, path: Path, keys: tuple[str, ...] = ()) -> None:
+    value = json.loads(path.read_text())
+    for _ in range(rng.choice((1, 1, 2))):
+        value = mutate(rng, value, keys) if isinstance(value, dict | list) and value else value
+    path.write_bytes(to_text(rng, value))
+
+
+def export_of_config(rng: random.Random, folder: Path) -> Path | None:
+    name = rng.choice(("config.json",) * 8 + ("tokenizer_config.json", "generation_config.json"))
+    rewrite_json(rng, folder / "source" / name, CONFIG_KEYS)
+    return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
+
+
+def export_of_header(rng: random.Random, folder: Path) -> Path | None:
+    shard = rng.choice(sorted((folder / "source").glob("*.safetensors")))
+    content = shard.read_bytes()
+    shard.write_bytes(damage(rng, content) if rng.random() < 0.2 else mutate_header(rng, content))
+    return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
+
+
+def export_of_index(rng: random.Random, folder: Path) -> Path | None:
+    rewrite_json(rng, folder / "source" / INDEX_NAME, ("metadata", "weight_map", "x"))
+    return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
+
+
+def export_of_mask(rng: random.Random, folder: Path) -> Path | None:
+    mask = folder / f"mask.{rng.choice(('safetensors', 'safetensors', 'pth', 'npy'))}"
+    if mask.suffix == ".safetensors":
+        shutil.move(folder / MASK_FILE_NAME, mask)
+        if rng.random() < 0.15:
+            tensor = draw_mask_tensor(rng)
+            if not tensor.is_sparse and not tensor.is_meta and tensor.numel() < 10**6:
+                save_file({"mask": tensor.detach().contiguous()}, mask)
+        content = mask.read_bytes()
+        mask.write_bytes(damage(rng, content) if rng.random() < 0.3 else mutate_header(rng, content))
+    elif mask.suffix == ".pth":
+        torch.save(draw_mask_tensor(rng), mask)
+        if rng.random() < 0.4:
+            rezip(rng, mask)
+    else:
+        tensor = torch.randint(0, 2, (2, 2, 8)).to(rng.choice((torch.bool, torch.float64, torch.complex64)))
+        np.save(mask, tensor.numpy())
+        if rng.random() < 0.5:
+            shape = str(
+                rng.choice(((2, 2, 10**9), (2,) * 40, (0, 2, 8), (-1, 2, 8), (10**30,), (2, 2, 8.0), "x"))
+            )
+            mask.write_bytes(mask.read_bytes().replace(b"(2, 2, 8)", shape.encode()))
+    if mask.suffix != ".safetensors" and rng.random() < 0.3:
+        mask.write_bytes(damage(rng, mask.read_bytes()))
+    render_inspection(inspect_artifact(mask))
+    return export_checkpoint(folder / "source", mask, folder / "out")
+
+
+def export_of_recipe(rng: random.Random, folder: Path) -> Path | None:
+    document = yaml.safe_load((folder / "recipe.yaml").read_text())
+    keys = ("model", "config_overrides", "windows", "stage1", "data", "mask", "method", "x")
+    for _ in range(rng.choice((1, 1, 2))):
+        document = mutate(rng, document, keys) if isinstance(document, dict | list) and document else document
+    text = yaml.safe_dump(document, allow_unicode=True)
+    if rng.random() < 0.2:
+        text += rng.choice(
+            (
+                "a: &x [1]\nb: *x\n",
+                "!!python/object:os.system ls\n",
+                "x: " + "[" * 10**4,
+                "seed: 1\nseed: 2\n",
+                "\t",
+                "--- \n---\n",
+            )
+        )
+    content = text.encode(errors="replace")
+    (folder / "recipe.yaml").write_bytes(damage(rng, content) if rng.random() < 0.15 else content)
+    load_recipe(folder / "recipe.yaml", training=rng.random() < 0.5)
+    return export_checkpoint(
+        folder / "source", folder / MASK_FILE_NAME, folder / "out", recipe=folder / "recipe.yaml"
+    )
+
+
+def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
+    """Whatever changes in a checkpoint, `verify` says so, and `inspect` makes a sentence or a table of it."""
+    checkpoint = folder / "checkpoint"
+    path = rng.choice([*sorted(checkpoint.iterdir()), *[checkpoint / "config.json"] * 9])
+    before = path.read_bytes()
+    if path.suffix == ".json" and rng.random() < 0.8:
+        if path.name == "config.json" and rng.random() < 0.7:
+            value = json.loads(before)
+            value["leank"] = mutate(rng, value["leank"], tuple(value["leank"]))
+            path.write_bytes(to_text(rng, value))
+        else:
+            rewrite_json(rng, path, CONFIG_KEYS)
+    elif path.suffix == ".safetensors" and rng.random() < 0.6:
+        path.write_bytes(mutate_header(rng, before))
+    else:
+        path.write_bytes(damage(rng, before))
+    inspected: LeanKError | None = None
+    try:
+        render_inspection(inspect_artifact(checkpoint))
+    except LeanKError as error:
+        inspected = error
+    report = verify_checkpoint(checkpoint, folder / "source" if rng.random() < 0.3 else None)
+    assert path.read_bytes() == before or not report.ok, f"verify accepts another `{path.name}`"
+    for check in report.checks:
+        assert check.ok or len(check.detail) <= MAX_MESSAGE, (
+            f"{len(check.detail)} characters: {check.detail[:300]}"
+        )
+    if inspected is not None:
+        raise inspected
+    if rng.random() < 0.2:
+        rewrite_checkpoint(checkpoint, folder / "out")
+        assert path.read_bytes() == before, f"another `{path.name}` is written anew"
+    return None
+
+
+CASES: dict[str, tuple[int, Callable[[random.Random, Path], Path | None]]] = {
+    "config": (4, export_of_config),
+    "header": (2, export_of_header),
+    "index": (1, export_of_index),
+    "mask": (4, export_of_mask),
+    "recipe": (2, export_of_recipe),
+    "checkpoint": (4, check_of_checkpoint),
+}  # how many of all cases, and what is done with one
+
+
+# --- what has to hold --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several shards, a mask with all of its provenance, a recipe, and a checkpoint of them."""
+    folder = tmp_path_factory.mktemp("fuzzing") / "material"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "source", max_shard_size="8KB")
+    (folder / "source" / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    facts = read_model_facts(read_json(folder / "source" / "config.json"), origin="config.json")
+    recipe = {
+        "seed": 3,
+        "method": "leank",
+        "pruning_ratio": 0.5,
+        "width_multiple": 4,
+        "model": {"config_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 1.0}}},
+        "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
+        "data": {"wording": "testbed", "min_length": 200, "max_length": 280},
+        "stage1": {"steps": 7, "learning_rate": 0.1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    channels = torch.rand(2, 2, 8) < 0.5
+    known = MaskProvenance.for_model(
+        "a/model", facts, method="leank", sink_size=4, recent_size=16, flush_size=4,
+        pruning_ratio_asked=0.5, width_multiple=4, recipe=yaml.safe_dump(recipe), seed=3,
+    )  # fmt: skip
+    save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known), folder / MASK_FILE_NAME)
+    export_checkpoint(folder / "source", folder / MASK_FILE_NAME, folder / "checkpoint")
+    return folder
+
+
+def test_unchanged_material_is_fine(material: Path) -> None:
+    assert verify_checkpoint(material / "checkpoint", material / "source").ok
+    assert load_mask(material / MASK_FILE_NAME).provenance is not None
+    load_recipe(material / "recipe.yaml")
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Memory and time of one case."""
+
+    def stop(*_: object) -> None:
+        raise TooSlow(f"more than {MAX_SECONDS} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    previous = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, hard))
+    signal.alarm(MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def check_refusal(error: LeanKError) -> None:
+    """A mistake of the user's, told in short; of a recipe all problems, one to a line."""
+    problems = error.problems if isinstance(error, RecipeError) else [str(error)]
+    for problem in problems:
+        assert 0 < len(problem) <= MAX_MESSAGE and "\n" not in problem, (
+            f"{len(problem)} characters: {problem[:300]}"
+        )
+    assert problems and error.exit_code == 2 and len(error.hint or "") <= MAX_MESSAGE
+
+
+def run_case(kind: str, seed: str, material: Path, folder: Path) -> str | None:
+    """Run one case in a folder of its own; what is wrong with what came of it, None if nothing is."""
+    rng = random.Random(seed)
+    shutil.copytree(material, folder)
+    out = None
+    try:
+        with limits():
+            out = CASES[kind][1](rng, folder)
+            if out is not None:
+                report = verify_checkpoint(out, folder / "source")
+                assert report.ok or kind == "recipe", [
+                    check.detail for check in report.checks if not check.ok
+                ][:1]
+    except LeanKError as error:
+        try:
+            check_refusal(error)
+            left = sorted(path.name for path in folder.iterdir() if path.name.startswith((".out", "out")))
+            assert out is not None or not left, f"left behind: {left}"
+        except AssertionError as failure:
+            return f"{failure} ({error!s:.300})"
+        return None
+    except (Exception, TooSlow) as error:
+        return "".join(traceback.format_exception(error)[-3:])
+    if out is not None and rng.random() < LOADED_SHARE:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+            tokens = torch.tensor([[5, 6, 7]])
+            cache = model(tokens, use_cache=True, output_attentions=False, return_dict=True).past_key_values
+            model(tokens[:, :1], past_key_values=cache, use_cache=True, output_attentions=False)
+        except Exception as error:
+            return "written, but not to be used:\n" + "".join(traceback.format_exception(error)[-3:])
+    return None
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_mutated_files_give_one_sentence_or_a_result_that_verifies(
+    kind: str, material: Path, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    total, seed = pytestconfig.getoption("--fuzz-cases"), pytestconfig.getoption("--fuzz-seed")
+    failures = []
+    for number in range(max(1, total * CASES[kind][0] // sum(share for share, _ in CASES.values()))):
+        folder = tmp_path / str(number)
+        wrong = run_case(kind, f"{seed}-{kind}-{number}", material, folder)
+        if wrong is None:
+            shutil.rmtree(folder)
+        else:
+            failures.append(f"case {number} of seed {seed}, in {folder}: {wrong}")
+        if len(failures) == 20:
+            break
+    assert not failures, "\n\n".join(failures)
