@@ -16,9 +16,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import (
+    open_checkpoint,
+    read_leank_config,
+    read_leank_facts,
+    read_leank_windows,
+)
 from leank_convert.checkpoint_masks import read_channel_masks
-from leank_convert.errors import LeanKError
+from leank_convert.errors import LeanKError, first_line
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -37,11 +42,7 @@ class EvaluatedModel:
     leank: dict[str, Any]  # the `leank` block of its config.json
     facts: ModelFacts  # its shape
     channel_masks: Tensor  # kept channels, bool [L, H_kv, D], in the checkpoint's head order
-
-    @property
-    def windows(self) -> Windows:
-        """The checkpoint's own."""
-        return Windows(*(self.leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
+    windows: Windows  # the checkpoint's own
 
 
 def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = False) -> EvaluatedModel:
@@ -54,17 +55,30 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     check_code(checkpoint, trust=trust)
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
+    windows = read_leank_windows(leank, checkpoint)
     # Names a damaged shard better than loading does.
     masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
-    return EvaluatedModel(model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks)
+    return EvaluatedModel(
+        model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks, windows
+    )
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:
-    """Load a causal language model to decode with."""
+    """Load a causal language model to decode with.
+
+    Raises:
+        LeanKError: If transformers, or the checkpoint's own code, refuses it.
+    """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise LeanKError(
+            f"`{folder}` cannot be loaded: {first_line(error)}",
+            hint=f"`leank-convert verify {folder}` lists what is wrong with a checkpoint",
+        ) from error
     return model.to(device).eval()
 
 

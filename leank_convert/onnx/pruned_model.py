@@ -12,7 +12,12 @@ import transformers
 from torch import Tensor
 
 from leank_convert.architectures import Architecture, ModelFacts
-from leank_convert.checkpoint_io import open_checkpoint, read_leank_config, read_leank_facts
+from leank_convert.checkpoint_io import (
+    open_checkpoint,
+    read_leank_config,
+    read_leank_facts,
+    read_leank_windows,
+)
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
 
@@ -79,15 +84,16 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     """
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
+    windows = read_leank_windows(leank, checkpoint)
     check_rope(facts, checkpoint)
     masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,
         masks,
-        leank["sink_size"],
-        leank["recent_size"],
-        leank["flush_size"],
+        windows.sink_size,
+        windows.recent_size,
+        windows.flush_size,
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
     )

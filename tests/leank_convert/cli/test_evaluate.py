@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -81,6 +82,35 @@ def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
     assert (tmp_path / "r" / "text.png").read_bytes().startswith(b"\x89PNG")
     assert f"{facts['num_tokens'] - 101}/{facts['num_tokens'] - 101}" in printed.stderr
     assert "KL (nats)" in run(writer, *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"flush_size": 10**9},
+            "`flush_size` is 1000000000, not a whole number of tokens from 1 to 16777216",
+        ),
+        ({"recent_size": 10**30}, "`recent_size` is "),
+        ({"prune": "lazy"}, "`prune` is "),
+        ({"sink_size": None}, "the `leank` block lacks `sink_size`"),
+        (
+            {"head_permutation": [[0, 0], [0, 1]]},
+            "cannot be loaded: config.json: `leank.head_permutation[0]`",
+        ),
+    ],
+    ids=str,
+)
+def test_a_leank_block_that_cannot_be_is_refused(changes, message, writer, tmp_path):
+    shutil.copytree(writer, tmp_path / "out")
+    config = json.loads((writer / "config.json").read_text())
+    leank = {key: value for key, value in {**config["leank"], **changes}.items() if value is not None}
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "leank": leank}))
+    printed = run(tmp_path / "out", "--task", "vt", "--length", 1200, "-n", 2)
+    assert printed.exit_code == 2, printed.output
+    error, hint = printed.stderr.splitlines()
+    assert error.startswith("error: `") and message in error and len(error) < 400
+    assert hint.startswith("hint: ")
 
 
 def test_a_text_that_is_none_is_named(writer, tmp_path):
