@@ -14,9 +14,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
 from leank_convert.errors import LeanKError, cut
 from leank_convert.files import open_file
-
-# Its shards hold the masks as tensors that the source has not.
-FORMAT_WITH_MASK_TENSORS = 1
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block
 
 
 def encode_masks(channel_masks: Tensor) -> list[str]:
@@ -43,15 +41,16 @@ def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping
         Bool [L, H_kv, D].
 
     Raises:
-        LeanKError: If they are missing or damaged, or are of other widths than the block says.
+        LeanKError: If the block makes no sense, or they are missing, damaged or of other widths than it says.
     """
     origin = checkpoint.folder / CONFIG_NAME
-    if leank.get("format_version") == FORMAT_WITH_MASK_TENSORS:
+    check_block(leank, facts, origin=str(origin))
+    if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
         where, masks = "the tensor of layer", _read_tensors(checkpoint, facts)
     else:
         where, masks = (
             "`leank.channel_masks` of layer",
-            _decode(leank.get("channel_masks"), facts, str(origin)),
+            _decode(leank["channel_masks"], facts, str(origin)),
         )
     for layer, (row, widths) in enumerate(zip(masks.sum(-1).tolist(), leank["widths"], strict=True)):
         if row != widths:

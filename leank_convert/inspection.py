@@ -15,10 +15,10 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.errors import LeanKError, cut
-from leank_convert.export.config_json import check_head_table
+from leank_convert.errors import LeanKError
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.held_out import HeldOut
+from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -76,34 +76,22 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     config, leank = read_leank_config(path)
     facts = read_leank_facts(config, path)
-    hint = f"`leank-convert verify {path}` lists everything that is wrong"
-    try:
-        for key in ("widths", "head_permutation"):
-            check_head_table(leank, key, facts.num_hidden_layers, facts.num_key_value_heads)
-        if type(leank.get("pruning_ratio")) not in (int, float):
-            raise LeanKError(f"`leank.pruning_ratio` is {cut(leank.get('pruning_ratio'))}, no number")
-    except LeanKError as error:
-        raise LeanKError(f"`{path / CONFIG_NAME}`: {error}", hint=hint) from error
+    check_block(leank, facts, origin=str(path / CONFIG_NAME))
     mask = load_mask(path / MASK_FILE_NAME)
-    try:
-        return {
-            "kind": "checkpoint",
-            "path": str(path),
-            "model": mask.provenance.model if mask.provenance else None,
-            "model_type": config["model_type"],
-            "format_version": leank["format_version"],
-            **_describe_widths(leank["widths"], facts.head_dim, facts.dtype),
-            "pruning_ratio_asked": leank["pruning_ratio_asked"],
-            "pruning_ratio": leank["pruning_ratio"],
-            "width_multiple": leank["width_multiple"],
-            "windows": {key: leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")},
-            "head_permutation": leank["head_permutation"],
-            "provenance": _describe_provenance(mask),
-        }
-    except KeyError as error:
-        raise LeanKError(
-            f"`{path / CONFIG_NAME}`: the `leank` block has no `{error.args[0]}`", hint=hint
-        ) from error
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "model": mask.provenance.model if mask.provenance else None,
+        "model_type": config["model_type"],
+        "format_version": leank["format_version"],
+        **_describe_widths(leank["widths"], facts.head_dim, facts.dtype),
+        "pruning_ratio_asked": leank["pruning_ratio_asked"],
+        "pruning_ratio": leank["pruning_ratio"],
+        "width_multiple": leank["width_multiple"],
+        "windows": asdict(read_windows(leank)),
+        "head_permutation": leank["head_permutation"],
+        "provenance": _describe_provenance(mask),
+    }
 
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:

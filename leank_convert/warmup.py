@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.trust import check_code
 
 _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -28,7 +28,6 @@ from leank_convert.export.config_json import (
     build_config,
     build_leank_facts,
     encode_json,
-    metadata_facts,
 )
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.plan import ExportPlan, plan_export
@@ -40,6 +39,7 @@ from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import check_base_model, model_name, resolve_model
+from leank_convert.leank_block import metadata_facts
 from leank_convert.mask import (
     MASK_FILE_NAME,
     ChannelMask,

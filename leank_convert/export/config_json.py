@@ -9,32 +9,12 @@ from typing import Any
 import torch
 
 from leank_convert.architectures import Architecture
-from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, encode_masks
-from leank_convert.errors import LeanKError, cut
+from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.head_layout import HeadLayout
+from leank_convert.leank_block import FORMAT_VERSION
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
-
-FORMAT_VERSION = 2
-LEANK_KEYS = (
-    "format_version",
-    "widths",
-    "head_permutation",
-    "channel_masks",
-    "sink_size",
-    "recent_size",
-    "flush_size",
-    "prune",
-    "pruning_ratio_asked",
-    "pruning_ratio",
-    "width_multiple",
-    "config_overrides",
-    "files",
-)
-# What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
-_NEW_KEYS = ("channel_masks", "config_overrides")
-_NOT_IN_METADATA = ("channel_masks", "files")
 
 
 def build_leank_facts(
@@ -71,44 +51,6 @@ def build_leank_facts(
         "width_multiple": known.width_multiple,
         "config_overrides": None if config_overrides is None else dict(config_overrides),
     }
-
-
-def leank_keys(format_version: object) -> tuple[str, ...]:
-    """The keys of the `leank` block in one of the formats that are known.
-
-    Raises:
-        LeanKError: If it is another.
-    """
-    if format_version == FORMAT_VERSION and type(format_version) is int:
-        return LEANK_KEYS
-    if format_version == FORMAT_WITH_MASK_TENSORS and type(format_version) is int:
-        return tuple(key for key in LEANK_KEYS if key not in _NEW_KEYS)
-    raise LeanKError(
-        f"`leank.format_version` is {cut(format_version)}; this release knows {FORMAT_WITH_MASK_TENSORS} and "
-        f"{FORMAT_VERSION}",
-        hint="update leank-convert",
-    )
-
-
-def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
-    """What every shard's header metadata carries of the `leank` block."""
-    return {key: value for key, value in leank.items() if key not in _NOT_IN_METADATA}
-
-
-def check_head_table(leank: Mapping[str, Any], key: str, num_layers: int, num_heads: int) -> None:
-    """Check that a `leank` block has one whole number per layer and KV head under a key.
-
-    Raises:
-        LeanKError: If it has not.
-    """
-    rows = leank.get(key)
-    if not (
-        isinstance(rows, list)
-        and len(rows) == num_layers
-        and all(isinstance(row, list) and len(row) == num_heads for row in rows)
-        and all(type(value) is int for row in rows for value in row)
-    ):
-        raise LeanKError(f"`leank.{key}` is no table of {num_layers} layers and {num_heads} KV heads")
 
 
 def build_config(

@@ -6,9 +6,7 @@ Nothing is loaded into a model.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +22,16 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, name_mask_tensors, read_channel_masks
+from leank_convert.checkpoint_masks import name_mask_tensors, read_channel_masks
 from leank_convert.digests import find_unlisted, read_digests
 from leank_convert.errors import LeanKError, cut, shorten
-from leank_convert.export.config_json import check_head_table, leank_keys, metadata_facts
 from leank_convert.export.plan import check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.hub import resolve_model
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block, metadata_facts
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
-from leank_convert.windows import Windows
 
 
 def verify_weights(path: str | Path, source: str | Path | None) -> Report:
@@ -68,42 +65,17 @@ def verify_weights(path: str | Path, source: str | Path | None) -> Report:
 
 
 def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: Path) -> str:
-    expected = set(leank_keys(leank.get("format_version")))
-    if set(leank) != expected:
-        difference = ", ".join(shorten(key) for key in sorted(set(leank) ^ expected)[:4])
-        raise LeanKError(f"the `leank` block has missing or unknown keys: {difference}")
     facts = read_leank_facts(config, folder)
     if config.get("auto_map") != auto_map(facts.architecture):
         raise LeanKError(f"`auto_map` is {cut(config.get('auto_map'))}")
-    Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
-    widths, permutations = leank["widths"], leank["head_permutation"]
-    heads = range(facts.num_key_value_heads)
-    for key in ("widths", "head_permutation"):
-        check_head_table(leank, key, facts.num_hidden_layers, len(heads))
-    for layer, (row, permutation) in enumerate(zip(widths, permutations, strict=True)):
-        if row != sorted(row) or row[0] < 0 or row[-1] > facts.head_dim:
-            raise LeanKError(
-                f"`leank.widths[{layer}]` is {cut(row)}, not ascending within 0 and {facts.head_dim}"
-            )
-        if sorted(permutation) != list(heads):
-            raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(permutation)}, no permutation")
-        # Stable: heads of one width keep the order they had.
-        if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, permutation, strict=True))):
-            raise LeanKError(
-                f"`leank.head_permutation[{layer}]` is {cut(permutation)}, not stable within a bucket"
-            )
-    reached = 1 - sum(map(sum, widths)) / (facts.num_hidden_layers * len(heads) * facts.head_dim)
-    given = leank["pruning_ratio"]
-    if not isinstance(given, int | float) or not math.isclose(reached, given, abs_tol=1e-9):
-        raise LeanKError(f"`leank.pruning_ratio` is {cut(given)}; the widths give {reached}")
+    check_block(leank, facts, origin=str(folder / CONFIG_NAME))
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     own = f"LeanK{facts.architecture.causal_lm_class}"
     if leank["format_version"] != FORMAT_WITH_MASK_TENSORS and config.get("architectures") != [own]:
         raise LeanKError(f"`architectures` is {cut(config.get('architectures'))}, not `{own}`")
-    if not isinstance(leank.get("config_overrides"), dict | None):
-        raise LeanKError(f"`leank.config_overrides` is {cut(leank['config_overrides'])}, no object")
-    return f"format {leank['format_version']}, {config['model_type']}, pruning ratio {reached:.4f}"
+    ratio = leank["pruning_ratio"]
+    return f"format {leank['format_version']}, {config['model_type']}, pruning ratio {ratio:.4f}"
 
 
 def _check_digests(checks: Checks, folder: Path, leank: Mapping[str, Any], opened: Checkpoint | None) -> None:

@@ -22,12 +22,13 @@ from leank_convert.checkpoint_io import (
     Checkpoint,
     find_companions,
 )
-from leank_convert.checkpoint_masks import FORMAT_WITH_MASK_TENSORS, name_mask_tensors
+from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
 from leank_convert.export.plan import TensorEdit, plan_layer
 from leank_convert.files import sha256_of
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
 

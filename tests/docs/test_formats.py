@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from leank_convert.export.config_json import LEANK_KEYS
+from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import MaskProvenance
 from leank_convert.methods import METHODS
 from leank_convert.onnx import description

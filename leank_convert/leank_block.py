@@ -1,0 +1,122 @@
+"""The `leank` block of a checkpoint's config.json: its keys in every format, and whether it makes sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.errors import LeanKError, cut
+from leank_convert.windows import Windows
+
+FORMAT_VERSION = 2
+# Its shards hold the masks as tensors that the source has not.
+FORMAT_WITH_MASK_TENSORS = 1
+LEANK_KEYS = (
+    "format_version",
+    "widths",
+    "head_permutation",
+    "channel_masks",
+    "sink_size",
+    "recent_size",
+    "flush_size",
+    "prune",
+    "pruning_ratio_asked",
+    "pruning_ratio",
+    "width_multiple",
+    "config_overrides",
+    "files",
+)
+# What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
+_NEW_KEYS = ("channel_masks", "config_overrides")
+_NOT_IN_METADATA = ("channel_masks", "files")
+
+
+def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
+    """What every shard's header metadata carries of a block."""
+    return {key: value for key, value in leank.items() if key not in _NOT_IN_METADATA}
+
+
+def read_windows(leank: Mapping[str, Any]) -> Windows:
+    """Read a checkpoint's window sizes, and when it prunes.
+
+    Raises:
+        LeanKError: If one makes no sense.
+    """
+    return Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
+
+
+def check_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> None:
+    """Check a block of either format, but for its masks and digests.
+
+    Args:
+        leank: The block.
+        facts: Of the model that the checkpoint was made from.
+        origin: The config.json, for messages.
+
+    Raises:
+        LeanKError: If it is of another format, lacks a key, or contradicts itself or the model.
+    """
+    try:
+        _check_keys(leank)
+        read_windows(leank)
+        _check_heads(leank, facts)
+        _check_values(leank, facts)
+    except LeanKError as error:
+        raise LeanKError(
+            f"`{origin}`: {error}",
+            hint=error.hint or "`leank-convert verify` lists everything that is wrong with a checkpoint",
+        ) from error
+
+
+def _check_keys(leank: Mapping[str, Any]) -> None:
+    version = leank.get("format_version")
+    if type(version) is not int or version not in (FORMAT_VERSION, FORMAT_WITH_MASK_TENSORS):
+        raise LeanKError(
+            f"`leank.format_version` is {cut(version)}; this release knows {FORMAT_WITH_MASK_TENSORS} and "
+            f"{FORMAT_VERSION}",
+            hint="update leank-convert",
+        )
+    expected = set(LEANK_KEYS) - set(_NEW_KEYS if version == FORMAT_WITH_MASK_TENSORS else ())
+    for key in sorted(expected - set(leank)):
+        raise LeanKError(f"the `leank` block has no `{key}`")
+    for key in sorted(set(leank) - expected):
+        raise LeanKError(f"the `leank` block has key {cut(key)}, which format {version} does not know")
+
+
+def _check_heads(leank: Mapping[str, Any], facts: ModelFacts) -> None:
+    num_layers, num_heads, head_dim = facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim
+    for key in ("widths", "head_permutation"):
+        rows = leank[key]
+        if not (
+            isinstance(rows, list)
+            and len(rows) == num_layers
+            and all(isinstance(row, list) and len(row) == num_heads for row in rows)
+            and all(type(value) is int for row in rows for value in row)
+        ):
+            raise LeanKError(f"`leank.{key}` is no table of {num_layers} layers and {num_heads} KV heads")
+    for layer, (row, order) in enumerate(zip(leank["widths"], leank["head_permutation"], strict=True)):
+        if row != sorted(row) or row[0] < 0 or row[-1] > head_dim:
+            raise LeanKError(f"`leank.widths[{layer}]` is {cut(row)}, not ascending within 0 and {head_dim}")
+        if sorted(order) != list(range(num_heads)):
+            raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(order)}, no permutation")
+        # Stable: heads of one width keep the order they had.
+        if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, order, strict=True))):
+            raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(order)}, not stable within a bucket")
+
+
+def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
+    total = facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim
+    reached, given = 1 - sum(map(sum, leank["widths"])) / total, leank["pruning_ratio"]
+    if type(given) not in (int, float) or not math.isclose(reached, given, abs_tol=1e-9):
+        raise LeanKError(f"`leank.pruning_ratio` is {cut(given)}; the widths give {reached}")
+    for key, kinds, what in (
+        ("pruning_ratio_asked", (int, float), "no number"),
+        ("width_multiple", (int,), "no whole number"),
+        ("config_overrides", (dict,), "no object"),
+    ):
+        value = leank.get(key)
+        if value is not None and type(value) not in kinds:
+            raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
