@@ -48,7 +48,9 @@ trust_option = click.option(
 held_out_seed_option = click.option(
     "--seed", type=SEED, default=1_000_000, show_default=True, help="Held-out prompts."
 )
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out.")
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out; files of your own there stay."
+)
 
 
 def method_options(command: _Command) -> _Command:

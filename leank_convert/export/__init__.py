@@ -115,7 +115,7 @@ def export_checkpoint(
         mask: Which channels are kept, in the model's own head order: a mask, its file, the folder of a
             training run or checkpoint, or a hub id. None takes the one that training left in `out`, else the
             recipe's.
-        out: The folder to write. A training run that lies there is kept.
+        out: The folder to write. A training run and files of your own that lie there are kept.
         recipe: Whose config overrides, mask and windows are taken where nothing else gives them: a recipe,
             its file or a packaged one's name. None for that of the run in `out`, else the packaged one of
             `model`, if there is one.

@@ -137,7 +137,7 @@ def _carry(source: Path, target: Path, prefix: str, own: Set[str]) -> None:
         else:
             place.mkdir()
             _carry(Path(entry.path), place, f"{name}/", own)
-            if any(place.iterdir()) or not any(os.scandir(entry)):
+            if any(place.iterdir()) or not any(Path(entry).iterdir()):
                 shutil.copystat(entry, place)
                 sync_path(place)
             else:  # all of it was the export's

@@ -74,7 +74,7 @@ def export_onnx(
     Args:
         model: A local folder or a hub id, of a model or of a checkpoint that was converted before.
         mask: As for `export_checkpoint`; None for a checkpoint, which has one.
-        out: The folder to write. A training run that lies there is kept.
+        out: The folder to write. A training run and files of your own that lie there are kept.
         opset: The graph's version of the ONNX operators.
         dtype: Of weights and cache: `float32` or `float16`.
         weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
