@@ -14,7 +14,7 @@ import click
 
 from leank_convert.benchmark.geometries import GEOMETRIES, TOY
 from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
-from leank_convert.errors import LeanKError, shorten
+from leank_convert.errors import LeanKError, out_of_memory, shorten
 
 if TYPE_CHECKING:
     from leank_convert.benchmark.random_models import Setup
@@ -249,7 +249,7 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 @_size_option("--length", "tokens", "Context, question and answer of the timed step. Default: 64k.")
 @click.option(
     "--questions",
-    type=click.IntRange(1, MAX_COUNT),
+    type=click.IntRange(1, 1000),
     help="Questions on one context, beside a single one. Default: 8.",
 )
 @_size_option("--question-size", "question x answer", "Tokens of each. Default: 24x40.")
@@ -281,7 +281,7 @@ def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
 )
 @click.option(
     "--threads",
-    type=click.IntRange(1, 1024),
+    type=click.IntRange(1, 256),
     help="Of onnxruntime. Default: 2, or as many cores as there are.",
 )
 @_rounds_option("21, of a toy 3")
@@ -297,15 +297,17 @@ def onnx(
 ) -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
     from leank_convert.benchmark.onnx_step import benchmark_onnx
-    from leank_convert.benchmark.random_models import choose_setup
+    from leank_convert.benchmark.random_models import TOO_LARGE, choose_setup
 
     toy = geometry == TOY
-    document = benchmark_onnx(
-        choose_setup(mask, recipe, geometry),
-        [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
-        weights=None if weights == "float32" else weights,
-        threads=threads or min(2, os.cpu_count() or 1),
-        rounds=rounds or (3 if toy else 21),
-        **options,
-    )
+    setup = choose_setup(mask, recipe, geometry)
+    with out_of_memory(*TOO_LARGE):
+        document = benchmark_onnx(
+            setup,
+            [tokens for (tokens,) in length] or ([3, 96] if toy else [4096, 8192, 16384, 32768]),
+            weights=None if weights == "float32" else weights,
+            threads=threads or min(2, os.cpu_count() or 1),
+            rounds=rounds or (3 if toy else 21),
+            **options,
+        )
     _finish(document)

@@ -145,3 +145,13 @@ def test_all_layers_are_refused():
     result = CliRunner().invoke(main, ["benchmark", "onnx", "--layers", "all"])
     assert result.exit_code == 2
     assert "name some" in result.output
+
+
+def test_running_out_of_memory_is_one_sentence_and_exits_1(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("leank_convert.benchmark.onnx_step.benchmark_onnx", fail)
+    result = CliRunner().invoke(main, ["benchmark", "onnx", "--geometry", "tiny"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: memory does not suffice for this benchmark")
