@@ -139,7 +139,7 @@ def test_weights_that_are_not_the_sources_are_found(name, checks, exported, chan
 def test_a_source_of_other_sizes_is_found(exported, source_model):
     source = source_model("qwen2")
     details = exported.failed(source)
-    assert details == {"source: sizes": f"`model.model_type` is `llama`; `{source}` has `qwen2`"}
+    assert details == {"source: sizes": f"`model.model_type` is 'llama'; `{source}` has 'qwen2'"}
 
 
 def test_a_source_that_is_none_is_an_error(exported, tmp_path):
