@@ -6,6 +6,7 @@ config, the index, every shard's header against its size.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,10 @@ DOWNLOADED_PATTERNS = (
     "model-*.safetensors",
     CARD_NAME,  # names the licence
     *COMPANION_PATTERNS,
+)
+_ADAPTER_HINT = (
+    "merge it into its base model (PEFT's `merge_and_unload`), save that with `save_pretrained` and name the "
+    "folder"
 )
 GGUF_HINT = "GGUF holds weights quantized for llama.cpp: name the model in safetensors that it was made of"
 # `tokenizer*` fits code, too, and nothing runs a source's.
@@ -213,15 +218,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read a model folder's config, index and shard headers, and check that they belong together.
 
     Raises:
-        LeanKError: If anything is missing, truncated or contradicts the index.
+        LeanKError: If anything is missing, truncated or contradicts the index, or an adapter lies there.
     """
     config = read_config(folder)
     single, index_path = folder / SINGLE_FILE_NAME, folder / INDEX_NAME
+    if not single.is_file() and not index_path.is_file():
+        raise _no_weights(folder)
+    refuse_adapter(folder)
     # The order in which transformers looks.
     if single.is_file():
         return Checkpoint(folder, config, {SINGLE_FILE_NAME: read_header(single)}, None)
-    if not index_path.is_file():
-        raise _no_weights(folder)
     index = read_json(index_path)
     weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -260,15 +266,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, shards, index)
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse an adapter beside weights: where peft is installed transformers would load it on top of them.
+
+    Raises:
+        LeanKError: If there is one.
+    """
+    if os.path.lexists(folder / ADAPTER_NAME):
+        raise LeanKError(
+            f"`{folder / ADAPTER_NAME}`: transformers would load an adapter on top of the weights beside it",
+            hint=f"{_ADAPTER_HINT}; if the weights have it in them already, remove that file",
+        )
+
+
 def _other_layout_hint(folder: Path) -> str | None:
     """What to do about a folder that holds a model in another form, None where it is none of those known."""
     if (folder / ONNX_DESCRIPTION_NAME).exists():
         return "it is an ONNX folder: name the checkpoint or the model that it was made of"
     if (folder / ADAPTER_NAME).exists():
-        return (
-            "it is an adapter: merge it into its base model (PEFT's `merge_and_unload`), save that with "
-            "`save_pretrained` and name the folder"
-        )
+        return f"it is an adapter: {_ADAPTER_HINT}"
     return GGUF_HINT if any(folder.glob("*.gguf")) else None
 
 

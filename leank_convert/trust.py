@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from leank_convert.checkpoint_io import (
-    ADAPTER_NAME,
     CONFIG_NAME,
     KERNEL_KEYS,
     OTHER_FILES_KEYS,
     TOKENIZER_CONFIG_NAME,
     read_leank_config,
     read_leank_facts,
+    refuse_adapter,
 )
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.runtime_files import auto_map, read_runtime_files
@@ -58,11 +58,6 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
             f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer needs any",
             hint=_HINT,
         )
-    if os.path.lexists(folder / ADAPTER_NAME):
-        raise LeanKError(
-            f"`{folder / ADAPTER_NAME}`: transformers would load an adapter; no checkpoint has one",
-            hint=_HINT,
-        )
     known = read_known_digests()
     for path in _python_files(folder):
         if path.parent != folder or not _is_known(path, known.get(path.name, set())):
@@ -79,6 +74,7 @@ def check_config(folder: Path) -> None:
     Raises:
         LeanKError: If it would.
     """
+    refuse_adapter(folder)
     path = folder / CONFIG_NAME
     config = _read(path)
     for key in OTHER_FILES_KEYS & config.keys():

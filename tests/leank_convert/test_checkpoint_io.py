@@ -132,6 +132,13 @@ def test_adapters_and_gguf_get_their_hint(source_model: Callable[..., Path], tmp
     assert "GGUF" in str(caught.value.hint)
 
 
+def test_an_adapter_beside_weights_is_refused(source_model: Callable[..., Path]) -> None:
+    folder = source_model("llama")
+    (folder / "adapter_config.json").touch()
+    error = refused(folder, "transformers would load an adapter on top of the weights")
+    assert "remove that file" in str(error.hint)
+
+
 def test_a_tensor_in_two_shards_is_refused(
     source_model: Callable[..., Path], edit_json: Callable[..., None]
 ) -> None:
