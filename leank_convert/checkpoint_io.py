@@ -18,7 +18,6 @@ from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_fac
 from leank_convert.errors import LeanKError, cut
 from leank_convert.files import read_json
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, is_name, read_header
-from leank_convert.windows import Windows
 
 CONFIG_NAME = "config.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -189,29 +188,6 @@ def read_leank_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
             f"`{origin}`: `model_type` is {cut(config.get('model_type'))}, not that of a LeanK checkpoint"
         )
     return read_model_facts({**config, "model_type": model_type.removeprefix(LEANK_PREFIX)}, origin=origin)
-
-
-def read_leank_windows(leank: Mapping[str, Any], folder: Path) -> Windows:
-    """Read the window sizes of a converted checkpoint, with its `prune`.
-
-    Args:
-        leank: The `leank` block of its config.json.
-        folder: Where it lies, for messages.
-
-    Raises:
-        LeanKError: If one is missing or makes no sense.
-    """
-    keys = ("sink_size", "recent_size", "flush_size", "prune")
-    for key in keys:
-        if key not in leank:
-            raise LeanKError(
-                f"`{folder / CONFIG_NAME}`: the `leank` block lacks `{key}`",
-                hint="export the checkpoint again",
-            )
-    try:
-        return Windows(*(leank[key] for key in keys))
-    except LeanKError as error:
-        raise LeanKError(f"`{folder / CONFIG_NAME}`: {error}", hint="export the checkpoint again") from None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -10,7 +10,6 @@ from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
-    read_leank_windows,
 )
 from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError
@@ -20,6 +19,7 @@ from leank_convert.export.plan import ExportPlan
 from leank_convert.export.source_card import read_base_model
 from leank_convert.head_layout import plan_head_layout
 from leank_convert.hub import check_base_model
+from leank_convert.leank_block import read_windows
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.verify import verify_checkpoint
 
@@ -55,7 +55,6 @@ def rewrite_checkpoint(
     facts = read_leank_facts(config, old)
     mask = load_mask(old / MASK_FILE_NAME)
     refuse_to_lose_mask(out, mask, overwrite=overwrite)
-    windows = read_leank_windows(leank, old)
     original = Original(
         mask.provenance.model if mask.provenance else old.resolve().name,
         _without_masks(open_checkpoint(old), name_mask_tensors(facts)),
@@ -69,7 +68,7 @@ def rewrite_checkpoint(
         original,
         ExportPlan(plan_head_layout(mask.widths), edits={}),  # the heads are in order already
         mask,
-        windows,
+        read_windows(leank),
         copy_companions=_copy_companions,
         overwrite=overwrite,
     )

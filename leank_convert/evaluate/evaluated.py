@@ -20,10 +20,10 @@ from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
-    read_leank_windows,
 )
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError, first_line
+from leank_convert.leank_block import read_windows
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -55,13 +55,12 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     check_code(checkpoint, trust=trust)
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
-    windows = read_leank_windows(leank, checkpoint)
     # Names a damaged shard better than loading does.
     masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
     return EvaluatedModel(
-        model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks, windows
+        model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks, read_windows(leank)
     )
 
 

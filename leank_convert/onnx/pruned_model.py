@@ -16,10 +16,10 @@ from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
-    read_leank_windows,
 )
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
+from leank_convert.leank_block import read_windows
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -84,9 +84,9 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     """
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
-    windows = read_leank_windows(leank, checkpoint)
     check_rope(facts, checkpoint)
     masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
+    windows = read_windows(leank)
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,

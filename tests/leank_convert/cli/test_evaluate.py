@@ -93,7 +93,7 @@ def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
         ),
         ({"recent_size": 10**30}, "`recent_size` is "),
         ({"prune": "lazy"}, "`prune` is "),
-        ({"sink_size": ...}, "the `leank` block lacks `sink_size`"),
+        ({"sink_size": ...}, "the `leank` block has no `sink_size`"),
         ({"head_permutation": [[0, 0], [0, 1]]}, "`leank.head_permutation[0]` is [0, 0], no permutation"),
     ],
     ids=str,
