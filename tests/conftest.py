@@ -31,7 +31,7 @@ with torch.device("meta"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzzing", "tests/integration/test_fuzzing.py")
-    group.addoption("--fuzz-cases", type=int, default=300, help="how many mutated inputs are tried")
+    group.addoption("--fuzz-cases", type=int, default=500, help="how many mutated inputs are tried")
     group.addoption("--fuzz-seed", type=int, default=0, help="what they are drawn from")
 
 

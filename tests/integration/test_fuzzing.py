@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import INDEX_NAME
+from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.errors import LeanKError, RecipeError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
@@ -322,7 +322,10 @@ def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
     except LeanKError as error:
         inspected = error
     report = verify_checkpoint(checkpoint, folder / "source" if rng.random() < 0.3 else None)
-    assert path.read_bytes() == before or not report.ok, f"verify accepts another `{path.name}`"
+    if report.ok and path.read_bytes() != before:
+        # No digest can be of the list of digests itself.
+        same = path.name == DIGESTS_NAME and json.loads(path.read_bytes()) == json.loads(before)
+        assert same, f"verify accepts another `{path.name}`"
     for check in report.checks:
         assert check.ok or len(check.detail) <= MAX_MESSAGE, (
             f"{len(check.detail)} characters: {check.detail[:300]}"
