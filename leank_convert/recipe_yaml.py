@@ -31,9 +31,9 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
             sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
-            _refuse(event, f"`{sign}{shorten(event.anchor)}`: recipes have no anchors; write the value out")
+            _refuse(event, f"`{sign}{shorten(event.anchor)}`: anchors are not read here; write the value out")
         if getattr(event, "tag", None) is not None:
-            _refuse(event, f"tag `{shorten(event.tag)}`: recipes have no tags; write the value alone")
+            _refuse(event, f"tag `{shorten(event.tag)}`: tags are not read here; write the value alone")
         if self._depth == MAX_DEPTH:
             _refuse(event, f"it is nested deeper than {MAX_DEPTH} levels")
         self._depth += 1

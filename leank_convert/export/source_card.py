@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, find_companions
-from leank_convert.errors import LeanKError, cut
+from leank_convert.errors import LeanKError, shorten
 from leank_convert.files import read_json
 from leank_convert.hub import is_repository
 from leank_convert.recipe_yaml import parse_yaml
@@ -80,7 +80,9 @@ def _read_front_matter(card: Path) -> dict[Any, Any]:
     try:
         values = parse_yaml(found[1])
     except ValueError as error:
-        _logger.warning("`%s` begins with what is no YAML, and no licence is read: %s", card, cut(str(error)))
+        _logger.warning(
+            "the front matter of `%s` cannot be read, nor its licence: %s", card, shorten(str(error), 200)
+        )
         return {}
     return values if isinstance(values, dict) else {}
 

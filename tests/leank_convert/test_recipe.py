@@ -287,8 +287,8 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (_BOMB, "line 1, column 4: `&a`: recipes have no anchors; write the value out"),
-        ("seed: *a", "line 1, column 7: `*a`: recipes have no anchors; write the value out"),
+        (_BOMB, "line 1, column 4: `&a`: anchors are not read here; write the value out"),
+        ("seed: *a", "line 1, column 7: `*a`: anchors are not read here; write the value out"),
         ("a: " + "[" * 10**5, "line 1, column 23: it is nested deeper than 20 levels"),
         ("a: " + "{a: " * 10**4, "line 1, column 77: it is nested deeper than 20 levels"),
         ("x: 1\n" * 60_000, "it is larger than 256 KB, which no recipe is"),

@@ -62,7 +62,7 @@ def test_a_licence_file_that_travels_stands_for_a_licence_without_a_name(tmp_pat
 def test_a_card_that_is_no_plain_yaml_is_warned_of(tmp_path, caplog, front):
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n")
     assert read_licence(tmp_path) == {}
-    assert "no licence is read" in caplog.text and len(caplog.text) < 500
+    assert "cannot be read, nor its licence" in caplog.text and len(caplog.text) < 500
 
 
 def test_a_card_that_is_no_file_or_far_too_long_is_left_alone(tmp_path):
