@@ -24,7 +24,7 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.files import write_atomically
+from leank_convert.files import parse_json, write_atomically
 from leank_convert.recipe import Recipe, WindowsSection
 
 GATES_NAME = "full_attention_heads.tsv"
@@ -96,7 +96,7 @@ def _read_gates(path: Path) -> np.ndarray[Any, Any]:
 def _read_config(path: Path) -> dict[str, int]:
     """`sink_size` and `recent_size`."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
         sizes = {key: config[key] for key in ("sink_size", "recent_size")}
         for key, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:

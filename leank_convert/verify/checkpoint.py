@@ -5,7 +5,6 @@ Nothing is loaded into a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from leank_convert.digests import find_unlisted, read_digests
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.export.plan import check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map
+from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
 from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block, metadata_facts
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
@@ -179,7 +179,7 @@ def _check_metadata(checkpoint: Checkpoint, leank: Mapping[str, Any]) -> str:
             without.append(name)
             continue
         try:
-            found = json.loads(header.metadata["leank"])
+            found = parse_json(header.metadata["leank"].encode())
         except ValueError:
             found = None
         if found != expected:

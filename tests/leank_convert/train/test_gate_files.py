@@ -83,6 +83,7 @@ def test_another_models_pattern_is_refused(load):
         ("full_attention_heads.tsv", "0.5\tnan\t1\n0\t0\t0\n", "a gate is not finite"),
         ("config.json", None, "No such file"),
         ("config.json", "{", "line 1"),
+        ("config.json", "[" * 10**5, "nested too deep"),
         ("config.json", "[]", "indices"),
         ("config.json", '{"sink_size": 4}', "there is no key 'recent_size'"),
         ("config.json", '{"sink_size": -4, "recent_size": 1}', "`sink_size` is `-4`"),
