@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Set
@@ -20,13 +21,15 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import find_unlisted
 from leank_convert.errors import LeanKError, first_line
-from leank_convert.files import read_json, sync_path
+from leank_convert.files import read_json, sha256_of, sync_path
 from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import MASK_FILE_NAME
 
 # Marks a folder that is part of a swap, see `export.publish`.
 MARKER_NAME = ".leank-export"
 README_NAME = "README.md"
+
+_logger = logging.getLogger("leank_convert")
 
 # Checkpoints of format 1 have no list of what was copied from their source. Not all of COMPANION_PATTERNS: a
 # user's file may well begin with `tokenizer`.
@@ -73,6 +76,8 @@ def refuse_mistakable(out: Path) -> None:
 def carry_along(out: Path, target: Path) -> None:
     """Give a new folder everything of the old one that is not part of the export in it: links, or copies.
 
+    A model card that was edited since is kept under another name.
+
     Args:
         out: The old folder.
         target: The new one, complete but for this.
@@ -83,6 +88,7 @@ def carry_along(out: Path, target: Path) -> None:
     """
     try:
         _carry(out, target, "", _find_own(out))
+        _keep_edited_card(out, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -91,6 +97,17 @@ def carry_along(out: Path, target: Path) -> None:
             f"{error.strerror or first_line(error)}",
             hint="move it elsewhere",
         ) from error
+
+
+def _keep_edited_card(out: Path, target: Path) -> None:
+    card, listed = out / README_NAME, _read(out / DIGESTS_NAME).get("files")
+    written = listed.get(README_NAME) if isinstance(listed, dict) else None
+    if written is None or not card.is_file() or (digest := sha256_of(card)) == written:
+        return
+    kept = f"README.{digest[:8]}.md"
+    if not os.path.lexists(target / kept):
+        _link_or_copy(card, target / kept)
+    _logger.warning("`%s` was edited since it was written; it is kept as `%s`", card, kept)
 
 
 def _find_own(out: Path) -> Set[str]:

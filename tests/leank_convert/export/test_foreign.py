@@ -1,5 +1,6 @@
 """Files of the user's in an output folder, when an export replaces what it wrote there."""
 
+import hashlib
 import json
 import os
 import stat
@@ -33,7 +34,8 @@ def old(tmp_path: Path) -> Callable[[str], Path]:
             **dict.fromkeys((*shards, "modeling_leank.py", "tokenizer.json", "README.md"), "old"),
         }
         if written == "listed":
-            files[DIGESTS_NAME] = json.dumps({"format_version": 1, "files": dict.fromkeys(files, "")})
+            digests = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()}
+            files[DIGESTS_NAME] = json.dumps({"format_version": 1, "files": digests})
         for name, content in files.items():
             (out / name).write_text(content)
         return out
@@ -132,8 +134,11 @@ def test_what_cannot_be_carried_along_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_of_today_is_replaced_by_another_and_keeps_notes(
-    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
+def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     out, source = tmp_path / "out", source_model()
     export_checkpoint(source, fitting_mask(source), out)
@@ -142,6 +147,10 @@ def test_an_export_of_today_is_replaced_by_another_and_keeps_notes(
     single = source_model("qwen2", shards=False)
     export_checkpoint(single, fitting_mask(single), out, overwrite=True)
     assert (out / "notes.txt").read_text() == "mine"
-    assert (out / "README.md").read_text() != "mine"
+    cards = {path.name for path in out.glob("*.md") if path.read_text() == "mine"}
+    assert len(cards) == 1 and "README.md" not in cards
+    assert f"it is kept as `{cards.pop()}`" in caplog.text
+    export_checkpoint(single, fitting_mask(single), out, overwrite=True)
+    assert len(list(out.glob("*.md"))) == 2  # a card as it was written is not kept
     assert [path.name for path in out.glob("model*.safetensors")] == ["model.safetensors"]
     assert verify_checkpoint(out, single).ok
