@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -66,8 +67,8 @@ __all__ = [
     "refuse_to_lose_mask",
 ]
 
-# Shards that are hashed at a time: one hash takes no more than 0.5 to 1.5 GB a second.
-_NUM_HASHERS = 4
+# Shards that are hashed at a time: a hash takes a gigabyte a second, and needs a core for itself.
+_NUM_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 def check_exportable(
