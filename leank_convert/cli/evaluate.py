@@ -72,6 +72,13 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
     "--prefix-tokens", type=click.IntRange(1, MAX_TOKENS), help="With --text: the first tokens, prefilled."
 )
 @click.option(
+    "--num-tokens",
+    type=click.IntRange(1, MAX_TOKENS),
+    default=2000,
+    show_default=True,
+    help="With --text: how many tokens after those are fed at most, a decode step each.",
+)
+@click.option(
     "-n",
     "--num-samples",
     type=click.IntRange(1, MAX_COUNT),
@@ -105,6 +112,7 @@ def evaluate(
     questions: Path | None,
     text_file: Path | None,
     prefix_tokens: int | None,
+    num_tokens: int,
     num_samples: int,
     seed: int,
     batch_size: int,
@@ -127,7 +135,9 @@ def evaluate(
     ignored = {"num_samples": "-n", "seed": "--seed", "batch_size": "--batch-size"}
     for name, flag in ignored.items():
         if text_file is not None and source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--text goes without {flag}: it is one text, and all of it")
+            raise click.UsageError(f"--text goes without {flag}: it is one text")
+    if text_file is None and source("num_tokens") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--num-tokens goes with --text")
     if (text_file is None) != (prefix_tokens is None):
         raise click.UsageError("--text and --prefix-tokens go together")
     if tasks and (recipe_name or overrides):
@@ -141,6 +151,7 @@ def evaluate(
             checkpoint,
             text_file,
             prefix_tokens=prefix_tokens,
+            num_tokens=num_tokens,
             also=also,
             out=out,
             device=device,

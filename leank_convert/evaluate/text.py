@@ -2,7 +2,7 @@
 
 A forward pass over a text is prefill, which is dense whatever is pruned: it would find no difference at all.
 So only the first tokens are prefilled; every later one, the text's own and not the model's, is fed by itself,
-as a decode step on each cache.
+as a decode step on each cache. Texts of one length can be fed together (`measure_rows`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 JSON_NAME, FIGURE_NAME = "text.json", "text.png"
+NUM_TOKENS = 2000  # fed unless more are asked for: minutes, where a book would take days
 NUM_BINS = 8
 _MAX_BYTES = 4 << 20  # a million tokens
 _FLOOR = 1e-7  # of a divergence, in nats: below, float32 is noise
+
+
+@dataclass(frozen=True)
+class RowLogits:
+    """What variants predict after every fed token of texts of one length, against the dense model."""
+
+    dense_nll: Tensor  # the dense model's negative log-likelihood of a text's next token, in nats [B, fed]
+    divergence: Tensor  # KL(dense || variant) of the next token, in nats [variants, B, fed]
+    agrees: Tensor  # whether the most likely next token is the dense model's, bool [variants, B, fed]
+    nll: Tensor  # negative log-likelihood of a text's next token, in nats [variants, B, fed]
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class LogitMeans:
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Predictions on one text, of which all tokens between the prefix and the last one were fed."""
+    """Predictions on one text, whose tokens after the prefix were fed, as many as were asked for."""
 
     checkpoint: str
     num_tokens: int  # tokens of the text
@@ -126,6 +137,7 @@ def evaluate_text(
     text_file: str | Path,
     *,
     prefix_tokens: int,
+    num_tokens: int = NUM_TOKENS,
     also: Sequence[str] = (),
     out: str | Path | None = None,
     device: str | torch.device | None = None,
@@ -138,6 +150,7 @@ def evaluate_text(
         checkpoint: A folder that `export` wrote.
         text_file: Plain text in UTF-8.
         prefix_tokens: The first tokens, which are prefilled.
+        num_tokens: How many of those after them are fed at most, a decode step each.
         also: What else is compared, see `find_variants`.
         out: Where the numbers are left as JSON, and a figure.
         device: Default: CUDA if there is any, else the CPU.
@@ -155,7 +168,13 @@ def evaluate_text(
     evaluated = load_evaluated(Path(checkpoint), choose_device(device), trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     result = compare_text(
-        evaluated, text, variants, prefix_tokens=prefix_tokens, checkpoint=str(checkpoint), progress=progress
+        evaluated,
+        text,
+        variants,
+        prefix_tokens=prefix_tokens,
+        num_tokens=num_tokens,
+        checkpoint=str(checkpoint),
+        progress=progress,
     )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -169,7 +188,7 @@ def _read_text(path: Path) -> str:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise LeanKError(
-            f"`{path}` is larger than {_MAX_BYTES >> 20} MB, and every token of it would be fed by itself",
+            f"`{path}` is larger than {_MAX_BYTES >> 20} MB, and a token is a decode step",
             hint="give a part of it",
         )
     try:
@@ -184,7 +203,7 @@ def compare_text(
     variants: Sequence[Variant],
     *,
     prefix_tokens: int,
-    max_tokens: int | None = None,
+    num_tokens: int = NUM_TOKENS,
     checkpoint: str = "",
     progress: bool = False,
 ) -> TextComparison:
@@ -195,64 +214,96 @@ def compare_text(
         text: As the checkpoint's tokenizer takes it, with the special tokens it adds.
         variants: What decodes besides the dense model.
         prefix_tokens: The first tokens, which are prefilled.
-        max_tokens: Where the text is cut; None for all of it.
+        num_tokens: How many of those after them are fed at most.
         checkpoint: What results call it.
         progress: Whether to draw a progress bar to stderr.
 
     Raises:
-        LeanKError: If the text is so short that nothing is fed, or nothing would be pruned; if memory does
+        LeanKError: As `measure_rows`.
+    """
+    input_ids = evaluated.tokenizer(text, return_tensors="pt", verbose=False).input_ids.long()
+    taken = input_ids[:, : prefix_tokens + num_tokens + 1]  # the last of them is only predicted
+    found = measure_rows(evaluated, taken, variants, prefix_tokens=prefix_tokens, progress=progress)
+    num_taken = taken.shape[1]
+    return TextComparison(
+        checkpoint=checkpoint,
+        num_tokens=input_ids.shape[1],
+        prefix_tokens=prefix_tokens,
+        dense_nll=tuple(found.dense_nll[0].tolist()),
+        variants=tuple(
+            VariantLogits(
+                variant.name,
+                _count_whole(variant, evaluated.windows, prefix_tokens, num_taken),
+                *(tuple(rows[index, 0].tolist()) for rows in (found.divergence, found.agrees, found.nll)),
+            )
+            for index, variant in enumerate(variants)
+        ),
+    )
+
+
+def measure_rows(
+    evaluated: EvaluatedModel,
+    input_ids: Tensor,
+    variants: Sequence[Variant],
+    *,
+    prefix_tokens: int,
+    progress: bool = False,
+) -> RowLogits:
+    """Feed texts of one length together, and compare the predictions of variants with the dense model's.
+
+    Args:
+        evaluated: Its model runs the prefixes, its dense model is what variants are compared with.
+        input_ids: The texts' tokens, int64 [B, N].
+        variants: What decodes besides the dense model.
+        prefix_tokens: The first tokens, which are prefilled; the last one is only predicted.
+        progress: Whether to draw a progress bar to stderr.
+
+    Raises:
+        LeanKError: If the texts are so short that nothing is fed, or nothing would be pruned; if memory does
             not suffice.
     """
-    input_ids = evaluated.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0, :max_tokens]
-    num_tokens = len(input_ids)
+    num_rows, num_tokens = input_ids.shape
     if not 1 <= prefix_tokens <= num_tokens - 2:
         raise LeanKError(
             f"the text has {num_tokens} tokens and `--prefix-tokens` is {prefix_tokens}: at least one is "
             "prefilled, one fed and one predicted",
             hint="lower `--prefix-tokens`" if num_tokens > 2 else "give a longer text",
         )
-    whole = [_count_whole(variant, evaluated.windows, prefix_tokens, num_tokens) for variant in variants]
+    for variant in variants:
+        _count_whole(variant, evaluated.windows, prefix_tokens, num_tokens)
     warn_of_positions(evaluated, num_tokens)
+    input_ids = input_ids.to(evaluated.model.device)
     steps = []
     with (
         torch.no_grad(),
         out_of_memory(
-            f"{num_tokens} tokens in {len(variants) + 1} caches",
-            hint="take a shorter text, or fewer variants at a time",
+            f"{num_rows} x {num_tokens} tokens in {len(variants) + 1} caches",
+            hint="take shorter texts, or fewer of them or of the variants at a time",
         ),
         progress_bar(progress, "tokens", num_tokens - 1 - prefix_tokens) as advance,
     ):
-        prefix = input_ids[None, :prefix_tokens].to(evaluated.model.device)
+        prefix = input_ids[:, :prefix_tokens]
         window = max((variant.query_window for variant in variants), default=0)
         prefill = run_prefill(evaluated.model, prefix, torch.ones_like(prefix), query_window=window)
         compared: list[Variant] = [Dense(evaluated.dense), *variants]
         started = [variant.start(prefill) for variant in compared]
         del prefill
-        for step in _feed(started, input_ids.to(evaluated.model.device), prefix_tokens):
+        for step in _feed(started, input_ids, prefix_tokens):
             steps.append(step)
             advance(1)
-    divergence, agrees, nll = (torch.stack(values, dim=1).tolist() for values in zip(*steps, strict=True))
-    return TextComparison(
-        checkpoint=checkpoint,
-        num_tokens=num_tokens,
-        prefix_tokens=prefix_tokens,
-        dense_nll=tuple(nll[0]),
-        variants=tuple(
-            VariantLogits(
-                variant.name, whole[row], *(tuple(rows[row + 1]) for rows in (divergence, agrees, nll))
-            )
-            for row, variant in enumerate(variants)
-        ),
-    )
+    divergence, agrees, nll = (torch.stack(values, dim=-1).cpu() for values in zip(*steps, strict=True))
+    return RowLogits(nll[0], divergence[1:], agrees[1:], nll[1:])
 
 
 def render_text_comparison(result: TextComparison) -> str:
     """Render a comparison for a person: a line a variant, then one for each stretch of the text."""
     overall = result.mean(result.variants[0])
+    after = result.num_tokens - result.prefix_tokens - 1
+    more = "" if overall.n == after else "; `--num-tokens` sets how many"
     lines = [
-        f"{overall.n} decode steps: tokens {overall.first} to {overall.last} of the text's "
-        f"{result.num_tokens}, each fed on a cache of all before it",
-        f"(the first {result.prefix_tokens} prefilled, which is dense)",
+        f"{overall.n} of {after} tokens measured: tokens {overall.first} to {overall.last} of the text's "
+        f"{result.num_tokens}, each a decode step",
+        f"on a cache of all before it (the first {result.prefix_tokens} prefilled, which is dense){more}",
         "",
     ]
     width = max(len("tokens"), *(len(variant.name) for variant in result.variants))
@@ -277,28 +328,31 @@ def render_text_comparison(result: TextComparison) -> str:
 def _feed(
     started: Sequence[tuple[Any, Cache]], input_ids: Tensor, prefix_tokens: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Feed a text [N] from a place on to every cache in turn, the dense one first.
+    """Feed texts [B, N] from a place on to every cache in turn, the dense one first.
 
     Yields:
-        Of each token, for every cache: the divergence from the first, whether the most likely next token is
-        the first's, the negative log-likelihood of the text's next token; each [caches].
+        Of each place, for every cache: the divergence from the first, whether the most likely next token is
+        the first's, the negative log-likelihood of the text's next token; each [caches, B].
     """
-    places = torch.arange(len(input_ids), device=input_ids.device)
-    for place in range(prefix_tokens, len(input_ids) - 1):
+    num_rows, num_tokens = input_ids.shape
+    places = torch.arange(num_tokens, device=input_ids.device).expand(num_rows, -1)
+    for place in range(prefix_tokens, num_tokens - 1):
         here = slice(place, place + 1)
         log_probs = torch.stack(
             [
-                model(
-                    input_ids=input_ids[None, here], position_ids=places[None, here], past_key_values=cache
-                ).logits[0, -1].float().log_softmax(-1)
+                model(input_ids=input_ids[:, here], position_ids=places[:, here], past_key_values=cache)
+                .logits[:, -1]
+                .float()
+                .log_softmax(-1)
                 for model, cache in started
             ]
-        )  # fmt: skip
+        )
         dense = log_probs[:1].expand_as(log_probs)
         divergence = functional.kl_div(log_probs, dense, reduction="none", log_target=True).sum(-1)
         best = log_probs.argmax(-1)
+        target = input_ids[None, :, place + 1, None].expand(len(started), -1, -1)
         # A divergence of next to nothing may be rounded to below nothing.
-        yield divergence.clamp(min=0), best == best[0], -log_probs[:, input_ids[place + 1]]
+        yield divergence.clamp(min=0), best == best[:1], -log_probs.gather(-1, target)[..., 0]
 
 
 def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tokens: int) -> int:
@@ -315,9 +369,9 @@ def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tok
     num_whole = min(kept + windows.flush_size - prefix_tokens, num_fed)
     if num_whole == num_fed:
         raise LeanKError(
-            f"`{variant.name}` would prune nothing of the text: it has {num_tokens} tokens, of which "
+            f"`{variant.name}` would prune nothing of {num_tokens} tokens of the text, of which "
             f"{windows.sink_size} at the start and {windows.recent_size} at the end stay whole",
-            hint="give a longer text, or export with a smaller `--recent-size`",
+            hint="take more (`--num-tokens`, a longer text), or export with a smaller `--recent-size`",
         )
     return num_whole
 
@@ -328,7 +382,7 @@ def _draw(result: TextComparison) -> Figure:
 
     figure = Figure(figsize=(8.0, 7.0), layout="constrained")
     divergence, agreement, likelihood = figure.subplots(3, 1, sharex=True)
-    places = range(result.prefix_tokens, result.num_tokens - 1)
+    places = range(result.prefix_tokens, result.prefix_tokens + len(result.dense_nll))
     for place, variant in enumerate(result.variants):
         values = [max(value, _FLOOR) for value in variant.divergence]
         divergence.scatter(places, values, s=5, alpha=0.35, linewidths=0, color=f"C{place}")

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank_convert.cli import main
+from leank_convert.evaluate.text import NUM_TOKENS
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 
@@ -81,7 +82,18 @@ def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "r" / "text.json").read_text()) == facts
     assert (tmp_path / "r" / "text.png").read_bytes().startswith(b"\x89PNG")
     assert f"{facts['num_tokens'] - 101}/{facts['num_tokens'] - 101}" in printed.stderr
-    assert "KL (nats)" in run(writer, *options).stdout
+    shown = run(writer, *options, "--num-tokens", 30).stdout
+    assert f"30 of {facts['num_tokens'] - 101} tokens measured" in shown
+    assert "KL (nats)" in shown
+
+
+def test_of_a_long_text_2000_tokens_are_fed_unless_told(writer, tmp_path, monkeypatch):
+    fed = []
+    monkeypatch.setattr("leank_convert.evaluate.text._feed", lambda _, ids, prefix: fed.append(ids) or [])
+    (tmp_path / "long.txt").write_text("The quick courier left parcel 77 in the hall. " * 2000)
+    for options in ([], ["--num-tokens", 3000]):
+        run(writer, "--text", tmp_path / "long.txt", "--prefix-tokens", 100, *options)
+    assert [ids.shape[1] - 100 - 1 for ids in fed] == [NUM_TOKENS, 3000] == [2000, 3000]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +178,7 @@ def test_prompts_that_would_take_all_memory_are_refused_before_one_is_drawn(
             ["--text", "x.txt", "--prefix-tokens", "5", "--batch-size", "2"],
             "--text goes without --batch-size",
         ),
+        (["--num-tokens", "5"], "--num-tokens goes with --text"),
         (["--also", "nothing"], "nothing"),
     ],
 )

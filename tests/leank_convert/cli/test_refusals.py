@@ -82,7 +82,10 @@ _BENCHMARK = ["benchmark", "kernel", "--device", "cpu"]
     [
         *((["train", "testbed"], option) for option in ("--sink-size", "--recent-size", "--flush-size")),
         (["train", "testbed"], "--pruning-ratio"),
-        *((["evaluate", "x"], option) for option in ("-n", "--batch-size", "--length", "--prefix-tokens")),
+        *(
+            (["evaluate", "x"], option)
+            for option in ("-n", "--batch-size", "--length", "--prefix-tokens", "--num-tokens")
+        ),
         (["analyze", "x"], "-n"),
         *((_BENCHMARK, option) for option in ("--rounds", "--case", "--layers")),
         (["benchmark", "train"], "--questions"),

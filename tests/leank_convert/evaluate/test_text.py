@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.text import _draw, compare_text, render_text_comparison
+from leank_convert.evaluate.text import _draw, compare_text, measure_rows, render_text_comparison
 from leank_convert.evaluate.variants import Masked, ThinK
 from leank_convert.testbed.tasks import NUMBERS
 from leank_convert.windows import Windows
@@ -109,7 +109,7 @@ def test_means_are_over_the_tokens_they_name(evaluated):
 
 
 def test_of_fewer_tokens_than_stretches_each_is_one(evaluated):
-    result = compare(evaluated, Masked("pruned"), max_tokens=PREFIX + 4)
+    result = compare(evaluated, Masked("pruned"), num_tokens=3)
     assert [(means.first, means.n) for means in result.by_position(result.variants[0])] == [
         (24, 1), (25, 1), (26, 1),
     ]  # fmt: skip
@@ -123,8 +123,8 @@ def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated
 
 
 def test_a_text_within_the_windows_proves_nothing_and_is_refused(evaluated):
-    with pytest.raises(LeanKError, match="`pruned` would prune nothing of the text: it has 11 tokens"):
-        compare(evaluated, Masked("pruned"), prefix_tokens=4, max_tokens=11)
+    with pytest.raises(LeanKError, match="`pruned` would prune nothing of 11 tokens of the text"):
+        compare(evaluated, Masked("pruned"), prefix_tokens=4, num_tokens=6)
     wide = Masked("wide", windows=Windows(sink_size=0, recent_size=100, flush_size=1))
     with pytest.raises(LeanKError, match="`wide` would prune nothing"):
         compare(evaluated, Masked("pruned"), wide)
@@ -141,6 +141,33 @@ def test_a_prefix_that_leaves_nothing_to_feed_is_refused(evaluated, prefix_token
     assert caught.value.hint == "give a longer text"
 
 
+def test_texts_of_one_length_are_fed_together_as_each_by_itself(evaluated):
+    generator = random.Random(6)
+    texts = [" ".join(generator.choices(NUMBERS, k=NUM_TOKENS)) for _ in range(3)]
+    ids = evaluated.tokenizer(texts, return_tensors="pt").input_ids
+    variants = [Masked("pruned"), ThinK(0.5)]
+    rows = measure_rows(evaluated, ids, variants, prefix_tokens=PREFIX)
+    assert rows.divergence.shape == rows.agrees.shape == rows.nll.shape == (2, 3, NUM_TOKENS - 1 - PREFIX)
+    for row, text in enumerate(texts):
+        alone = compare_text(evaluated, text, variants, prefix_tokens=PREFIX)
+        assert rows.dense_nll[row].tolist() == pytest.approx(alone.dense_nll, abs=FLOAT32)
+        for index, variant in enumerate(alone.variants):
+            assert rows.divergence[index, row].tolist() == pytest.approx(variant.divergence, abs=FLOAT32)
+            assert rows.nll[index, row].tolist() == pytest.approx(variant.nll, abs=FLOAT32)
+            assert rows.agrees[index, row].tolist() == list(variant.agrees)
+
+
+def test_no_more_tokens_are_fed_than_asked_for_and_the_table_says_so(evaluated):
+    result = compare(evaluated, Masked("pruned"), num_tokens=20)
+    whole = compare(evaluated, Masked("pruned"))
+    assert result.num_tokens == NUM_TOKENS
+    assert result.variants[0].divergence == whole.variants[0].divergence[:20]
+    text = render_text_comparison(result)
+    assert "20 of 35 tokens measured: tokens 24 to 43 of the text's 60" in text
+    assert "`--num-tokens` sets how many" in text
+    assert len(_draw(result).axes[0].collections[0].get_offsets()) == 20
+
+
 def test_json_holds_every_position_and_the_means(evaluated):
     result = compare(evaluated, Masked("pruned"), checkpoint="out")
     told = json.loads(json.dumps(result.to_dict()))
@@ -154,8 +181,9 @@ def test_json_holds_every_position_and_the_means(evaluated):
 
 def test_the_table_says_what_means_are_over(evaluated):
     text = render_text_comparison(compare(evaluated, Masked("pruned"), no_channel(), prefix_tokens=5))
-    assert "54 decode steps: tokens 5 to 58 of the text's 60" in text
+    assert "54 of 54 tokens measured: tokens 5 to 58 of the text's 60" in text
     assert "the first 5 prefilled" in text
+    assert "--num-tokens" not in text
     assert "at the first 5 of them nothing was pruned yet" in text
     assert all(name in text for name in ("pruned", "no channels", "KL (nats)", "NLL"))
 
