@@ -10,6 +10,7 @@ from glob import escape
 from pathlib import Path
 
 from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
     DIGESTS_NAME,
     DOWNLOADED_PATTERNS,
     GGUF_HINT,
@@ -19,6 +20,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import read_digests
 from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.files import read_json
 
 TESTBED = "testbed"
 # In quotes up to the closing one, else up to white space or what ends a value.
@@ -65,13 +67,30 @@ def resolve_model(model: str | Path) -> Path:
 
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
+    return hub_name(model) or Path(model).expanduser().resolve().name
+
+
+def hub_name(model: str | Path) -> str | None:
+    """What the hub calls a model, or `testbed`; None of a folder outside the hub's cache."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return str(model)
-    *_, repository, snapshots, name = ("", "", *folder.resolve().parts)
+    *_, repository, snapshots, _name = ("", "", *folder.resolve().parts)
     if snapshots == "snapshots" and repository.startswith("models--"):  # the hub's cache
         return repository.removeprefix("models--").replace("--", "/")
-    return name
+    return None
+
+
+def name_in_config(folder: Path) -> str | None:
+    """The hub id that transformers left in a model folder's config.json; None if it holds none.
+
+    It is that of the model which was loaded before this one was saved: training changes weights, not the id.
+    """
+    try:
+        noted = read_json(folder / CONFIG_NAME).get("_name_or_path")
+    except LeanKError:
+        return None
+    return noted if is_repository(noted) else None
 
 
 def is_hub_id(name: str) -> bool:

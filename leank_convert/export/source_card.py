@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, find_companions
-from leank_convert.errors import LeanKError, shorten
-from leank_convert.files import read_json
-from leank_convert.hub import is_repository
+from leank_convert.checkpoint_io import CARD_NAME, find_companions
+from leank_convert.errors import shorten
+from leank_convert.hub import is_repository, name_in_config
 from leank_convert.recipe_yaml import parse_yaml
 
 # Cards begin with their front matter, and no model's is as long.
@@ -55,11 +54,7 @@ def find_base_model(folder: Path, name: str, mask_model: str) -> str | None:
     Returns:
         The first that is a hub id, of these two and the name that transformers left in config.json.
     """
-    try:
-        noted = read_json(folder / CONFIG_NAME).get("_name_or_path")
-    except LeanKError:
-        noted = None
-    return next((known for known in (name, mask_model, noted) if is_repository(known)), None)
+    return next((known for known in (name, mask_model) if is_repository(known)), name_in_config(folder))
 
 
 def read_base_model(checkpoint: Path) -> str | None:

@@ -10,7 +10,14 @@ from huggingface_hub.utils import filter_repo_objects
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.errors import LeanKError
-from leank_convert.hub import check_repo_id, hide_local_paths, model_name, push_to_hub
+from leank_convert.hub import (
+    check_repo_id,
+    hide_local_paths,
+    hub_name,
+    model_name,
+    name_in_config,
+    push_to_hub,
+)
 
 
 @pytest.fixture
@@ -62,6 +69,18 @@ def test_a_checkpoint_is_uploaded_without_its_training_run(
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
     assert hub.repositories == {"me/model": private}
     assert hub.uploaded == {"config.json", "model.safetensors", "modeling_leank.py"}
+
+
+@pytest.mark.parametrize(
+    ("noted", "expected"),
+    [("owner/a-model", "owner/a-model"), ("/home/me/model", None), ("model", None), (7, None)],
+)
+def test_a_folder_may_name_its_model_in_its_config(noted: Any, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": noted}))
+    assert name_in_config(tmp_path) == expected
+    assert name_in_config(tmp_path / "absent") is None
+    assert hub_name(tmp_path) is None
+    assert hub_name("owner/other") == "owner/other"
 
 
 def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path: Path) -> None:
