@@ -67,7 +67,7 @@ def resolve_model(model: str | Path) -> Path:
 
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
-    return hub_name(model) or Path(model).expanduser().resolve().name
+    return hub_name(model) or Path(model).expanduser().resolve().parts[-1]
 
 
 def hub_name(model: str | Path) -> str | None:
