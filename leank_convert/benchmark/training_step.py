@@ -29,6 +29,7 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import Student, distil, run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
@@ -124,7 +125,7 @@ def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable
 
     def run() -> None:
         optimizer.zero_grad()
-        loss = distil(model, sample, Student(setup.windows, factors))
+        loss = distil(model, pack_sample(sample), Student(setup.windows, factors))
         (loss + _L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():
@@ -186,7 +187,7 @@ def check_step(
     for stage, student in enumerate(students, start=1):
         count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
         sample = draw_sample(model, length, count, question_size, seed=stage)
-        ours = _differentiate(partial(distil, model), sample, student)
+        ours = _differentiate(lambda whole, given: distil(model, pack_sample(whole), given), sample, student)
         theirs, truth = (
             _differentiate(partial(distil_full_sequences, one), sample, student) for one in (dense, exact)
         )

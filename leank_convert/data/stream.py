@@ -1,7 +1,8 @@
-"""Stream of samples, drawn ahead of their use in a thread of its own."""
+"""Stream of samples, drawn ahead of their use in threads of their own."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,9 @@ from types import TracebackType
 
 from leank_convert.data.sample import TrainingSample
 from leank_convert.data.source import SampleSource
+
+# A step of a small model takes a thirtieth of a second on a GPU, and drawing its sample as long or longer.
+_MOST_THREADS = 4
 
 
 class SampleStream:
@@ -23,13 +27,14 @@ class SampleStream:
         ahead: How many are drawn, or being drawn, beside the one in use.
     """
 
-    def __init__(self, source: SampleSource, indices: Iterable[int], ahead: int = 2) -> None:
+    def __init__(self, source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS) -> None:
         self._source = source
         self._indices = iter(indices)
         self._ahead = ahead
         self._waiting: deque[Future[TrainingSample]] = deque()
-        # Tokenisers work outside Python's lock and in parallel by themselves: one thread is enough.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
+        # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
+        threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
 
     def __enter__(self) -> SampleStream:
         self._draw_ahead(self._ahead)
@@ -41,7 +46,7 @@ class SampleStream:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[TrainingSample]:
         return self
@@ -58,4 +63,4 @@ class SampleStream:
                 index = next(self._indices)
             except StopIteration:
                 return
-            self._waiting.append(self._thread.submit(self._source.draw, index))
+            self._waiting.append(self._threads.submit(self._source.draw, index))

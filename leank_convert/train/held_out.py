@@ -28,10 +28,9 @@ from leank_convert.recipe import Recipe
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
+from leank_convert.train.packing import PackedSample, pack_sample
 from leank_convert.train.passes import (
-    PackedQuestions,
     Student,
-    pack_questions,
     run_answer_pass,
     run_context_pass,
     run_question_pass,
@@ -84,10 +83,10 @@ def compare_answers(
         offload: Keep the context's keys and values in host memory.
     """
     sample = _part_from_prefix(sample)
-    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    packed = pack_sample(sample)
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
     hidden_states = run_question_pass(model, context, packed)
-    teacher = hidden_states[packed.num_questions :]
+    teacher = hidden_states[packed.sizes.questions :]
     ends = [end - 1 for end in accumulate(question.answer_start for question in sample.questions)]
     prompts = hidden_states[ends]
     pruned, distillation = [], []
@@ -115,7 +114,7 @@ def _part_from_prefix(sample: TrainingSample) -> TrainingSample:
     return TrainingSample(sample.task, prefix, questions)
 
 
-def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed: PackedQuestions) -> Tensor:
+def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed: PackedSample) -> Tensor:
     """Which questions are answered right in every token, bool [Q], on the CPU.
 
     Args:
@@ -130,7 +129,7 @@ def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed
     before[begins.to(before.device)] = prompts
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     predicted = torch.cat([head(rows).argmax(-1).cpu() for rows in torch.split(before, _ROWS_AT_ONCE)])
-    wrong = predicted != packed.input_ids[packed.num_questions :]
+    wrong = predicted != packed.input_ids[packed.sizes.questions :]
     return torch.bincount(owners[wrong], minlength=len(prompts)) == 0
 
 

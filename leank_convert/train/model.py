@@ -26,6 +26,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.passes import BLOCK_SIZE
 
 
@@ -154,7 +155,8 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
     if recipe.model.device_map is None:
         model.to(device)  # type: ignore[arg-type]
         # A short run would be over before it had paid for itself.
-        if device.type == "cuda" and recipe.data.max_length >= BLOCK_SIZE:
+        worth = recipe.data.max_length >= BLOCK_SIZE and not is_bound_by_host(model, recipe)
+        if device.type == "cuda" and worth:
             fuse_layers(model)
     return model
 

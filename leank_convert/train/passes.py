@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_convert.data import Question, TrainingSample
 from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
 from leank_convert.train.fusion import uncompiled
+from leank_convert.train.packing import PackedSample
 from leank_convert.train.scaling import distillation_loss
 from leank_convert.train.split_attention import StoredContext, plan_regions
 from leank_convert.windows import Windows
@@ -20,33 +19,6 @@ from leank_convert.windows import Windows
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.
 BLOCK_SIZE = 16384
-
-
-@dataclass(frozen=True)
-class PackedQuestions:
-    """The tokens that follow a context, all questions and then all answers, as one row; on the CPU.
-
-    A pass takes them to its device without waiting for it: while the context runs there, what follows is
-    already being launched.
-
-    Attributes:
-        input_ids: [T].
-        positions: Counted within context, question and answer [T].
-        owners: Which question each token belongs to [T].
-        num_questions: Tokens of questions; R = T - num_questions are answers.
-        num_context: P.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    owners: Tensor
-    num_questions: int
-    num_context: int
-
-    @property
-    def answer_owners(self) -> Tensor:
-        """Which question each answer token belongs to [R]."""
-        return self.owners[self.num_questions :]
 
 
 @dataclass(frozen=True)
@@ -67,53 +39,28 @@ class Student:
 
 
 def distil(
-    model: PreTrainedModel, sample: TrainingSample, student: Student, *, offload: bool = False
+    model: PreTrainedModel, packed: PackedSample, student: Student, *, offload: bool = False
 ) -> Tensor:
     """Loss of a sample: the mean over its questions of the paper's, without the penalty.
 
-    The context is run once, dense; every question sees it and its own tokens alone.
+    The context is run once, dense; every question sees it and its own tokens alone. A sample on the CPU is
+    taken to the model without waiting for it: while the context runs there, what follows is launched.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`, frozen.
-        sample: Context and questions.
+        packed: Context and questions.
         student: What the answers are computed with.
         offload: Keep the context's keys and values in host memory.
 
     Returns:
         A scalar, where the scaling factors are.
     """
-    packed = pack_questions(sample.questions, len(sample.prefix_ids))
-    context = run_context_pass(model, sample.prefix_ids, offload=offload)
-    teacher = run_question_pass(model, context, packed)[packed.num_questions :]
+    context = run_context_pass(model, packed.context_ids, offload=offload)
+    teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
     hidden_states = run_answer_pass(model, context, packed, student)
     loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
     # Of a model that is spread over devices, the last layer lies elsewhere.
     return loss.to(student.scaling_factors.device)
-
-
-def pack_questions(questions: Sequence[Question], num_context: int) -> PackedQuestions:
-    """Lay the questions on one context, and their answers, side by side.
-
-    Args:
-        questions: One or more.
-        num_context: P, tokens of the context.
-    """
-    ids, positions, owners = [], [], []
-    for is_answer in (False, True):
-        for owner, question in enumerate(questions):
-            start, stop = (
-                (question.answer_start, len(question.input_ids)) if is_answer else (0, question.answer_start)
-            )
-            ids.append(question.input_ids[start:stop])
-            positions.append(torch.arange(num_context + start, num_context + stop))
-            owners.append(torch.full((stop - start,), owner))
-    return PackedQuestions(
-        input_ids=torch.cat(ids),
-        positions=torch.cat(positions),
-        owners=torch.cat(owners),
-        num_questions=sum(question.answer_start for question in questions),
-        num_context=num_context,
-    )
 
 
 @torch.no_grad()
@@ -129,8 +76,8 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
         offload: Keep keys and values in host memory.
     """
     context = StoredContext(len(input_ids), offload)
-    positions = torch.arange(len(input_ids))
-    size = context.num_tokens if _rotates_by_length(model) else BLOCK_SIZE
+    positions = torch.arange(len(input_ids), device=input_ids.device)
+    size = context.num_tokens if rotates_by_length(model) else BLOCK_SIZE
     for start in range(0, context.num_tokens, size):
         block = slice(start, start + size)
         context.num_seen = start
@@ -140,7 +87,7 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
 
 
 @torch.no_grad()
-def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedQuestions) -> Tensor:
+def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedSample) -> Tensor:
     """Run the dense model over questions and answers; the context takes the questions' keys and values.
 
     Args:
@@ -151,16 +98,14 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
     Returns:
         Final-norm hidden states of all these tokens [T, hidden_size]; those of answers are the teacher.
     """
-    regions = plan_regions(
-        packed.num_context, packed.positions, packed.owners, len(packed.input_ids), None, _device(model)
-    )
-    questions = QuestionPass(context, regions, packed.num_questions)
+    regions = plan_regions(packed, len(packed.input_ids), None, _device(model))
+    questions = QuestionPass(context, regions, packed.sizes.questions)
     with uncompiled():
         return _run(model, packed.input_ids, packed.positions, questions)
 
 
 def run_answer_pass(
-    model: PreTrainedModel, context: StoredContext, packed: PackedQuestions, student: Student
+    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
 ) -> Tensor:
     """Run the answers alone against what is stored, with gradient.
 
@@ -173,16 +118,14 @@ def run_answer_pass(
     Returns:
         The student: final-norm hidden states of the answer tokens [R, hidden_size].
     """
-    num_answers = len(packed.answer_owners)
-    regions = plan_regions(
-        packed.num_context, packed.positions, packed.owners, num_answers, student.windows, _device(model)
-    )
+    num_answers = packed.sizes.answers
+    regions = plan_regions(packed, num_answers, student.windows, _device(model))
     answers = AnswerPass(context, regions, student.scaling_factors, student.sees_middle, student.gates)
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
 
 
-def _rotates_by_length(model: PreTrainedModel) -> bool:
+def rotates_by_length(model: PreTrainedModel) -> bool:
     """Whether a token's rotary embedding depends on how many tokens run: then a block is not the whole's."""
     rope_type = model.config.rope_parameters["rope_type"]
     return "dynamic" in rope_type or rope_type == "longrope"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.train.fused import attend, query_gradient
+from leank_convert.train.packing import PackedSample
 from leank_convert.windows import Windows
 
 Pair = tuple[Tensor, Tensor]
@@ -100,36 +101,34 @@ class Regions:
 
 
 def plan_regions(
-    num_context: int,
-    key_positions: Tensor,
-    key_owners: Tensor,
-    num_queries: int,
-    windows: Windows | None,
-    device: torch.device,
+    packed: PackedSample, num_queries: int, windows: Windows | None, device: torch.device
 ) -> Regions:
     """Find out how the last tokens of some packed questions see everything.
 
     A query at position p sees the context and its own question's tokens up to p, with every channel where
-    j < sink_size or j >= p - recent_size.
+    j < sink_size or j >= p - recent_size. Of a padded sample, the border of the middle lies where it is right
+    for the shortest context of its size.
 
     Args:
-        num_context: P.
-        key_positions: Positions of the tokens that follow the context [T], on the CPU.
-        key_owners: Which question each belongs to [T], on the CPU.
-        num_queries: N; the queries are the last N of those tokens.
+        packed: Context and questions.
+        num_queries: N; the queries are the last N of the tokens that follow the context.
         windows: None for dense attention.
         device: Where the queries are.
     """
-    start, stop = 0, num_context
+    num_context, num_real = packed.sizes.context, packed.num_real
+    start, stop = 0, packed.sizes.least_context
     if windows is not None:
-        first = int(key_positions[-num_queries:].min())
+        first = stop if num_real is not None else int(packed.positions[-num_queries:].min())
         start = min(windows.sink_size, num_context)
         stop = min(max(first - windows.recent_size, start), num_context)
-    key_positions, key_owners = (t.to(device, non_blocking=True) for t in (key_positions, key_owners))
+    key_positions, key_owners = (t.to(device, non_blocking=True) for t in (packed.positions, packed.owners))
     positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
     context = torch.cat([torch.arange(start, device=device), torch.arange(stop, num_context, device=device)])
     own = (key_owners == owners) & (key_positions <= positions)
-    seen = torch.cat([own.new_ones(num_queries, len(context)), own], dim=1)
+    real = torch.ones_like(context, dtype=torch.bool)
+    if num_real is not None:
+        real = context < num_real.to(device)
+    seen = torch.cat([real.expand(num_queries, -1), own], dim=1)
     if windows is None:
         return Regions(start, stop, seen, None)
     j = torch.cat([context, key_positions])

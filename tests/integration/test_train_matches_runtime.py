@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from leank_convert.data import Question
+from leank_convert.data import Question, TrainingSample
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import (
     Student,
-    pack_questions,
     run_answer_pass,
     run_context_pass,
     run_question_pass,
@@ -99,7 +99,7 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
         tmp_path / "model", attn_implementation=ATTENTION_NAME, dtype=torch.float64
     )
     with torch.no_grad():
-        packed = pack_questions(questions, num_context)
+        packed = pack_sample(TrainingSample("retrieval", prefix, tuple(questions)))
         context = run_context_pass(trained, prefix)
         teacher = run_question_pass(trained, context, packed)
         windows = Windows(sink_size, recent_size)

@@ -11,6 +11,7 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import Student, distil, run_context_pass
 from leank_convert.windows import Windows
 
@@ -40,7 +41,7 @@ def draw(num_context):
 
 def loss_and_gradient(model, sample):
     factors = torch.full((9, 2, 8), 0.7, requires_grad=True)
-    loss = distil(model, sample, Student(Windows(4, 8), factors))
+    loss = distil(model, pack_sample(sample), Student(Windows(4, 8), factors))
     loss.backward()
     return loss.detach(), factors.grad
 

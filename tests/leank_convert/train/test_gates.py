@@ -20,6 +20,7 @@ from leank_convert.report import mask_report
 from leank_convert.train import loop
 from leank_convert.train.forecast import forecast
 from leank_convert.train.model import find_model, load_model
+from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import Student, distil
 from leank_convert.train.run import Run
 from leank_convert.train.selection import select_channels
@@ -74,7 +75,9 @@ def test_first_steps_follow_loss_and_penalty_of_the_gates(make, short_recipe, re
         adam.param_groups[0]["lr"] = 0.1
         adam.zero_grad()
         ones = torch.ones(2, 2, 16)
-        loss = distil(loaded.model, samples.draw(step), Student(Windows(4, 16), ones, gates=gates))
+        loss = distil(
+            loaded.model, pack_sample(samples.draw(step)), Student(Windows(4, 16), ones, gates=gates)
+        )
         (loss + 0.5 * gates.mean()).backward()
         adam.step()
         with torch.no_grad():

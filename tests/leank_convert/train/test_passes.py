@@ -14,10 +14,10 @@ from transformers import (
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.packing import pack_sample, padded_sizes
 from leank_convert.train.passes import (
     Student,
     distil,
-    pack_questions,
     run_answer_pass,
     run_context_pass,
     run_question_pass,
@@ -68,9 +68,9 @@ def draw_sample(num_context, questions):
 
 
 def run_passes(model, sample, windows, factors, sees=None, gates=None, *, offload=False):
-    packed = pack_questions(sample.questions, len(sample.prefix_ids))
+    packed = pack_sample(sample)
     context = run_context_pass(model, sample.prefix_ids, offload=offload)
-    teacher = run_question_pass(model, context, packed)[packed.num_questions :]
+    teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
     return teacher, run_answer_pass(model, context, packed, Student(windows, factors, sees, gates))
 
 
@@ -133,7 +133,7 @@ def test_gradient_equals_that_of_the_whole_sequences(family):
     model = build(family, torch.float64)
     sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
-    distil(model, sample, Student(windows, factors)).backward()
+    distil(model, pack_sample(sample), Student(windows, factors)).backward()
     found, factors.grad = factors.grad, None
     # Each question weighs the same, however long its answer.
     whole = run_whole(model, sample, windows, factors)
@@ -177,7 +177,7 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     model = build(family)
     sample = draw_sample(60, ONE)
     ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
-    assert distil(model, sample, Student(Windows(4, 6), ones)) < 1e-10
+    assert distil(model, pack_sample(sample), Student(Windows(4, 6), ones)) < 1e-10
     teacher, _ = run_passes(model, sample, Windows(4, 6), ones)
     model.config._attn_implementation = "sdpa"
     ids = torch.cat([sample.prefix_ids, sample.questions[0].input_ids])[None]
@@ -190,10 +190,14 @@ def test_questions_on_one_context_cost_and_count_as_samples_of_their_own():
     sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     alone = [
-        distil(model, TrainingSample("retrieval", sample.prefix_ids, (question,)), Student(windows, factors))
+        distil(
+            model,
+            pack_sample(TrainingSample("retrieval", sample.prefix_ids, (question,))),
+            Student(windows, factors),
+        )
         for question in sample.questions
     ]
-    together = distil(model, sample, Student(windows, factors))
+    together = distil(model, pack_sample(sample), Student(windows, factors))
     torch.testing.assert_close(together, sum(alone) / 3, rtol=1e-6, atol=0)
 
 
@@ -201,7 +205,7 @@ def test_what_is_stored_is_the_context_without_a_graph():
     model = build("llama")
     sample = draw_sample(24, SEVERAL)
     context = run_context_pass(model, sample.prefix_ids)
-    packed = pack_questions(sample.questions, 24)
+    packed = pack_sample(sample)
     teacher = run_question_pass(model, context, packed)
     assert teacher.shape == (14 + 12, 48)
     assert not teacher.requires_grad
@@ -266,6 +270,34 @@ def test_a_rotary_embedding_that_grows_with_the_length_is_that_of_the_whole_cont
 def test_attention_without_a_pass_says_what_is_missing():
     with pytest.raises(TypeError, match="needs `leank_pass`"):
         build("llama").base_model(torch.zeros(1, 5, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize("windows", [Windows(5, 8), Windows(5, 60), Windows(70, 20), Windows(4, 300)])
+@pytest.mark.parametrize("num_context", [65, 100, 128])  # one size, whose middle begins at the same place
+def test_padding_changes_neither_loss_nor_gradient(num_context, windows):
+    model = build("llama", torch.float64)
+    sample = draw_sample(num_context, SEVERAL)
+    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
+    sees = torch.tensor([[True, True], [False, True], [False, False]])
+    sizes = padded_sizes(sample)
+    assert (sizes.context, sizes.questions, sizes.answers, sizes.least_context) == (128, 64, 64, 1)
+    for seeing in (None, sees):
+        padded, whole = (
+            (loss, *torch.autograd.grad(loss, factors))
+            for loss in (
+                distil(model, pack_sample(sample, given), Student(windows, factors, seeing))
+                for given in (sizes, None)
+            )
+        )
+        # The loss is a sum in float32, which padding orders otherwise.
+        torch.testing.assert_close(padded, whole, rtol=1e-5, atol=1e-9)
+
+
+def test_samples_of_any_length_take_few_sizes_and_little_padding():
+    sizes = {length: padded_sizes(draw_sample(length, SEVERAL)) for length in range(1000, 9000, 7)}
+    assert len(set(sizes.values())) <= 16
+    for length, size in sizes.items():
+        assert size.least_context <= length <= size.context <= 1.25 * length + 128
 
 
 @pytest.mark.gpu

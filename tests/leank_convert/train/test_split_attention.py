@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
+from leank_convert.data import Question, TrainingSample
 from leank_convert.train import fused
+from leank_convert.train.packing import pack_sample
 from leank_convert.train.split_attention import StoredContext, plan_regions, split_attention
 from leank_convert.windows import Windows
 
@@ -41,14 +43,12 @@ class Case:
         num_answers = sum(answered for _, answered in questions)
         self.query = self.normal(kv_heads * groups, num_answers)
         self.factors = torch.rand(kv_heads, head_dim, dtype=dtype, generator=self.generator)
-        places = [
-            (kind, place, owner)
-            for kind in (0, 1)
-            for owner, lengths in enumerate(questions)
-            for place in range(kind * lengths[0], lengths[0] + kind * lengths[1])
-        ]
-        self.positions = torch.tensor([num_context + place for _, place, _ in places])
-        self.owners = torch.tensor([owner for _, _, owner in places])
+        asked = (
+            Question(torch.zeros(before + after, dtype=torch.long), before) for before, after in questions
+        )
+        context = torch.zeros(num_context, dtype=torch.long)
+        self.packed = pack_sample(TrainingSample("retrieval", context, tuple(asked)))
+        self.owners = self.packed.owners
 
     def normal(self, heads, length):
         shape = (1, heads, length, self.head_dim)
@@ -62,7 +62,7 @@ class Case:
         p = self.num_context
         context = StoredContext(p, offload)
         context.store(0, key[:, :, :p], value[:, :, :p])
-        regions = plan_regions(p, self.positions, self.owners, query.shape[2], windows, query.device)
+        regions = plan_regions(self.packed, query.shape[2], windows, query.device)
         return split_attention(
             query, key[:, :, p:], value[:, :, p:], context, 0, regions, scaling,
             None if windows is None else factors, sees,

@@ -1,0 +1,141 @@
+"""A sample's tokens as training's passes take them: one row of questions and answers behind their context.
+
+Where passes are captured as graphs (`graphs`), samples are padded to few sizes. Padding changes nothing: it
+stands behind the context and behind the questions and answers, belongs to no question and weighs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from leank_convert.data import TrainingSample
+
+# Sizes of a context between two powers of two. More of them are captured more often, fewer are padded more.
+_STEPS_PER_OCTAVE = 4
+_SHORTEST_STEP = 128
+_ROW_STEP = 64
+_NOBODY = -1  # whose padding is
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a packed sample takes, padding included.
+
+    Attributes:
+        context: Tokens of the context.
+        questions: Tokens of all questions.
+        answers: Tokens of all answers.
+        least_context: No sample of this size has a shorter context; `context` where nothing is padded.
+    """
+
+    context: int
+    questions: int
+    answers: int
+    least_context: int
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    """A sample as one row of integers, which can be moved to its place in one piece.
+
+    Attributes:
+        row: Context ids [P], ids, positions and owners of what follows [T] each, and how many context tokens
+            are real: int64 [P + 3T + 1].
+        sizes: Where in it what is.
+    """
+
+    row: Tensor
+    sizes: Sizes
+
+    @property
+    def context_ids(self) -> Tensor:
+        """The context, int64 [P]."""
+        return self.row[: self.sizes.context]
+
+    @property
+    def input_ids(self) -> Tensor:
+        """All questions, then all answers [T]."""
+        return self._following[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """Counted within context, question and answer [T]."""
+        return self._following[1]
+
+    @property
+    def owners(self) -> Tensor:
+        """Which question each token belongs to [T]; -1 for padding."""
+        return self._following[2]
+
+    @property
+    def answer_owners(self) -> Tensor:
+        """Which question each answer token belongs to [R]; -1 for padding."""
+        return self.owners[self.sizes.questions :]
+
+    @property
+    def num_real(self) -> Tensor | None:
+        """How many context tokens are no padding, a scalar; None where all are."""
+        return None if self.sizes.least_context == self.sizes.context else self.row[-1]
+
+    @property
+    def _following(self) -> Tensor:
+        return self.row[self.sizes.context : -1].view(3, -1)
+
+    def to(self, device: torch.device) -> PackedSample:
+        """The same on a device."""
+        return replace(self, row=self.row.to(device, non_blocking=True))
+
+
+def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSample:
+    """Lay out a context, and behind it all questions and then all answers, side by side.
+
+    Args:
+        sample: Context and questions.
+        sizes: What it is padded to; None for no padding.
+
+    Returns:
+        The packed sample, on the CPU.
+    """
+    num_context = len(sample.prefix_ids)
+    if sizes is None:
+        num_answers = sample.num_answer_tokens
+        num_questions = sample.num_tokens - num_context - num_answers
+        sizes = Sizes(num_context, num_questions, num_answers, num_context)
+    parts = []
+    for is_answer, size in ((False, sizes.questions), (True, sizes.answers)):
+        part = torch.zeros(3, size, dtype=torch.long)
+        # Padding sees the context and itself, so that its rows are finite.
+        part[1], part[2] = num_context, _NOBODY
+        place = 0
+        for owner, question in enumerate(sample.questions):
+            length, border = len(question.input_ids), question.answer_start
+            start, stop = (border, length) if is_answer else (0, border)
+            filled = part[:, place : place + stop - start]
+            filled[0] = question.input_ids[start:stop]
+            filled[1] = torch.arange(num_context + start, num_context + stop)
+            filled[2] = owner
+            place += stop - start
+        parts.append(part)
+    context = torch.zeros(sizes.context, dtype=torch.long)
+    context[:num_context] = sample.prefix_ids
+    row = torch.cat([context, torch.cat(parts, dim=1).flatten(), torch.tensor([num_context])])
+    return PackedSample(row, sizes)
+
+
+def padded_sizes(sample: TrainingSample) -> Sizes:
+    """The sizes that a sample is padded to, of which there are few whatever the samples' lengths."""
+    num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
+    num_questions = sample.num_tokens - num_context - num_answers
+    octave = 1 << (num_context - 1).bit_length() >> 1  # the power of two below it
+    step = max(_SHORTEST_STEP, octave // _STEPS_PER_OCTAVE)
+    context = _round_up(num_context, step)
+    return Sizes(
+        context, _round_up(num_questions, _ROW_STEP), _round_up(num_answers, _ROW_STEP), context - step + 1
+    )
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
