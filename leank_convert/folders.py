@@ -26,6 +26,10 @@ _held: ContextVar[frozenset[Path]] = ContextVar("_held", default=frozenset())
 _logger = logging.getLogger("leank_convert")
 
 
+class BusyError(LeanKError):
+    """Another process, or thread, holds a lock."""
+
+
 def check_folder(path: Path, *, suffix: str = "") -> Path:
     """Check that a path is a folder that may be written to, or that one can be made there.
 
@@ -75,7 +79,7 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         busy: The message where another process, or thread, holds it.
 
     Raises:
-        LeanKError: If it does.
+        BusyError: If it does.
         OSError: If the file cannot be made.
     """
     path = Path(os.path.realpath(path.parent), path.name)
@@ -132,7 +136,7 @@ def _take(descriptor: int, path: Path, busy: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise LeanKError(busy, hint="wait for it, or name another folder") from error
+        raise BusyError(busy, hint="wait for it, or name another folder") from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -15,9 +15,14 @@ from leank_convert.errors import LeanKError
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False), default="out/reproduce")
 @click.option("--device", help="Device to train and measure on. Default: cuda if there is one, else cpu.")
 @click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Processes that share the work, each on one GPU. Default: as many as there are GPUs.",
+)
+@click.option(
     "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
 )
-def main(out: Path, device: str | None, quick: bool) -> None:
+def main(out: Path, device: str | None, workers: int | None, quick: bool) -> None:
     """Make masks by every method, measure them on the same prompts, and write OUT/report.html.
 
     OUT (default: out/reproduce) keeps masks and answers: run the same command again, and it goes on where it
@@ -25,13 +30,16 @@ def main(out: Path, device: str | None, quick: bool) -> None:
     """
     from bin.reproduction.experiment import reproduce
     from bin.reproduction.plan import ON_CPU, ON_GPU, QUICK
+    from bin.reproduction.workers import count_gpus
     from leank_convert.device import choose_device
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         on_gpu = choose_device(device).type == "cuda"
         sizes = QUICK if quick else ON_GPU if on_gpu else ON_CPU
-        click.echo(reproduce(out, sizes, device=device))
+        if workers is None:
+            workers = max(1, count_gpus()) if device is None else 1
+        click.echo(reproduce(out, sizes, device=device, num_workers=workers))
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint

@@ -1,32 +1,25 @@
-"""Answers of a plan's entries: all of them answer the same prompts, from one prefill a batch.
+"""Answers of a plan's entries: all of them answer the prompts of a cell, from one prefill a batch.
 
-Every answer is written down when its batch is done, and asked for once. An entry's answers go by the digest
-of its mask: where a mask was made anew, it is measured anew.
+A cell is a task at a length. Its answers are written down as each entry gives them, and asked for once; its
+scores are written when all are there. An entry's answers go by the digest of its mask: where a mask was made
+anew, it is measured anew.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from bin.reproduction.plan import Entry, Sizes
+from bin.reproduction.bench import Bench
+from bin.reproduction.plan import Cell, Entry
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
-from leank_convert.evaluate.evaluated import EvaluatedModel
-from leank_convert.evaluate.prompt import held_out_prompts
-from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant, in_checkpoint_order
-from leank_convert.mask import ChannelMask
-from leank_convert.progress import progress_bar
-from leank_convert.recipe import DataSection
-
-_DENSE = "dense"
-Masks = Mapping[str, Mapping[float, ChannelMask]]
-"""By run and pruning ratio."""
+from leank_convert.evaluate.prompt import Prompt, held_out_prompts
+from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
+from leank_convert.files import read_json, write_atomically
 
 
 class Scores(NamedTuple):
@@ -50,89 +43,103 @@ class Scores(NamedTuple):
         return Scores(tuple(cell for cell, _ in chosen), tuple(value for _, value in chosen))
 
 
-class Answers:
-    """Prompts of one part, and who has answered them.
+Asked = Mapping[Entry | None, int]
+"""How many prompts of every cell each entry answers, the first ones; None is the dense model."""
 
-    Args:
-        evaluated: The model, all of whose channels its own mask keeps.
-        masks: Of all entries.
-        data: The tasks; lengths are `sizes.lengths`.
-        sizes: Names lengths and batch size.
-        num_prompts: Of each task and length.
-        seed: Of the prompts.
+
+@dataclass(frozen=True)
+class Part:
+    """Prompts of one seed, and who has answered them.
+
+    Attributes:
+        bench: The model and the masks.
         folder: Where answers are kept.
+        cells: Which tasks at which lengths.
+        seed: Of the prompts.
+        batch_tokens: Tokens of prompts that are answered together.
     """
 
-    def __init__(
-        self,
-        evaluated: EvaluatedModel,
-        masks: Masks,
-        data: DataSection,
-        sizes: Sizes,
-        *,
-        num_prompts: int,
-        seed: int,
-        folder: Path,
-    ) -> None:
-        self._evaluated = evaluated
-        self._masks = masks
-        self._batch_size = sizes.batch_size
-        self._prompts = []
-        for length in sizes.lengths:
-            for task in data.tasks:
-                # Independent of the other tasks and lengths, so that more of them change nothing.
-                cell = data.model_copy(update={"tasks": (task,), "min_length": length, "max_length": length})
-                self._prompts += held_out_prompts(
-                    evaluated.tokenizer, cell, num_samples=num_prompts, seed=seed + length
-                )
-        self._log = AnswerLog(
-            folder,
+    bench: Bench
+    folder: Path
+    cells: tuple[Cell, ...]
+    seed: int
+    batch_tokens: int
+
+    def is_done(self, cell: Cell, asked: Asked) -> bool:
+        """Whether all have answered."""
+        kept = self._read(cell)
+        return all(len(kept.get(self.bench.label(entry), ())) >= count for entry, count in asked.items())
+
+    def ask(self, cell: Cell, asked: Asked) -> None:
+        """Let all answer what they have not answered yet, and write their scores down."""
+        bench = self.bench
+        prompts = self._draw(cell, max(asked.values()))
+        log = AnswerLog(
+            self._folder(cell),
             {
-                "data": data.model_dump(mode="json", exclude={"tasks", "min_length", "max_length"}),
-                "seed": seed,
-                "windows": {key: evaluated.leank[key] for key in ("sink_size", "recent_size", "flush_size")},
-                "dtype": str(evaluated.model.dtype),
+                "data": bench.recipe.data.model_dump(
+                    mode="json", exclude={"tasks", "min_length", "max_length"}
+                ),
+                "cell": cell._asdict(),
+                "seed": self.seed,
+                "windows": bench.recipe.windows.model_dump(),
+                "dtype": str(bench.evaluated.model.dtype),
             },
         )
-
-    def ask(self, entries: Iterable[Entry], label: str) -> None:
-        """Let the dense model and all entries answer what they have not answered yet."""
-        variants: list[Variant] = [
-            Dense(self._evaluated.dense, _DENSE),
-            *map(self._variant, dict.fromkeys(entries)),
-        ]
-        size = self._batch_size
-        prompts = self._log.missing(self._prompts, [variant.name for variant in variants])
-        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        with progress_bar(True, label, len(prompts)) as advance:
-            for batch in batches:
+        variants = [(bench.variant(entry), count) for entry, count in asked.items()]
+        size, first = max(1, self.batch_tokens // cell.length), 0
+        for end in sorted(set(asked.values())):
+            here = [variant for variant, count in variants if count >= end]
+            left = log.missing(prompts[first:end], [variant.name for variant in here])
+            for start in range(0, len(left), size):
+                batch = left[start : start + size]
                 # Where a plan has grown, its new entries answer alone.
-                waiting = [variant for variant in variants if self._log.missing(batch, [variant.name])]
-                for answers in answer_prompts(self._evaluated, batch, waiting, batch_size=size):
-                    self._log.add(answers)
-                advance(len(batch))
+                waiting = [variant for variant in here if log.missing(batch, [variant.name])]
+                for answers in answer_prompts(bench.evaluated, batch, waiting, batch_size=size):
+                    log.add(answers)
+            first = end
+        scores = {}
+        for variant, count in variants:
+            outcomes = [log.outcome(prompt, [variant.name]) for prompt in prompts[:count]]
+            scores[variant.name] = [outcome.scores[variant.name] for outcome in outcomes]
+        write_atomically(self._scores(cell), json.dumps({**self._read(cell), **scores}).encode())
 
-    def scores(self, entry: Entry | None) -> Scores:
-        """What an entry was found to score; None is the dense model."""
-        name = _DENSE if entry is None else self._label(entry)
-        cells = tuple((prompt.task, prompt.length) for prompt in self._prompts)
-        return Scores(cells, tuple(self._log.outcome(p, [name]).scores[name] for p in self._prompts))
+    def scores(self, entry: Entry | None, num_prompts: int | None = None) -> Scores:
+        """What an entry was found to score; None is the dense model.
 
-    def _label(self, entry: Entry) -> str:
-        if entry.run is None:
-            return entry.name
-        content = self._mask(entry).to(torch.uint8).cpu().numpy().tobytes()
-        return f"{entry.name} @ {hashlib.sha256(content).hexdigest()[:8]}"
+        Args:
+            entry: One that has answered.
+            num_prompts: How many prompts of each cell; None for all that it has answered.
+        """
+        cells: list[tuple[str, int]] = []
+        values: list[float] = []
+        for cell in self.cells:
+            kept = self._read(cell)[self.bench.label(entry)][:num_prompts]
+            cells += [(cell.task, cell.length)] * len(kept)
+            values += kept
+        return Scores(tuple(cells), tuple(values))
 
-    def _mask(self, entry: Entry) -> Tensor:
-        assert entry.run is not None
-        return self._masks[entry.run][entry.ratio].channel_mask
+    def _draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:
+        """Prompts of a cell, independent of the other cells, so that more of them change nothing."""
+        tokenizer, seed = self.bench.evaluated.tokenizer, self.seed + cell.length
+        if cell.task in RULER_TASKS:
+            prompts = draw_prompts(tokenizer, [cell.task], [cell.length], num_prompts, seed)
+        else:
+            only = {"tasks": (cell.task,), "min_length": cell.length, "max_length": cell.length}
+            data = self.bench.recipe.data.model_copy(update=only)
+            prompts = held_out_prompts(tokenizer, data, num_samples=num_prompts, seed=seed)
+        if cell.most_tokens is None:
+            return prompts
+        return [replace(p, max_new_tokens=min(p.max_new_tokens, cell.most_tokens)) for p in prompts]
 
-    def _variant(self, entry: Entry) -> Variant:
-        windows = THINK_WINDOWS if entry.own_windows else None
-        if entry.run is None:
-            return ThinK(entry.ratio, windows, name=self._label(entry))
-        mask = in_checkpoint_order(self._mask(entry), self._evaluated.leank["head_permutation"])
-        if entry.dynamic:
-            return ThinK(mask.sum(-1), windows, name=self._label(entry))
-        return Masked(self._label(entry), mask)
+    def _folder(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.task}-{cell.length}"
+
+    def _scores(self, cell: Cell) -> Path:
+        return self._folder(cell) / "scores.json"
+
+    def _read(self, cell: Cell) -> dict[str, list[float]]:
+        """Scores that were written down, by label."""
+        path = self._scores(cell)
+        kept: dict[str, list[float]] = read_json(path) if path.exists() else {}
+        return kept

@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import platform
-import shutil
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from bin.reproduction.answers import Answers
-from bin.reproduction.findings import choose_entries, collect_findings
-from bin.reproduction.plan import Run, Sizes, make_plan
+from bin.reproduction.answers import Asked, Part
+from bin.reproduction.bench import Bench, Masks
+from bin.reproduction.findings import Chosen, choose_entries, collect_findings
+from bin.reproduction.plan import Cell, Entry, Sizes, make_plan
 from bin.reproduction.report import write_report
-from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import read_config
+from bin.reproduction.units import Unit, work_off
+from bin.reproduction.workers import run_workers
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated
-from leank_convert.export import export_checkpoint
-from leank_convert.hub import model_name, resolve_model
-from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, package_versions
-from leank_convert.methods.make import train_masks
+from leank_convert.folders import check_folder
+from leank_convert.hub import model_name
+from leank_convert.mask import package_versions
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
-from leank_convert.train.state import TrainingDirectory
 
 # Apart from each other and from the seeds of training, which are small.
 VALIDATION_SEED, TEST_SEED = 2_000_000, 3_000_000
 
 
-def reproduce(out: Path, sizes: Sizes, *, device: str | torch.device | None = None) -> Path:
+def reproduce(
+    out: Path,
+    sizes: Sizes,
+    *,
+    model: str | None = None,
+    device: str | torch.device | None = None,
+    num_workers: int = 1,
+) -> Path:
     """Make every mask of the plan, measure them all on the same prompts, and write the report.
 
-    Masks, answers and the checkpoint that they are measured on stay in `out`; nothing is made twice.
+    Masks and answers stay in `out`; nothing is made twice, by however many processes.
 
     Args:
         out: The folder; one of an earlier run is gone on with.
         sizes: How much is done.
+        model: A folder, a hub id, or `testbed`; default: the recipe's.
         device: Default: CUDA if there is any, else the CPU.
+        num_workers: Processes that do the work, each on one GPU; 1 is this one.
 
     Returns:
         The report's page.
@@ -47,92 +55,111 @@ def reproduce(out: Path, sizes: Sizes, *, device: str | torch.device | None = No
     Raises:
         LeanKError: As training and evaluation; also if `out` holds masks or answers of other settings.
     """
-    chosen_device = choose_device(device)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    recipe = load_recipe(sizes.recipe, sizes.overrides)
-    plan = make_plan(sizes, recipe)
-    console = Console(stderr=True)
-    masks = {}
-    for place, (name, run) in enumerate(plan.runs.items(), start=1):
-        console.print(f"mask {place} of {len(plan.runs)}: {name}", highlight=False)
-        masks[name] = _make_run(run, sizes, out / "masks" / name, chosen_device)
+    check_folder(out)
+    experiment = Experiment(out, sizes, model, device)
+    if num_workers > 1:
+        run_workers(_work, (out, sizes, model, device), num_workers)
+    experiment.work(Console(stderr=True))
+    return experiment.report()
 
-    evaluated = _load_dense(recipe, out / "checkpoint", chosen_device)
 
-    def part(name: str, num_prompts: int, seed: int) -> Answers:
-        return Answers(
-            evaluated, masks, recipe.data, sizes, num_prompts=num_prompts, seed=seed, folder=out / name
+def _work(out: Path, sizes: Sizes, model: str | None, device: str | None, number: int) -> None:
+    Experiment(out, sizes, model, device).work(Console(stderr=True), f"worker {number}: ")
+
+
+class Experiment:
+    """All units of a plan and their results, for the arguments of `reproduce`."""
+
+    def __init__(self, out: Path, sizes: Sizes, model: str | None, device: str | torch.device | None) -> None:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self._out, self._sizes, self._device = out, sizes, choose_device(device)
+        self._recipe = load_recipe(sizes.recipe, sizes.overrides)
+        self._model = _name_model(self._recipe) if model is None else model
+        self._plan = make_plan(sizes, self._recipe)
+        self._masks = Masks(self._plan.runs, sizes, self._model, out / "masks", self._device)
+        self._bench = Bench(self._recipe, self._model, self._masks, self._device)
+        cells = self._list_cells()
+        self._validation = self._part("validation", cells, VALIDATION_SEED)
+        self._test = self._part("test", cells, TEST_SEED)
+
+    def work(self, console: Console, prefix: str = "") -> None:
+        """Do what no other process does, until all is done."""
+        self._out.mkdir(parents=True, exist_ok=True)
+        units = self._list_units()
+
+        def note(line: str) -> None:
+            console.print(f"{prefix}{line}", highlight=False)
+
+        work_off(units, self._out, note)
+
+    def report(self) -> Path:
+        """Write the report of what is done; returns its page."""
+        environment = self._describe_environment()
+        findings = collect_findings(self._plan, self._chosen, self._test, self._masks, environment)
+        return write_report(findings, self._out)
+
+    def _part(self, name: str, cells: tuple[Cell, ...], seed: int) -> Part:
+        return Part(self._bench, self._out / name, cells, seed, self._sizes.batch_tokens)
+
+    def _list_cells(self) -> tuple[Cell, ...]:
+        return tuple(Cell(task, length) for length in self._sizes.lengths for task in self._recipe.data.tasks)
+
+    def _list_units(self) -> list[Unit]:
+        masks = {
+            name: Unit(f"masks/{name}", partial(self._masks.are_made, name), partial(self._masks.make, name))
+            for name in self._plan.runs
+        }
+        needed = {entry.run for entry in self._asked_for_choice if entry is not None and entry.run}
+        validation = _list_answers(
+            self._validation, lambda: self._asked_for_choice, [masks[name] for name in needed]
         )
+        test = _list_answers(self._test, lambda: self._asked_for_test, [*masks.values(), *validation])
+        return [*masks.values(), *validation, *test]
 
-    validation = part("validation", sizes.num_validation, VALIDATION_SEED)
-    rows = [row for table in plan.tables.values() for row in table.rows.values()]
-    validation.ask([entry for row in rows if len(row) > 1 for entry in row], "choosing settings")
-    chosen = choose_entries(plan, validation)
-    test = part("test", sizes.num_prompts, TEST_SEED)
-    test.ask([entry for entry, _ in chosen.values()], "testing")
-    findings = collect_findings(plan, chosen, test, masks, _describe_environment(recipe, chosen_device))
-    return write_report(findings, out)
+    @cached_property
+    def _asked_for_choice(self) -> Asked:
+        rows = [row for table in self._plan.tables.values() for row in table.rows.values() if len(row) > 1]
+        entries: list[Entry | None] = [None, *(entry for row in rows for entry in row)]
+        return dict.fromkeys(entries, self._sizes.num_validation)
 
+    @cached_property
+    def _chosen(self) -> Chosen:
+        return choose_entries(self._plan, self._validation)
 
-def _make_run(run: Run, sizes: Sizes, folder: Path, device: torch.device) -> dict[float, ChannelMask]:
-    """Make a run's masks by pruning ratio, go on with making them, or read them.
+    @cached_property
+    def _asked_for_test(self) -> Asked:
+        entries: list[Entry | None] = [None, *(entry for entry, _ in self._chosen.values())]
+        return dict.fromkeys(entries, self._sizes.num_prompts)
 
-    Raises:
-        LeanKError: As `train_masks`; also if the folder holds masks of another recipe.
-    """
-    ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
-    # No trackers: a run's log says enough of it.
-    recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios, "trackers=[]"])
-    directory = TrainingDirectory(folder)
-    results = directory.results(recipe)
-    # Where a kill came between the two, nothing says what the mask was made by.
-    if all(result.mask.exists() and result.recipe.exists() for result in results.values()):
-        for result in results.values():
-            _check_recipe(result.recipe, recipe, folder)
-        return {ratio: load_mask(result.mask) for ratio, result in results.items()}
-    if not recipe.trains:
-        # Killed while it wrote its masks. It has no state to go on from, and takes seconds.
-        shutil.rmtree(folder, ignore_errors=True)
-    resume = directory.folder.exists()
-    if resume:
-        _check_recipe(directory.recipe, recipe, folder)
-    made = train_masks(str(recipe.model.id), folder, recipe=recipe, resume=resume, device=device)
-    return {ratio: made[result.out] for ratio, result in results.items()}
+    def _describe_environment(self) -> dict[str, str]:
+        recipe, device = self._recipe, self._device
+        computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        windows = recipe.windows
+        return {
+            "model": model_name(self._model),
+            "windows": f"sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
+            "main setting": f"{recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
+            f"{recipe.stage1.l1_weight:g}, widths in multiples of {recipe.width_multiple}, "
+            f"seed {recipe.seed}",
+            "seeds of prompts": f"{TEST_SEED} and, where settings are chosen, {VALIDATION_SEED}, each plus "
+            "the length",
+            "measured on": f"{device.type} ({computed_on})",
+            "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
+        }
 
 
-def _check_recipe(kept: Path, recipe: Recipe, folder: Path) -> None:
-    if kept.exists() and kept.read_text() != recipe.to_yaml():
-        raise LeanKError(
-            f"`{folder}` was made by another recipe (`{kept}`)",
-            hint="remove this folder, or name another output folder",
-        )
-
-
-def _load_dense(recipe: Recipe, folder: Path, device: torch.device) -> EvaluatedModel:
-    """The model with all of its channels, as a checkpoint that any mask can be tried on."""
-    model = recipe.model.id
-    if model is None:
+def _name_model(recipe: Recipe) -> str:
+    if recipe.model.id is None:
         raise LeanKError("the recipe names no model", hint="add `model.id` to it")
-    windows = recipe.windows.model_dump()
-    if not folder.exists():
-        config = read_config(resolve_model(model))
-        export_checkpoint(model, all_channels_mask(read_model_facts(config, origin=model)), folder, **windows)
-    evaluated = load_evaluated(folder, device)
-    if windows != {key: evaluated.leank[key] for key in windows}:
-        raise LeanKError(f"`{folder}` has other window sizes than the recipe", hint="remove this folder")
-    return evaluated
+    return recipe.model.id
 
 
-def _describe_environment(recipe: Recipe, device: torch.device) -> dict[str, str]:
-    computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    windows = recipe.windows
-    return {
-        "model": model_name(recipe.model.id or ""),
-        "windows": f"sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
-        "main setting": f"{recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
-        f"{recipe.stage1.l1_weight:g}, widths in multiples of {recipe.width_multiple}, seed {recipe.seed}",
-        "seeds of prompts": f"{TEST_SEED} and, where settings are chosen, {VALIDATION_SEED}, each plus the "
-        "length",
-        "measured on": f"{device.type} ({computed_on})",
-        "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
-    }
+def _list_answers(part: Part, asked: Callable[[], Asked], needed: Sequence[Unit]) -> list[Unit]:
+    """A unit for each cell of a part; `asked` is called when all that is needed is done."""
+    needs = tuple(unit.name for unit in needed)
+
+    def unit(cell: Cell) -> Unit:
+        name = f"{part.folder.name}/{cell.task}-{cell.length}"
+        return Unit(name, lambda: part.is_done(cell, asked()), lambda: part.ask(cell, asked()), needs)
+
+    return [unit(cell) for cell in part.cells]

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from bin.reproduction.answers import Answers, Masks, Scores
+from bin.reproduction.answers import Part, Scores
+from bin.reproduction.bench import Masks
 from bin.reproduction.plan import MAIN, TASK_CHOICES, UNALIGNED, Entry, Plan
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.variants import kept_channels
@@ -121,7 +122,7 @@ class Findings:
         }
 
 
-def choose_entries(plan: Plan, validation: Answers) -> Chosen:
+def choose_entries(plan: Plan, validation: Part) -> Chosen:
     """Choose each row's entry: of several the best on validation prompts, of equal ones the first."""
     chosen: Chosen = {}
     for candidates in (row for table in plan.tables.values() for row in table.rows.values()):
@@ -135,7 +136,7 @@ def choose_entries(plan: Plan, validation: Answers) -> Chosen:
 
 
 def collect_findings(
-    plan: Plan, chosen: Chosen, test: Answers, masks: Masks, environment: dict[str, str]
+    plan: Plan, chosen: Chosen, test: Part, masks: Masks, environment: dict[str, str]
 ) -> Findings:
     """Sum up what was measured.
 

@@ -50,7 +50,7 @@ class Sizes:
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
     num_prompts: int = 200  # test prompts of each task and length
     num_validation: int = 48  # prompts of each task and length that settings are chosen on
-    batch_size: int = 300  # prompts answered together
+    batch_tokens: int = 2**20  # tokens of prompts that are answered together
 
 
 ON_GPU = Sizes()
@@ -59,7 +59,7 @@ ON_CPU = Sizes(
     l1_weights=(0.0, 0.06, 1.0),
     num_prompts=24,
     num_validation=8,
-    batch_size=12,
+    batch_tokens=2**14,
 )
 QUICK = Sizes(
     overrides=(
@@ -75,8 +75,16 @@ QUICK = Sizes(
     lengths=(256, 384),
     num_prompts=2,
     num_validation=1,
-    batch_size=2,
+    batch_tokens=1024,
 )  # fmt: skip
+
+
+class Cell(NamedTuple):
+    """A task, one of the recipe's own or of RULER's, at a length."""
+
+    task: str
+    length: int  # tokens of a prompt, of RULER's tasks with its answer
+    most_tokens: int | None = None  # of an answer, where it ends before the task's own limit
 
 
 class Run(NamedTuple):

@@ -56,14 +56,14 @@ def answer_prompts(
         batch_size: Prompts run together, padded on the left.
 
     Yields:
-        The answers of a batch, all variants' to a prompt in turn.
+        The answers of one variant to a batch, as soon as they are there; the variants in turn.
 
     Raises:
         LeanKError: If memory does not suffice.
     """
     for batch in _batches(prompts, batch_size):
         with out_of_memory_for(batch):
-            yield _answer(evaluated, batch, variants)
+            yield from _answer(evaluated, batch, variants)
 
 
 def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
@@ -158,17 +158,17 @@ def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
     )
 
 
-def _answer(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]) -> list[Answer]:
+def _answer(
+    evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]
+) -> Iterator[list[Answer]]:
     ids = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
     window = max((variant.query_window for variant in variants), default=0)
     prefill = run_prefill(evaluated.model, *ids, query_window=window)
-    answers = []
     # One after the other, so that no more than two whole caches exist at a time.
     for variant in variants:
         model, cache = variant.start(prefill)
         rows = _decode(model, cache, prefill.next_token, prefill.attention_mask, batch)
-        answers += _score_rows(_end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
-    return answers
+        yield _score_rows(_end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:

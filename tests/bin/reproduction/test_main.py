@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bin.reproduction import experiment
+from bin.reproduction import experiment, workers
 from bin.reproduction.__main__ import main
 from bin.reproduction.plan import ON_CPU, QUICK
 from leank_convert.errors import LeanKError
@@ -18,8 +18,8 @@ def run(monkeypatch):
     def call(*arguments, failure=None):
         asked = []
 
-        def note(out, sizes, *, device):
-            asked.append((out, sizes, device))
+        def note(out, sizes, *, device, num_workers):
+            asked.append((out, sizes, device, num_workers))
             if failure is not None:
                 raise failure
             return out / "report.html"
@@ -33,12 +33,19 @@ def run(monkeypatch):
 def test_it_prints_where_the_report_lies(run):
     result, asked = run("there", "--device", "cpu")
     assert result.stdout == "there/report.html\n"
-    assert asked == [(Path("there"), ON_CPU, "cpu")]
+    assert asked == [(Path("there"), ON_CPU, "cpu", 1)]
 
 
 def test_quick_takes_a_few_of_everything(run):
     _, asked = run("--quick", "--device", "cpu")
-    assert asked == [(Path("out/reproduce"), QUICK, "cpu")]
+    assert asked == [(Path("out/reproduce"), QUICK, "cpu", 1)]
+
+
+def test_every_gpu_has_a_worker_unless_a_device_or_a_number_is_named(run, monkeypatch):
+    monkeypatch.setattr(workers, "count_gpus", lambda: 3)
+    for arguments, num_workers in (((), 3), (("--device", "cpu"), 1), (("--workers", "2"), 2)):
+        _, asked = run("--quick", *arguments)
+        assert asked[0][-1] == num_workers
 
 
 def test_an_error_is_told_with_its_remedy(run):

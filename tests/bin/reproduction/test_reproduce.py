@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from bin.reproduction import answers as answers_module
-from bin.reproduction import experiment
+from bin.reproduction import bench
 from bin.reproduction.experiment import reproduce
 from bin.reproduction.plan import Sizes, make_plan
 from leank_convert.errors import LeanKError
@@ -45,7 +45,7 @@ def sizes(retriever_folder):
         lengths=(200, 240),
         num_prompts=1,
         num_validation=1,
-        batch_size=6,
+        batch_tokens=480,
     )
 
 
@@ -97,7 +97,7 @@ def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, sizes, monke
     def refuse(*args, **kwargs):
         raise AssertionError("made again")
 
-    monkeypatch.setattr(experiment, "train_masks", refuse)
+    monkeypatch.setattr(bench, "train_masks", refuse)
     monkeypatch.setattr(answers_module, "answer_prompts", refuse)
     before = (copied / "results.json").read_text()
     (copied / "report.html").unlink()
@@ -106,14 +106,15 @@ def test_a_second_time_nothing_is_made_and_nothing_is_asked(copied, sizes, monke
 
 
 def test_killed_while_answering_only_the_rest_is_asked(copied, sizes):
-    answers = copied / "test" / "answers.jsonl"
+    cell = copied / "test" / "multi_value-240"
+    answers = cell / "answers.jsonl"
     whole = answers.read_bytes()
     answers.write_bytes(whole[: len(whole) // 2])
+    (cell / "scores.json").unlink()
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")
     assert json.loads((copied / "results.json").read_text()) == before
-    # Who had answered a part of the batch under way answers all of it.
-    assert len(answers.read_bytes().splitlines()) < len(whole.splitlines()) + sizes.batch_size
+    assert len(answers.read_bytes().splitlines()) == len(whole.splitlines())
     assert answers.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, len(whole) // 2) + 1])
 
 
@@ -122,13 +123,13 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, mo
     (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
-    original = experiment.train_masks
+    original = bench.train_masks
 
     def note(model, folder, **options):
         made.append(folder.name)
         return original(model, folder, **options)
 
-    monkeypatch.setattr(experiment, "train_masks", note)
+    monkeypatch.setattr(bench, "train_masks", note)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")
@@ -143,8 +144,20 @@ def test_masks_of_another_recipe_are_refused(copied, sizes):
 
 
 def test_more_prompts_are_asked_beside_those_that_were(copied, sizes):
-    before = (copied / "test" / "answers.jsonl").read_bytes()
+    answers = copied / "test" / "retrieval-200" / "answers.jsonl"
+    before = answers.read_bytes()
     reproduce(copied, dataclasses.replace(sizes, num_prompts=2), device="cpu")
-    after = (copied / "test" / "answers.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert len(after.splitlines()) == 2 * len(before.splitlines())
+    assert answers.read_bytes().startswith(before)
+    assert len(answers.read_bytes().splitlines()) == 2 * len(before.splitlines())
+
+
+def test_two_workers_share_the_work_and_find_the_same(copied, sizes):
+    before = json.loads((copied / "results.json").read_text())
+    undone = ["masks/random-uniform", "test/retrieval-200", "test/retrieval-240", "validation/retrieval-200"]
+    for unit in undone:
+        shutil.rmtree(copied / unit)
+    times = copied / "times.jsonl"
+    times.unlink()
+    reproduce(copied, sizes, device="cpu", num_workers=2)
+    assert json.loads((copied / "results.json").read_text()) == before
+    assert sorted(json.loads(line)["unit"] for line in times.read_text().splitlines()) == undone

@@ -1,0 +1,78 @@
+"""Units of work: independent pieces, each of which leaves a result of its own, and who does which.
+
+Any number of processes work off the same units in one folder. Each claims one at a time by a lock that dies
+with it, so what a killed process had begun is simply done by another, or in the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from leank_convert.folders import BusyError, locked
+
+_WAIT_SECONDS = 0.5  # until a look at what others have finished meanwhile
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work.
+
+    Attributes:
+        name: Unlike all others'; its result need not lie there.
+        is_done: Whether its result is there, whole. Asked only where all that it needs is done.
+        make: Leaves the result; a second time it goes on from what the first left, if it was killed.
+        needs: Names of units that have to be done before.
+    """
+
+    name: str
+    is_done: Callable[[], bool]
+    make: Callable[[], None]
+    needs: tuple[str, ...] = ()
+
+
+def work_off(units: Sequence[Unit], out: Path, note: Callable[[str], None]) -> None:
+    """Do units until all are done, by this process or by others.
+
+    Args:
+        units: In the order in which they are begun, as far as their needs allow.
+        out: Keeps locks, and in `times.jsonl` how long each unit took.
+        note: Takes a line for each unit that this process begins or has done.
+    """
+    done: set[str] = set()
+
+    def is_done(unit: Unit) -> bool:
+        if unit.name not in done and done.issuperset(unit.needs) and unit.is_done():
+            done.add(unit.name)
+        return unit.name in done
+
+    while waiting := [unit for unit in units if not is_done(unit)]:
+        for unit in waiting:
+            if done.issuperset(unit.needs) and _claim(unit, out, note):
+                break
+        else:
+            time.sleep(_WAIT_SECONDS)
+
+
+def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
+    """Do a unit unless another process is at it; whether it is done now."""
+    lock = out / "locks" / unit.name.replace("/", "-")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, f"`{unit.name}` is being done by another process"))
+        except BusyError:
+            return False
+        if unit.is_done():  # by another process, after this one had looked
+            return True
+        note(unit.name)
+        began = time.monotonic()
+        unit.make()
+        seconds = round(time.monotonic() - began, 1)
+        with (out / "times.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"unit": unit.name, "seconds": seconds}) + "\n")
+        note(f"{unit.name}: {seconds:.1f} s")
+    return True
