@@ -230,6 +230,7 @@ class Recipe(_Section):
     seed: _Seed = Field(0, description="samples are a function of the seed and the step")
 
     _text: str | None = PrivateAttr(default=None)
+    _derivation: str = PrivateAttr(default="")
 
     @model_validator(mode="before")
     @classmethod
@@ -281,9 +282,14 @@ class Recipe(_Section):
         """The values that may name a local file or folder."""
         return self.model.id, self.mask, self.data.haystack.source, self.heads.pattern
 
-    def remember_text(self, text: str) -> None:
-        """Keep what `text` gives."""
-        self._text = text
+    @property
+    def derivation(self) -> str:
+        """The opening comment of a recipe that was derived, and so not written for its model; else empty."""
+        return self._derivation
+
+    def remember_text(self, text: str, derivation: str = "") -> None:
+        """Keep what `text` and `derivation` give."""
+        self._text, self._derivation = text, derivation
 
     @property
     def given_windows(self) -> dict[str, int]:
@@ -294,8 +300,9 @@ class Recipe(_Section):
         return self.windows.model_dump(exclude_unset=True)
 
     def to_yaml(self) -> str:
-        """The resolved recipe, every key spelt out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+        """The resolved recipe, every key spelt out; of a derived one, below how it was derived."""
+        keys = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+        return f"{self._derivation}\n{keys}" if self._derivation else keys
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 RUN_RECIPE_NAME = "recipe.yaml"  # what a training run was made by, in its folder
+DERIVED = "# Derived for "  # how a recipe begins that nobody wrote, and whose opening comment is to be kept
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,30 @@ def load_recipe(
         RecipeError: Everything that is wrong with the recipe, the overrides and the flags, at once.
         LeanKError: There is no such recipe.
     """
-    name = str(path_or_name)
     text = _read_text(path_or_name)
+    return parse_recipe(str(path_or_name), text, overrides, flags=flags, training=training)
+
+
+def parse_recipe(
+    name: str,
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    flags: Mapping[str, object] = MappingProxyType({}),
+    training: bool = False,
+) -> Recipe:
+    """Check a recipe whose text is at hand.
+
+    Args:
+        name: What messages call it.
+        text: YAML.
+        overrides: As `load_recipe` takes them.
+        flags: As `load_recipe` takes them.
+        training: As `load_recipe` takes it.
+
+    Raises:
+        RecipeError: As `load_recipe`.
+    """
     document = _parse(name, text)
     changes = [f"--set {override}" for override in overrides]
     origins: dict[str, str] = {}
@@ -79,7 +103,8 @@ def load_recipe(
         raise refuse(name, problems)
     if changes and not text.endswith("\n"):
         text += "\n"
-    recipe.remember_text(text + "".join(f"# {line}\n" for change in changes for line in change.splitlines()))
+    kept = text + "".join(f"# {line}\n" for change in changes for line in change.splitlines())
+    recipe.remember_text(kept, _read_opening(text) if text.startswith(DERIVED) else "")
     return recipe
 
 
@@ -106,13 +131,19 @@ def find_recipe(model: str) -> str:
     Raises:
         LeanKError: No packaged recipe is for `model`.
     """
-    names = [recipe.name for recipe in list_recipes() if recipe.model == model]
-    if not names:
+    name = packaged_recipe(model)
+    if name is None:
         raise LeanKError(
             f"there is no packaged recipe for `{model}`",
             hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
         )
-    return min(names, key=len)
+    return name
+
+
+def packaged_recipe(model: str) -> str | None:
+    """As `find_recipe`; None where no packaged recipe is for `model`."""
+    names = [recipe.name for recipe in list_recipes() if recipe.model == model]
+    return min(names, key=len, default=None)
 
 
 def choose_recipe(
@@ -170,6 +201,11 @@ def _read_text(path_or_name: str | Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise LeanKError(f"recipe `{name}` is not UTF-8 text: line {line}: {error.reason}") from None
+
+
+def _read_opening(text: str) -> str:
+    """The comment that a file begins with."""
+    return "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:

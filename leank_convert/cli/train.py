@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -94,11 +95,13 @@ def train(
         "seed": seed,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    from leank_convert.recipe_file import find_recipe, load_recipe
+    from leank_convert.train.choice import choose_training_recipe
 
-    recipe = load_recipe(
-        find_recipe(model) if recipe_name is None else recipe_name, overrides, flags=given, training=True
+    recipe = choose_training_recipe(
+        model, recipe_name, out, overrides, flags=given, resume=resume, device=device
     )
+    if recipe.derivation and os.environ.get("RANK", "0") == "0":
+        click.echo(recipe.to_yaml(), err=True)
     if repo_id and len(recipe.pruning_ratios) > 1:
         raise click.UsageError("--push-to-hub takes one checkpoint, and the recipe asks for several ratios")
     quiet_transformers()

@@ -18,8 +18,8 @@ from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.calibration import Calibration
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import find_recipe, load_recipe
 from leank_convert.recipe_problems import check_training
+from leank_convert.train.choice import choose_training_recipe
 from leank_convert.train.gates import load_pattern, save_pattern
 from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
@@ -47,7 +47,7 @@ def train_mask(
     Raises:
         LeanKError: As `train_masks`; also if the recipe asks for several ratios.
     """
-    chosen = _choose_recipe(recipe, model)
+    chosen = _choose_recipe(recipe, model, out, resume, device)
     if len(chosen.pruning_ratios) > 1:
         raise LeanKError(
             f"the recipe asks for {len(chosen.pruning_ratios)} masks, by `pruning_ratio` "
@@ -80,7 +80,8 @@ def train_masks(
     Args:
         model: A local folder, a hub id, or `testbed`, the small model that ships with leank-convert.
         out: The output folder; created if need be.
-        recipe: A recipe, or its name or file; None for the model's packaged one.
+        recipe: A recipe, or its name or file; None for the model's packaged one, or else
+            one that is derived from its shape and from what fits the device.
         resume: Go on from the state in `out/leank/`, with a warning from the beginning if none was saved
             yet. A finished run just gives its masks again.
         device: Default: CUDA if there is any, else the CPU.
@@ -99,7 +100,7 @@ def train_masks(
             Ctrl-C or SIGTERM ends a training run, after the step under way and with its state saved (exit
             code 130 or 143). Processes but the first exit where that one raises.
     """
-    chosen = _choose_recipe(recipe, model)
+    chosen = _choose_recipe(recipe, model, out, resume, device)
     directory = TrainingDirectory(Path(out))
     results = directory.results(chosen)
     with ExitStack() as stack:
@@ -126,10 +127,16 @@ def train_masks(
     return {result.out: masks[ratio] for ratio, result in results.items()}
 
 
-def _choose_recipe(recipe: Recipe | str | Path | None, model: str | Path) -> Recipe:
+def _choose_recipe(
+    recipe: Recipe | str | Path | None,
+    model: str | Path,
+    out: str | Path,
+    resume: bool,
+    device: str | torch.device | None,
+) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    return load_recipe(find_recipe(str(model)) if recipe is None else recipe, training=True)
+    return choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
 
 
 def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:

@@ -189,7 +189,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         recipe=recipe,
         processes=ranks.num_ranks,
         device=torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(chosen),
-        **_count_bytes(files, recipe, chosen),
+        **count_bytes(files, recipe, chosen),
         tokens=(recipe.data.min_length + recipe.data.max_length) / 2,
     )
     if found.capacity is not None and found.weights + found.working > found.capacity:
@@ -205,8 +205,8 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         return replace(found, why_unmeasured=str(error))
 
 
-def _count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """What a GPU has to hold, by the model's headers, and what it can."""
+def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """What a GPU has to hold, by the model's headers, and what it can: the fields of a `Forecast`."""
     facts = files.facts
     tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]
     stored_bytes = DTYPE_BITS[max(tensors, key=lambda tensor: tensor.num_bytes).dtype] // 8

@@ -22,7 +22,7 @@ from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
-from leank_convert.recipe import Recipe
+from leank_convert.recipe import ModelSection, Recipe
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
@@ -45,6 +45,12 @@ class ModelFiles:
     checkpoint: Checkpoint
     facts: ModelFacts
     config: Mapping[str, Any]
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest sequence that it is made for."""
+        default = self.facts.architecture.config_defaults["max_position_embeddings"]
+        return int(self.config.get("max_position_embeddings", default))
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,31 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
         LeanKError: If it cannot be found or read, its family is not supported, or the recipe's lengths exceed
             its positions.
     """
-    name = str(model)
+    files = open_model(model, recipe.model)
+    if recipe.data.max_length > files.positions:
+        raise LeanKError(
+            f"`data.max_length` {recipe.data.max_length} exceeds the {files.positions} positions of model "
+            f"`{files.name}` (`max_position_embeddings`)",
+            hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` "
+            "and `rope_parameters`)",
+        )
+    return files
+
+
+def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
+    """Find a model whatever its recipe's lengths are.
+
+    Args:
+        model: As for `find_model`.
+        section: The recipe's `model`: says what of its config is changed.
+
+    Raises:
+        LeanKError: As `find_model`.
+    """
     checkpoint = open_checkpoint(resolve_model(model))
-    config = apply_config_overrides(checkpoint.config, recipe.model.config_overrides)
+    config = apply_config_overrides(checkpoint.config, section.config_overrides)
     facts = read_model_facts(config, origin=str(checkpoint.folder / CONFIG_NAME))
-    _check_positions(config, facts, recipe, name)
-    return ModelFiles(name, checkpoint, facts, config)
+    return ModelFiles(str(model), checkpoint, facts, config)
 
 
 def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> LoadedModel:
@@ -169,18 +194,4 @@ def _refused_config(error: Exception, recipe: Recipe, name: str) -> LeanKError:
     return LeanKError(
         f"the config of model `{name}` is refused: {reason or type(error).__name__}",
         hint=f"see `model.config_overrides` ({changed})" if changed else "see the model's `config.json`",
-    )
-
-
-def _check_positions(config: Mapping[str, Any], facts: ModelFacts, recipe: Recipe, name: str) -> None:
-    limit = config.get(
-        "max_position_embeddings", facts.architecture.config_defaults["max_position_embeddings"]
-    )
-    if not isinstance(limit, int) or recipe.data.max_length <= limit:
-        return
-    raise LeanKError(
-        f"`data.max_length` {recipe.data.max_length} exceeds the {limit} positions of model `{name}` "
-        "(`max_position_embeddings`)",
-        hint="lower it, or extend the model through `model.config_overrides` (`max_position_embeddings` and "
-        "`rope_parameters`)",
     )

@@ -72,11 +72,13 @@ def test_misspelt_recipe_key_is_answered_with_the_right_one(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_model_without_recipe_names_the_remedy(run, tmp_path):
+def test_model_that_is_nowhere_is_named_and_a_misspelt_key_before_it_is_looked_for(run, tmp_path):
     result = run("train", "someone/some-model", "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "no packaged recipe for `someone/some-model`" in result.stderr
-    assert "--recipe" in result.stderr
+    assert "error: `someone/some-model` is not here" in result.stderr
+    result = run("train", "someone/some-model", "-o", tmp_path / "out", "--set", "stage1.step=5")
+    assert "recipe `derived for someone/some-model`: unknown key `stage1.step`" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_plainest_recipe_is_taken_where_a_model_has_several(run, tmp_path):

@@ -139,7 +139,6 @@ def without_torch(tmp_path):
             "source` is 'absent",
         ),
         (["train", "testbed", "--seed", "-1"], "--seed"),
-        (["train", "someone/some-model"], "no packaged recipe"),
         (["export", "testbed", "--set", "windows.sink_size=-1"], "`windows.sink_size` is -1"),
         (["export", "testbed", "--recipe", "absent.yaml"], "neither a file nor a packaged recipe"),
         (["evaluate", "absent"], "`absent"),

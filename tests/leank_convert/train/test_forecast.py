@@ -123,13 +123,13 @@ def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model, short_r
     numbers = sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 4
     for dtype, size in (("auto", 4), ("bfloat16", 2)):
         recipe = short_recipe(model={"dtype": dtype})
-        found = module._count_bytes(find_model(folder, recipe), recipe, torch.device("cpu"))
+        found = module.count_bytes(find_model(folder, recipe), recipe, torch.device("cpu"))
         # Files have headers beside their numbers.
         assert 0.7 * numbers * size < found["weights"] < numbers * size
         assert found["context"] == 2 * 3 * 4 * 12 * 280 * size
         assert found["working"] == 280 * (3 * 48 + 2 * 32) * size
     offloaded = short_recipe(offload_context=True)
-    found = module._count_bytes(find_model(folder, offloaded), offloaded, torch.device("cpu"))
+    found = module.count_bytes(find_model(folder, offloaded), offloaded, torch.device("cpu"))
     assert found["context"] == 2 * 4 * 12 * 280 * 4
 
 

@@ -1,0 +1,167 @@
+"""Recipes for models without a packaged one: derived from a model's shape and from what fits the device.
+
+The rules, which docs/training.md repeats for users:
+
+- Windows and lengths are the paper's where the model has as many positions as the paper's own models. Below,
+  they shrink with the positions.
+- The schedule is the one that a real model of few positions was trained by (`_SCHEDULE`); on a CPU a shorter
+  one, on shorter contexts (`_CPU_SCHEDULE`).
+- Where a GPU's memory does not hold weights and context, contexts are shortened, to a quarter at most;
+  failing that, their keys and values go to host memory. Where that does not fit either, the recipe stays as
+  it is: `--dry-run` and training say what would.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from leank_convert.device import choose_device
+from leank_convert.errors import LeanKError, cut
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import DERIVED, parse_recipe
+from leank_convert.train.forecast import count_bytes
+from leank_convert.train.model import ModelFiles, open_model
+
+PRUNING_RATIO = 0.7
+# As SmolLM2-135M-Instruct was trained.
+_SCHEDULE: Mapping[str, Any] = {
+    "stage1": {"steps": 600, "learning_rate": 0.02, "l1_weight": 0.06},
+    "stage2": {"steps": 100, "learning_rate": 0.01},
+}
+_QUESTIONS = 4
+_CPU_SCHEDULE: Mapping[str, Any] = {
+    "stage1": {"steps": 280, "learning_rate": 0.04, "l1_weight": 0.1},
+    "stage2": {"steps": 40, "learning_rate": 0.02},
+}
+_CPU_LENGTH = 2048
+
+_LEAST_POSITIONS = 2048
+_LEAST_LENGTH = 1024  # of a sample of so many questions; the shortest that there is has about 700 tokens
+# Of a GPU's free memory; the rest is for what the allocator cannot use, and for what was not counted.
+_USABLE = 0.9
+_SHORTENED = 16  # steps in which contexts are shortened, to a quarter
+# What no key contradicts: to read `--set` and flags before the model is known.
+_BLANK = "{windows: {sink_size: 0, recent_size: 0}, data: {min_length: 1, max_length: 16777216}}"
+
+
+def derive_recipe(
+    model: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    flags: Mapping[str, object] | None = None,
+    device: str | torch.device | None = None,
+) -> Recipe:
+    """Derive a recipe for a model, with what is set besides.
+
+    Args:
+        model: A local folder, a hub id, or `testbed`.
+        overrides: As `load_recipe` takes them.
+        flags: As `load_recipe` takes them.
+        device: What is trained on. Default: CUDA if there is any, else the CPU.
+
+    Raises:
+        LeanKError: If the model cannot be found, read or converted, or has too few positions; if an override
+            or a flag is wrong.
+    """
+    name = f"derived for {model}"
+    flags = flags or {}
+    chosen = choose_device(device)
+    given = parse_recipe(name, _BLANK, overrides, flags=flags, training=True)  # before a model is fetched
+    files = open_model(model, given.model)
+    if files.positions < _LEAST_POSITIONS:
+        raise LeanKError(
+            f"model `{files.name}` has {files.positions} positions (`max_position_embeddings`): too few to "
+            "derive a recipe from",
+            hint="write one, with windows that leave something to prune, and name it with `--recipe FILE`",
+        )
+    room = _find_room(chosen)
+    recipes = (
+        parse_recipe(name, _write(files, candidate, chosen, room), overrides, flags=flags, training=True)
+        for candidate in _propose(files, chosen)
+    )
+    first = next(recipes)
+    if room is None or _fits(files, first, chosen, room):
+        return first
+    return next((recipe for recipe in recipes if _fits(files, recipe, chosen, room)), first)
+
+
+def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]]:
+    """What would be best, then what needs less and less memory."""
+    positions, head_dim = files.positions, files.facts.head_dim
+    sink = min(128, positions // 128)
+    recent = 1024 if positions >= 32768 else positions // 32
+    if positions >= 131072:
+        shortest, longest = 16384, 98304  # the paper's, for Llama-3.1-8B
+    elif positions >= 32768:
+        shortest, longest = 4096, 32768  # the paper's, for Qwen2.5-7B
+    else:
+        shortest, longest = max(_LEAST_LENGTH, positions // 8), positions - positions // 16
+    if device.type != "cuda":
+        longest = min(longest, max(_CPU_LENGTH, 4 * (sink + recent)))
+    for offload in (False, True):
+        for part in range(_SHORTENED, _SHORTENED // 4 - 1, -1):
+            length = longest * part // _SHORTENED
+            yield {
+                "model": {"id": files.name},
+                "windows": {
+                    "sink_size": sink,
+                    "recent_size": recent,
+                    "flush_size": min(32, recent // 4),
+                },
+                "pruning_ratio": PRUNING_RATIO,
+                # A quarter of head_dim for the usual ones; the decode kernel works on 16 channels at a time.
+                "width_multiple": 32 if head_dim >= 128 else min(16, max(1, head_dim // 4)),
+                "rounding": "nearest",
+                "data": {
+                    "tasks": ["retrieval", "multi_value"],
+                    "min_length": min(shortest, length // 2),
+                    "max_length": length,
+                    "questions_per_context": _QUESTIONS,
+                },
+                **(_SCHEDULE if device.type == "cuda" else _CPU_SCHEDULE),
+                "offload_context": offload,
+            }
+
+
+def _find_room(device: torch.device) -> int | None:
+    """Bytes that training may fill on a GPU; None on a device that is not judged."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    # Processes that train together have to derive the same, and each takes from what the others see free.
+    return int(_USABLE * (free if os.environ.get("WORLD_SIZE", "1") == "1" else total))
+
+
+def _fits(files: ModelFiles, recipe: Recipe, device: torch.device, room: int) -> bool:
+    needed = count_bytes(files, recipe, device)
+    return bool(needed["weights"] + needed["context"] + needed["working"] <= room)
+
+
+def _write(files: ModelFiles, document: Mapping[str, Any], device: torch.device, room: int | None) -> str:
+    """The text of a recipe, as a file of its own."""
+    facts = files.facts
+    where = (
+        str(device) if room is None else f"{torch.cuda.get_device_name(device)}, {room / 1e9:.1f} GB usable"
+    )
+    shape = (
+        f"{facts.num_hidden_layers} layers, {facts.num_key_value_heads} KV heads of {facts.head_dim} channels"
+    )
+    origin = "is SmolLM2-135M-Instruct's" if device.type == "cuda" else "is a short one, as for a CPU"
+    opening = (
+        f"{cut(files.name)}, which has no packaged recipe. NOT EVALUATED on this model.",
+        "",
+        f"  from   {facts.model_type}: {shape}, {files.positions} positions",
+        f"  for    {where}",
+        "  rules  windows and lengths from the positions, width_multiple from the channels, lengths and",
+        f"         offload_context from the memory; the schedule {origin}",
+        "",
+        "Measure what it gives by `leank-convert evaluate OUT`; repeat it by `--recipe` and this file.",
+    )
+    comment = "\n# ".join(opening).replace("# \n", "#\n")
+    return f"{DERIVED}{comment}\n\n{yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)}"

@@ -1,0 +1,195 @@
+"""Recipes for models without a packaged one: the rules, what fits a GPU, and runs that they repeat."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leank_convert.cli import main
+from leank_convert.mask import load_mask
+from leank_convert.methods.make import train_mask
+from leank_convert.recipe_file import load_recipe
+from leank_convert.train import derive as module
+from leank_convert.train.choice import choose_training_recipe
+from leank_convert.train.derive import derive_recipe
+from leank_convert.train.forecast import count_bytes
+from leank_convert.train.model import find_model
+
+SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
+SHORT += ["stage2.steps=1", "held_out_samples=0", "trackers=[]"]
+SETTINGS = [part for setting in SHORT for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def instructed(tmp_path_factory, byte_level_tokenizer):
+    """Random weights, 2048 positions, a tokenizer with a chat template; no recipe knows it."""
+    folder = tmp_path_factory.mktemp("instructed") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=len(byte_level_tokenizer),
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_level_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of so many free bytes, or of one that anything fits on."""
+
+    def pretend(free=10**15):
+        monkeypatch.setattr(module, "choose_device", lambda device: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Toy GPU")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2 * free)
+        )
+
+    return pretend
+
+
+def train(*arguments):
+    return CliRunner().invoke(main, ["train", *map(str, arguments), "--device", "cpu"])
+
+
+def in_brief(recipe):
+    windows, data = recipe.windows, recipe.data
+    sizes = windows.sink_size, windows.recent_size, windows.flush_size
+    return *sizes, data.min_length, data.max_length, recipe.width_multiple
+
+
+@pytest.mark.parametrize(
+    ("positions", "head_dim", "expected"),
+    [
+        (2048, 16, (16, 64, 16, 960, 1920, 4)),
+        (4096, 64, (32, 128, 32, 1024, 3840, 16)),
+        (8192, 64, (64, 256, 32, 1024, 7680, 16)),
+        (16384, 80, (128, 512, 32, 2048, 15360, 16)),
+        (40960, 128, (128, 1024, 32, 4096, 32768, 32)),
+        (131072, 128, (128, 1024, 32, 16384, 98304, 32)),
+        (1024000, 64, (128, 1024, 32, 16384, 98304, 16)),
+    ],
+)
+def test_windows_and_lengths_follow_from_positions_and_the_multiple_from_channels(
+    positions, head_dim, expected, source_model, gpu
+):
+    gpu()
+    recipe = derive_recipe(source_model(head_dim=head_dim, max_position_embeddings=positions))
+    assert in_brief(recipe) == expected
+    assert (recipe.pruning_ratio, recipe.method, recipe.offload_context) == (0.7, "leank", False)
+
+
+def test_on_a_cpu_a_run_is_shorter(source_model):
+    for positions, lengths in ((8192, (1024, 2048)), (131072, (2304, 4608))):
+        recipe = derive_recipe(source_model(max_position_embeddings=positions), device="cpu")
+        assert (recipe.data.min_length, recipe.data.max_length) == lengths
+        assert 100 < recipe.stage1.steps < 600
+
+
+def test_contexts_are_shortened_or_leave_the_gpu_where_they_do_not_fit(source_model, gpu):
+    folder = source_model(max_position_embeddings=131072)
+
+    def derive(free, *overrides):
+        gpu(int(free / 0.9) + 1)
+        return derive_recipe(folder, overrides)
+
+    gpu()
+    best = derive_recipe(folder)
+    needed = count_bytes(find_model(folder, best), best, torch.device("cuda"))
+    rest, context = needed["weights"] + needed["working"], needed["context"]
+    assert in_brief(derive(rest + context)) == in_brief(best)
+    shorter = derive(rest + 0.5 * context)
+    assert (shorter.data.min_length, shorter.data.max_length) == (16384, 98304 // 2)
+    assert shorter.offload_context is False
+    moved = derive(rest + 0.34 * context, "model.dtype=float32", "data.min_length=17000")
+    assert moved.data.max_length == 98304 * 5 // 16
+    offloaded = derive(rest + 0.2 * context)
+    assert offloaded.offload_context is True
+    assert offloaded.data.max_length < 98304  # of three layers, one's is more than a fifth
+    hopeless = derive(rest / 10)
+    assert in_brief(hopeless) == in_brief(best)
+    assert hopeless.offload_context is False
+    # What is set counts: half of the bytes are needed.
+    assert in_brief(derive(rest + 0.5 * context, "model.dtype=bfloat16")) == in_brief(best)
+
+
+def test_a_longer_rope_that_is_set_gives_longer_samples(source_model, gpu):
+    gpu()
+    folder = source_model(max_position_embeddings=8192)
+    rope = "{max_position_embeddings: 16384, rope_parameters: {rope_type: yarn, factor: 2.0}}"
+    recipe = derive_recipe(folder, [f"model.config_overrides={rope}"])
+    assert in_brief(recipe)[:5] == (128, 512, 32, 2048, 15360)
+
+
+def test_a_derived_recipe_is_shown_written_and_repeats_its_run(instructed, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    done = train(instructed, "-o", out, "--mask-only", "--pruning-ratio", 0.5, *SETTINGS)
+    assert done.exit_code == 0, done.output
+    written = (out / "leank" / "recipe.yaml").read_text()
+    assert written in done.stderr
+    opening = written.partition("\n\n")[0]
+    assert "no packaged recipe" in opening and "NOT EVALUATED" in opening
+    assert "llama: 2 layers, 2 KV heads of 16 channels, 2048 positions" in opening
+    recipe = load_recipe(out / "leank" / "recipe.yaml")
+    assert (recipe.pruning_ratio, recipe.windows.recent_size, recipe.data.max_length) == (0.5, 64, 1100)
+    done = train(instructed, "-o", again, "--mask-only", "--recipe", out / "leank" / "recipe.yaml")
+    assert done.exit_code == 0, done.output
+    masks = [load_mask(folder / "channel_mask.safetensors") for folder in (out, again)]
+    assert torch.equal(masks[0].channel_mask, masks[1].channel_mask)
+    assert torch.equal(masks[0].scaling_factors, masks[1].scaling_factors)
+    assert all("NOT EVALUATED" in mask.provenance.recipe for mask in masks)
+    assert (again / "leank" / "recipe.yaml").read_text() == written
+
+
+def test_a_run_goes_on_by_the_recipe_that_was_derived_when_it_began(instructed, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert train(instructed, "-o", out, "--mask-only", *SETTINGS).exit_code == 0
+    written = (out / "leank" / "recipe.yaml").read_text()
+    monkeypatch.setattr(module, "derive_recipe", lambda *_, **__: pytest.fail("derived anew"))
+    done = train(instructed, "-o", out, "--mask-only", "--resume", *SETTINGS)
+    assert done.exit_code == 0, done.output
+    assert (out / "leank" / "recipe.yaml").read_text() == written
+    done = train(instructed, "-o", out, "--resume", "--set", "stage1.steps=3")
+    assert done.exit_code == 2
+    assert "recipe: stage1.steps was `2`, is `3`" in done.stderr
+    assert train_mask(instructed, out, resume=True, progress=False).channel_mask.shape == (2, 2, 16)
+
+
+def test_a_dry_run_shows_the_recipe_and_writes_nothing(instructed, tmp_path):
+    done = train(instructed, "-o", tmp_path / "out", "--dry-run", "--json", *SETTINGS)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["steps"] == 3
+    assert "sink_size: 16" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model, edit_json):
+    folder = source_model()
+    edit_json(folder / "config.json", _name_or_path="Qwen/Qwen3-4B")
+    recipe = choose_training_recipe(folder, None, None)
+    assert recipe == load_recipe("qwen3-4b")
+    assert recipe.derivation == ""
+
+
+def test_what_nothing_can_be_derived_for_is_refused(source_model, instructed, tmp_path, edit_json):
+    done = train(source_model(), "-o", tmp_path / "out")  # 512 positions
+    assert "has 512 positions (`max_position_embeddings`): too few" in done.stderr
+    assert "--recipe FILE" in done.stderr
+    sliding = source_model("mistral", max_position_embeddings=8192, sliding_window=1024)
+    assert "attend within a sliding window only" in train(sliding, "-o", tmp_path / "out").stderr
+    (instructed / "chat_template.jinja").rename(tmp_path / "chat_template.jinja")
+    done = train(instructed, "-o", tmp_path / "out")
+    (tmp_path / "chat_template.jinja").rename(instructed / "chat_template.jinja")
+    assert done.exit_code == 2
+    assert "has no chat template" in done.stderr
+    assert not (tmp_path / "out").exists()
