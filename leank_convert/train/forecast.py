@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
@@ -19,12 +18,11 @@ from leank_convert.device import choose_device
 from leank_convert.errors import LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
 from leank_convert.safetensors_file import DTYPE_BITS
-from leank_convert.train.graphs import Steps
+from leank_convert.train.graphs import Gradients
 from leank_convert.train.log import check_trackers
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, ModelFiles, find_model, load_model
-from leank_convert.train.packing import PackedSample
-from leank_convert.train.passes import BLOCK_SIZE, Student, distil
+from leank_convert.train.passes import BLOCK_SIZE, Student
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import initial_scaling_factors
@@ -241,22 +239,16 @@ def _time_context(loaded: LoadedModel, recipe: Recipe, sample: TrainingSample, d
     """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
     windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
     factors = initial_scaling_factors(loaded.facts, device)
-    steps = Steps(loaded.model, recipe)
-
-    def differentiate(packed: PackedSample) -> tuple[Tensor, Tensor]:
-        loss = distil(loaded.model, packed, Student(windows, factors), offload=recipe.offload_context)
-        (gradient,) = torch.autograd.grad(loss, factors)
-        return loss.detach(), gradient
+    gradients = Gradients(loaded.model, recipe)
 
     def measure() -> float:
         began = time.perf_counter()
-        loss, _ = steps.differentiate(sample, 1, differentiate)
-        loss.item()  # waits for the device
+        gradients.add(sample, Student(windows, factors), 1.0).item()  # waits for the device
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
         return time.perf_counter() - began
 
-    for _ in range(2 if steps.captures else 1):
+    for _ in range(2 if gradients.captures else 1):
         measure()
     seconds = [measure()]
     while seconds[0] < _SHORT_SECONDS and len(seconds) < _SHORT_ROUNDS:

@@ -7,7 +7,7 @@ at once from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +17,11 @@ from transformers import PreTrainedModel
 from leank_convert.data import TrainingSample
 from leank_convert.recipe import Recipe
 from leank_convert.train.packing import PackedSample, Sizes, pack_sample, padded_sizes
-from leank_convert.train.passes import rotates_by_length
+from leank_convert.train.passes import Student, distil, rotates_by_length
 
 # What a prefill may take, in floating-point operations of its weights: with more, it lasts longer than the
 # host needs to launch a step, which is about 0.3 s for 32 layers.
 _MOST_OPERATIONS = 4e13
-
-Differentiate = Callable[[PackedSample], tuple[Tensor, Tensor]]
-"""A sample's loss and its gradient."""
 
 
 def is_bound_by_host(model: PreTrainedModel, recipe: Recipe) -> bool:
@@ -38,69 +35,104 @@ def is_bound_by_host(model: PreTrainedModel, recipe: Recipe) -> bool:
     )
 
 
-class Steps:
-    """Loss and gradient of samples: captured where the host is the limit, from a size's second sample on.
-
-    What `differentiate` reads beside the sample has to stay where it is: a graph knows addresses.
+class Gradients:
+    """Adds up the gradients of samples: by a graph where the host is the limit, else by the passes as they are.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
         recipe: Its longest sample, and where model and contexts lie.
 
     Attributes:
-        captures: Whether anything is captured.
+        captures: Whether graphs are captured.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.captures = is_bound_by_host(model, recipe)
-        self._device = model.device
+        self._model = model
+        self._offload = recipe.offload_context
         self._known: set[Sizes] = set()
-        self._graphs: dict[tuple[int, Sizes], _Graph] = {}
+        self._graphs: dict[tuple[Sizes, bool], _Graph] = {}
         if self.captures:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
-    def differentiate(
-        self, sample: TrainingSample, stage: int, differentiate: Differentiate
-    ) -> tuple[Tensor, Tensor]:
-        """Compute a sample's loss and gradient, which hold until the next call.
+    def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
+        """Add a sample's gradient to what the student is made of.
 
         Args:
             sample: Context and questions.
-            stage: Samples of one size and stage share a graph.
-            differentiate: What is run, or captured.
+            student: What learns.
+            weight: What loss and gradient are multiplied by for the gradient.
+
+        Returns:
+            The loss, a scalar without a graph, which would keep the context alive beside the next one.
         """
         if not self.captures:
-            return differentiate(pack_sample(sample))
+            loss = distil(self._model, pack_sample(sample), student, offload=self._offload)
+            (weight * loss).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
         sizes = padded_sizes(sample)
         packed = pack_sample(sample, sizes)
         # Run as it is for once, so that libraries choose their kernels outside a capture.
         if sizes not in self._known:
             self._known.add(sizes)
-            return differentiate(packed.to(self._device))
-        graph = self._graphs.get((stage, sizes))
-        if graph is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            graph = _Graph(packed.to(self._device), differentiate, self._stream, self._pool)
-            self._graphs[stage, sizes] = graph
-        return graph.replay(packed)
+            loss = distil(self._model, packed.to(self._model.device), student)
+            (weight * loss).backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        key = sizes, student.gates is not None
+        if key not in self._graphs:
+            self._graphs[key] = _Graph(self._model, packed, student, self._stream, self._pool)
+        loss, gradient = self._graphs[key].replay(packed, student)
+        student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
+        return loss
 
 
 class _Graph:
+    """Loss and gradient of samples of one size, for whatever student of one kind."""
+
     def __init__(
-        self, packed: PackedSample, differentiate: Differentiate, stream: torch.cuda.Stream, pool: Any
+        self,
+        model: PreTrainedModel,
+        packed: PackedSample,
+        student: Student,
+        stream: torch.cuda.Stream,
+        pool: Any,
     ) -> None:
-        self._packed = packed
+        device = model.device
+        self._packed = packed.to(device)
+        self._student = replace(
+            student,
+            scaling_factors=student.scaling_factors.detach().clone(),
+            sees_middle=_sees_middle(student).clone(),
+            gates=None if student.gates is None else student.gates.detach().clone(),
+        )
         self._graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self._found = differentiate(packed)
+                learned = self._student.learned.requires_grad_()
+                loss = distil(model, self._packed, self._student)
+                (gradient,) = torch.autograd.grad(loss, learned)
+                self._found = loss.detach(), gradient
             finally:
                 self._graph.capture_end()
 
-    def replay(self, packed: PackedSample) -> tuple[Tensor, Tensor]:
+    def replay(self, packed: PackedSample, student: Student) -> tuple[Tensor, Tensor]:
         self._packed.row.copy_(packed.row)
+        with torch.no_grad():
+            self._student.scaling_factors.copy_(student.scaling_factors)
+            if self._student.sees_middle is not None:
+                self._student.sees_middle.copy_(_sees_middle(student))
+            if self._student.gates is not None and student.gates is not None:
+                self._student.gates.copy_(student.gates)
         self._graph.replay()
         return self._found
+
+
+def _sees_middle(student: Student) -> Tensor:
+    """Which heads see the middle [L, H_kv]: one graph serves students of which all do, and others."""
+    if student.sees_middle is not None:
+        return student.sees_middle
+    return torch.ones_like(student.scaling_factors[..., 0], dtype=torch.bool)

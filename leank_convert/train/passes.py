@@ -37,6 +37,11 @@ class Student:
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
 
+    @property
+    def learned(self) -> Tensor:
+        """The gates where there are any, else the scaling factors."""
+        return self.scaling_factors if self.gates is None else self.gates
+
 
 def distil(
     model: PreTrainedModel, packed: PackedSample, student: Student, *, offload: bool = False

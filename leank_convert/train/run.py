@@ -16,11 +16,10 @@ from leank_convert.hub import hide_local_paths, model_name
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.gates import load_pattern
-from leank_convert.train.graphs import Steps
+from leank_convert.train.graphs import Gradients
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
-from leank_convert.train.packing import PackedSample
-from leank_convert.train.passes import Student, distil
+from leank_convert.train.passes import Student
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import (
     initial_gates,
@@ -69,7 +68,7 @@ class Run:
         elif recipe.method_row.has_gates:
             self._take_gates(load_pattern(recipe, loaded.facts))
         self._optimizer = self._new_optimizer()
-        self._steps = Steps(loaded.model, recipe)
+        self._gradients = Gradients(loaded.model, recipe)
 
     @property
     def is_done(self) -> bool:
@@ -125,7 +124,7 @@ class Run:
         if not self.is_done:
             ratio = self.schedule.phase(self.step).pruning_ratio
             if ratio is not None:
-                self._channel_mask.copy_(self._select(self._factors, ratio))
+                self._channel_mask = self._select(self._factors, ratio)
 
     def sample_indices(self) -> Iterator[int]:
         """Which samples this rank takes from here on, in order."""
@@ -150,8 +149,6 @@ class Run:
             self._begin(phase)
         learning_rate = phase.learning_rate(self.step)
         self._optimizer.param_groups[0]["lr"] = learning_rate
-        if self._factors.grad is None:
-            self._factors.grad = torch.zeros_like(self._factors)
         self._optimizer.zero_grad(set_to_none=False)
         tasks, sums = self._accumulate(samples, phase)
         distillation, num_tokens, num_answers = self.ranks.totals(sums)
@@ -166,9 +163,9 @@ class Run:
             self._factors.clamp_(0.0, 1.0)
         self.step += 1
 
-        before, after = self._channel_mask.clone(), None
+        before, after = self._channel_mask, None
         if phase.pruning_ratio is not None:
-            after = self._channel_mask.copy_(self._select(self._factors, phase.pruning_ratio))
+            after = self._channel_mask = self._select(self._factors, phase.pruning_ratio)
         if self.step == phase.stop:
             self._end(phase)
         sees, saw = self._channel_mask.any(-1), before.any(-1)
@@ -249,7 +246,7 @@ class Run:
             self._stage1_factors = self._factors.detach().clone()
         with torch.no_grad():
             self._factors.copy_(self._stage1_factors)
-        self._channel_mask.copy_(self._select(self._factors, phase.pruning_ratio))
+        self._channel_mask = self._select(self._factors, phase.pruning_ratio)
 
     def _end(self, phase: Phase) -> None:
         learned = self._factors.detach().clone()
@@ -277,7 +274,7 @@ class Run:
                 num_tokens += sample.num_tokens
                 num_answers += sample.num_answer_tokens
                 with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
-                    share = self._add_gradient(sample, phase)
+                    share = self._gradients.add(sample, self._student(phase), 1 / batch_size)
                 self._check_finite(share, sample)
             except LeanKError as error:  # also: no text of this length
                 failure = error
@@ -285,21 +282,6 @@ class Run:
             loss += share.item() / batch_size
         self.ranks.check(failure)
         return tasks, (loss, num_tokens, num_answers)
-
-    def _add_gradient(self, sample: TrainingSample, phase: Phase) -> Tensor:
-        """Add a sample's share of the gradient to the factors'; its loss."""
-
-        def differentiate(packed: PackedSample) -> tuple[Tensor, Tensor]:
-            """Without the loss's graph, which would keep the context alive beside the next one."""
-            offload = self.recipe.offload_context
-            loss = distil(self.loaded.model, packed, self._student(phase), offload=offload)
-            (gradient,) = torch.autograd.grad(loss / self.recipe.batch_size, self._factors)
-            return loss.detach(), gradient
-
-        loss, gradient = self._steps.differentiate(sample, phase.stage, differentiate)
-        assert self._factors.grad is not None
-        self._factors.grad += gradient
-        return loss
 
     def _student(self, phase: Phase) -> Student:
         if phase.stage == 0:

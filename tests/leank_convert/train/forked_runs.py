@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from leank_convert.errors import LeanKError
 from leank_convert.methods import make
 from leank_convert.recipe import Recipe
-from leank_convert.train import loop, run
+from leank_convert.train import graphs, loop, run
 
 
 def main():
@@ -110,7 +110,7 @@ def happen(job):
     if event == "signal":
         at_step(send_signals)
     elif event == "memory":
-        at_step(lambda: setattr(run, "distil", exhaust))
+        at_step(lambda: setattr(graphs, "distil", exhaust))
     elif event is not None:
         owner, name = {
             "step": (run.Run, "advance"),

@@ -137,7 +137,7 @@ def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe,
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore of it")
 
-    for place, part in (("train.forecast.distil", "a step"), ("train.model._load_weights", "the weights")):
+    for place, part in (("train.graphs.distil", "a step"), ("train.model._load_weights", "the weights")):
         with monkeypatch.context() as patch:
             patch.setattr(f"leank_convert.{place}", fail)
             found = forecast(retriever_folder, short_recipe(), device="cpu")

@@ -14,7 +14,7 @@ from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
-from leank_convert.train import run
+from leank_convert.train import graphs, run
 from leank_convert.train.state import TrainingDirectory, load_state
 
 DEATHS = [
@@ -91,7 +91,7 @@ def test_a_run_of_several_ratios_goes_on_from_any_of_them(
     at, recipe, resume, finished_mask, tmp_path, monkeypatch
 ):
     several = recipe.model_copy(update={"pruning_ratio": (0.5, 0.7)})
-    original, calls = run.distil, 0
+    original, calls = graphs.distil, 0
 
     def failing(*given, **options):
         nonlocal calls
@@ -100,7 +100,7 @@ def test_a_run_of_several_ratios_goes_on_from_any_of_them(
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(*given, **options)
 
-    monkeypatch.setattr(run, "distil", failing)
+    monkeypatch.setattr(graphs, "distil", failing)
     with pytest.raises(LeanKError, match=f"memory does not suffice for step {at + 1}"):
         resume(tmp_path, several, resume=False)
     masks = resume(tmp_path, several)
