@@ -36,7 +36,7 @@ def is_bound_by_host(model: PreTrainedModel, recipe: Recipe) -> bool:
 
 
 class Gradients:
-    """Adds up the gradients of samples: by a graph where the host is the limit, else by the passes as they are.
+    """Adds up the gradients of samples: by a graph where the host is the limit, else pass by pass.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
