@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.masks import find_by_name
 
 _ASSUMED_ELEMENT_BYTES = 2
 _HEAD_ORDERS = {
@@ -33,7 +35,7 @@ def inspect_artifact(path: str | Path) -> dict[str, Any]:
     """Describe a mask file, a checkpoint, an ONNX folder, or the folder of a training run.
 
     Args:
-        path: The file or folder.
+        path: The file or folder, or the name of a packaged mask.
 
     Returns:
         JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own.
@@ -43,8 +45,13 @@ def inspect_artifact(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
+        with suppress(LeanKError):
+            path = find_by_name(str(path))
+    if not path.exists():
         raise LeanKError(
-            f"`{path}` does not exist", hint="inspect takes a mask file, a checkpoint's or an ONNX folder"
+            f"`{path}` does not exist",
+            hint="inspect takes a mask file, the name of a packaged mask (`leank-convert masks`), a "
+            "checkpoint's or an ONNX folder",
         )
     if is_onnx_folder(path):
         return _inspect_onnx(path)
@@ -180,14 +187,18 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
     ]
     if provenance:
-        rows.append(("made by", provenance["method"]))
+        maker = provenance["made_by"]
+        rows.append(("made by", provenance["method"] + (f", {maker}" if maker else "")))
+        rows += [(key, provenance[key]) for key in ("source", "evaluation") if provenance[key]]
         if provenance["held_out"]:
             held_out = HeldOut(**provenance["held_out"])
             rows.append(("held out", held_out.render()))
             rows += [("warning", warning) for warning in held_out.warnings]
         if provenance["seed"] is not None:
             rows.append(("seed", str(provenance["seed"])))
-        rows.append(("versions", ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())))
+        if provenance["versions"]:
+            versions = ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())
+            rows.append(("versions", versions))
     recipe = (provenance["recipe"] or "").splitlines() if provenance else []
     if recipe and not with_recipe:
         rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))

@@ -25,6 +25,7 @@ from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, hide_local_paths, is_hub_id
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
+from leank_convert.masks import find_by_name
 from leank_convert.recipe_yaml import parse_yaml
 from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
@@ -74,6 +75,9 @@ class MaskProvenance:
         seed: The training run's seed.
         versions: Package versions at the time.
         held_out: How held-out samples were answered when it was made, None if that was not tried.
+        made_by: Who made it, if that was not a run of leank-convert of its user's own.
+        source: Where it was published, under what copyright and licence.
+        evaluation: How it was evaluated beyond `held_out`, and by whom.
     """
 
     model: str
@@ -93,6 +97,9 @@ class MaskProvenance:
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=package_versions)
     held_out: HeldOut | None = None
+    made_by: str | None = None
+    source: str | None = None
+    evaluation: str | None = None
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
@@ -107,6 +114,14 @@ class MaskProvenance:
             rope_parameters=facts.rope_parameters,
             **rest,
         )
+
+    @property
+    def evaluated(self) -> str:
+        """How it was evaluated, in a few words."""
+        if self.evaluation is not None or self.held_out is None:
+            return self.evaluation or "not evaluated"
+        dense, pruned, count = self.held_out.dense, self.held_out.pruned, self.held_out.num_answers
+        return f"dense {dense:.1%}, pruned {pruned:.1%} of {count} held-out answers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,22 +243,25 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
         raise LeanKError(f"cannot write mask `{path}`: {error.strerror}") from error
 
 
-def resolve_mask(mask: str | os.PathLike[str]) -> Path:
+def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = None) -> Path:
     """Turn what a user calls a mask into a file.
 
     Args:
-        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), or the
-            hub id of a repository that holds one.
+        mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), the hub
+            id of a repository that holds one, or the name of a packaged mask.
+        pruning_ratio: Which one, where that name stands for several.
 
     Raises:
-        LeanKError: If the hub does not give it.
+        LeanKError: If the hub does not give it, or there is no packaged mask of that name and ratio.
     """
-    path = Path(mask).expanduser()
+    path, name = Path(mask).expanduser(), str(mask)
     if path.is_dir():
         return path / MASK_FILE_NAME
-    if path.exists() or path.suffix in _SUFFIXES or not is_hub_id(str(mask)):
+    if path.exists() or path.suffix in _SUFFIXES:
         return path
-    return download_file(str(mask), MASK_FILE_NAME)
+    if is_hub_id(name):
+        return download_file(name, MASK_FILE_NAME)
+    return path if os.sep in name else find_by_name(name, pruning_ratio)
 
 
 def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
@@ -325,7 +343,8 @@ def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Pa
 
 def _check_provenance(known: Fields, shape: Sequence[int]) -> None:
     """Check the types and bounds of a provenance, and that its sizes are those of the mask [L, H_kv, D]."""
-    for key in ("model", "model_type", "method"):
+    given = known.values.keys()
+    for key in ("model", "model_type", "method", *given & {"made_by", "source", "evaluation"}):
         if len(known.text(key)) > _MAX_NAME:
             raise known.refused(key, f"longer than {_MAX_NAME} characters")
     for key, size in zip(("num_hidden_layers", "num_key_value_heads", "head_dim"), shape, strict=True):
@@ -339,7 +358,6 @@ def _check_provenance(known: Fields, shape: Sequence[int]) -> None:
     if not isinstance(rope, Mapping):
         raise known.refused("rope_parameters", "not an object")
     check_rope_parameters(rope, head_dim=shape[2], origin="rope_parameters")
-    given = known.values.keys()
     if "pruning_ratio_asked" in given:
         known.number("pruning_ratio_asked", 0, 1)
     if "width_multiple" in given:

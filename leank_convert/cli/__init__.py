@@ -18,6 +18,7 @@ from leank_convert.cli.evaluate import evaluate
 from leank_convert.cli.export import export
 from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
+from leank_convert.cli.masks import masks
 from leank_convert.cli.recipes import recipes
 from leank_convert.cli.refusals import check_arguments, print_error, restate
 from leank_convert.cli.train import train
@@ -93,7 +94,9 @@ def main(debug: bool) -> None:
         stream=sys.stderr,
     )
     logging.addLevelName(logging.WARNING, "warning")
+    logging.addLevelName(logging.INFO, "note")
+    logging.getLogger("leank_convert").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, export, verify, inspect, evaluate, analyze, recipes, warmup, benchmark):
+for _command in (train, export, verify, inspect, evaluate, analyze, recipes, masks, warmup, benchmark):
     main.add_command(_command)

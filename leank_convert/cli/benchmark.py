@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _Run = Callable[..., Any]
 
-_MASK = click.option("--mask", metavar="FILE|ID", help="Mask to run with. Default: a synthetic one.")
+_MASK = click.option("--mask", metavar="FILE|ID|NAME", help="Mask to run with. Default: a synthetic one.")
 _RECIPE = click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe.")
 _GEOMETRY = click.option(
     "--geometry",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from leank_convert.cli.options import (
+    FiniteRange,
     hub_options,
     out_option,
     overwrite_option,
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="In place of MODEL: a checkpoint of an earlier release, to be written anew in today's format.",
 )
-@click.option("--mask", "mask_path", metavar="FILE|ID", help="Mask: .safetensors, .npy, .pth, or a hub id.")
+@click.option(
+    "--mask",
+    "mask_path",
+    metavar="FILE|ID|NAME",
+    help="Mask: .safetensors, .npy, .pth, a hub id, or a packaged one's name (`leank-convert masks`).",
+)
+@click.option(
+    "--pruning-ratio",
+    type=FiniteRange(0, 1, max_open=True),
+    help="Which of several packaged masks. Default: the only one, else that for 0.7.",
+)
 @click.option("--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache.")
 @recipe_option
 @set_option
@@ -67,6 +78,7 @@ def export(
     out: Path,
     old: Path | None,
     mask_path: str | None,
+    pruning_ratio: float | None,
     all_channels: bool,
     recipe_name: str | None,
     overrides: tuple[str, ...],
@@ -85,13 +97,17 @@ def export(
 ) -> None:
     """Write MODEL's pruned checkpoint, or its ONNX graph, from a mask.
 
-    Without --mask: the mask that `train --mask-only` left in --out, else the recipe's `mask`. With --format
-    onnx MODEL may also be a checkpoint that was written before: its mask and windows are taken.
+    Without --mask: the mask that `train --mask-only` left in --out, else the recipe's `mask`, else the
+    packaged one of MODEL, as far as MODEL is a hub id, lies in the hub's cache, or is a folder whose
+    config.json names one. With --format onnx MODEL may also be a checkpoint that was written before: its mask
+    and windows are taken.
 
     With --from-checkpoint everything is taken from OLD, whose digests are checked first.
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
+    if pruning_ratio is not None and all_channels:
+        raise click.UsageError("--pruning-ratio and --all-channels exclude each other")
     check_hub_options(base_model, repo_id, private)
     if old is not None:
         _check_rewriting()
@@ -116,6 +132,7 @@ def export(
     graph_options = {"opset": opset, "dtype": dtype, "weights": weights}
     given: dict[str, Any] = {name: value for name, value in graph_options.items() if value is not None}
     options: dict[str, Any] = {
+        "pruning_ratio": pruning_ratio,
         "recipe": recipe,
         "overrides": overrides,
         "all_channels": all_channels,

@@ -15,7 +15,10 @@ from leank_convert.cli.options import json_option
 @click.option("--with-recipe", is_flag=True, help="Print the recipe, too, that the mask was made by.")
 @json_option
 def inspect(path: Path, with_recipe: bool, as_json: bool) -> None:
-    """Show what is in a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
+    """Show what is in a mask, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance.
+
+    PATH is a file, a folder, or the name of a packaged mask.
+    """
     from leank_convert.inspection import inspect_artifact, render_inspection
 
     facts = inspect_artifact(path)

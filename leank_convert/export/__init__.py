@@ -102,6 +102,7 @@ def export_checkpoint(
     mask: MaskLike,
     out: str | Path,
     *,
+    pruning_ratio: float | None = None,
     recipe: RecipeLike = None,
     overrides: Sequence[str] = (),
     all_channels: bool = False,
@@ -119,9 +120,10 @@ def export_checkpoint(
     Args:
         model: A local folder or a hub id.
         mask: Which channels are kept, in the model's own head order: a mask, its file, the folder of a
-            training run or checkpoint, or a hub id. None takes the one that training left in `out`, else the
-            recipe's.
+            training run or checkpoint, a hub id, or the name of a packaged mask. None takes the one that
+            training left in `out`, else the recipe's, else the packaged one of `model`.
         out: The folder to write. A training run and files of your own that lie there are kept.
+        pruning_ratio: Which of several packaged masks; by default the only one, else that for 0.7.
         recipe: Whose config overrides, mask and windows are taken where nothing else gives them: a recipe,
             its file or a packaged one's name. None for that of the run in `out`, else the packaged one of
             `model`, if there is one.
@@ -150,6 +152,7 @@ def export_checkpoint(
         model,
         mask,
         out,
+        pruning_ratio=pruning_ratio,
         recipe=recipe,
         overrides=overrides,
         all_channels=all_channels,

@@ -1,7 +1,8 @@
-"""Choice of a mask, windows and config changes: by arguments, a training run in the target, or a recipe."""
+"""Choice of a mask, windows and config changes: by arguments, a training run, a recipe, or the package."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,18 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, TRAINING_FOLDER, read_config
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
+from leank_convert.export.packaged import describe_packaged, find_packaged, suggest_packaged
 from leank_convert.hub import resolve_model
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, all_channels_mask, load_mask, resolve_mask
+from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe, load_recipe
 from leank_convert.windows import Windows
 
 MaskLike = ChannelMask | str | Path | None
 RecipeLike = Recipe | str | Path | None
+
+_logger = logging.getLogger("leank_convert")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Choice:
 
     Attributes:
         mask: Which channels are kept.
-        mask_origin: The mask's file or option, for messages.
+        mask_origin: The mask's file, its packaged name or the option, for messages.
         windows: Window sizes, and when to prune.
         config_overrides: Keys of config.json to replace.
     """
@@ -43,6 +48,7 @@ def choose(
     mask: MaskLike,
     out: Path,
     *,
+    pruning_ratio: float | None = None,
     recipe: RecipeLike = None,
     overrides: Sequence[str] = (),
     all_channels: bool = False,
@@ -56,11 +62,15 @@ def choose(
     """Choose what to export; arguments are `export_checkpoint`'s.
 
     Raises:
-        LeanKError: If there is no mask, one that cannot be read or is excluded by `all_channels`, the
-            recipe is wrong, or a size makes no sense.
+        LeanKError: If there is no mask, one that cannot be read or is excluded by `all_channels`, a ratio is
+            asked for and the mask is not a packaged one, the recipe is wrong, or a size makes no sense.
     """
     if all_channels and mask is not None:
         raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
+    if pruning_ratio is not None and (all_channels or isinstance(mask, ChannelMask)):
+        raise LeanKError(
+            f"a pruning ratio of {pruning_ratio:g} picks among packaged masks", hint="leave it out"
+        )
     chosen = _choose_recipe(model, out, recipe, overrides)
     if config_overrides is None:
         config_overrides = chosen.model.config_overrides if chosen else {}
@@ -72,8 +82,11 @@ def choose(
         facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
         taken, origin = all_channels_mask(facts), "--all-channels"
     else:
-        origin = _find_mask(model, mask, out, chosen)
-        taken = load_mask(resolve_mask(origin))
+        path = _find_mask(model, mask, out, chosen, pruning_ratio)
+        taken, origin = load_mask(path), str(path)
+        if is_packaged(path):
+            origin = path.stem
+            _logger.info("%s", describe_packaged(path.stem, taken, model))
     given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
     set_keys = [override.partition("=")[0].strip() for override in overrides]
     sizes = _choose_sizes(given, set_keys, taken, chosen)
@@ -99,19 +112,29 @@ def _choose_recipe(
     return load_recipe(recipe, overrides)
 
 
-def _find_mask(model: str | Path, mask: str | Path | None, out: Path, recipe: Recipe | None) -> str:
-    """The mask given, else the one that training left in `out`, else the recipe's."""
+def _find_mask(
+    model: str | Path, mask: str | Path | None, out: Path, recipe: Recipe | None, pruning_ratio: float | None
+) -> Path:
+    """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one."""
     trained = out / MASK_FILE_NAME
     if mask is None and trained.exists():
         mask = trained
     if mask is None and recipe is not None:
         mask = recipe.mask
-    if mask is None:
+    path = find_packaged(model, pruning_ratio) if mask is None else resolve_mask(mask, pruning_ratio)
+    if path is None:
         raise LeanKError(
-            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe",
-            hint=f"pass `--mask FILE`, or learn one with `leank-convert train {model} -o {out}`",
+            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe, none packaged for it",
+            hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE`"
+            + suggest_packaged(model),
         )
-    return str(mask)
+    if pruning_ratio is not None and not is_packaged(path):
+        raise LeanKError(
+            f"a pruning ratio of {pruning_ratio:g} is asked for, and mask `{path}` is what it is: the ratio "
+            "picks among packaged masks",
+            hint="leave out `--pruning-ratio`, or name a packaged mask by `--mask NAME`",
+        )
+    return path
 
 
 def _choose_sizes(

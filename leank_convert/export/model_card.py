@@ -73,6 +73,7 @@ An answer counts if every token of it is right:
 
 So few samples find what is broken, not what is lost: measure on your own task."""
 _NOT_MEASURED = "Not measured when this checkpoint was written."
+_OF_ANOTHER = "The mask was made for {model}, and is not evaluated on this model."
 
 _RECIPE = """
 ## Recipe
@@ -127,11 +128,11 @@ def build_model_card(
         asked="not known" if known.pruning_ratio_asked is None else known.pruning_ratio_asked,
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
-        method=f"`{_clean(known.method)}`, made for {mask_model}",
+        method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         cache=cache,
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
-        accuracy=_describe_accuracy(held_out),
+        accuracy=_describe_accuracy(held_out, known, is_own=name == mask_model),
         recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
 
@@ -176,9 +177,17 @@ def _build_front_matter(
     return card.to_yaml()
 
 
-def _describe_accuracy(held_out: HeldOut | None) -> str:
+def _describe_origin(known: MaskProvenance) -> str:
+    made_by = f" by {_clean(known.made_by)}" if known.made_by else ""
+    return made_by + (f" ({_clean(known.source)})" if known.source else "")
+
+
+def _describe_accuracy(held_out: HeldOut | None, known: MaskProvenance, *, is_own: bool) -> str:
+    if not is_own:
+        return _OF_ANOTHER.format(model=_clean(known.model))
     if held_out is None:
-        return _NOT_MEASURED
+        evaluation = f" The mask was evaluated {_clean(known.evaluation)}." if known.evaluation else ""
+        return _NOT_MEASURED + evaluation
     measured = _MEASURED.format(held_out=held_out, tasks=_clean(", ".join(held_out.tasks)))
     return measured + "".join(f"\n\n> **Warning:** {_clean(text)}" for text in held_out.warnings)
 

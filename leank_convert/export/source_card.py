@@ -63,6 +63,12 @@ def read_base_model(checkpoint: Path) -> str | None:
     return given if is_repository(given) else None
 
 
+def read_base_models(folder: Path) -> list[object]:
+    """Read what a model's own card says that the model was made from; nothing where it does not say."""
+    given = _read_front_matter(folder / CARD_NAME).get("base_model")
+    return given if isinstance(given, list) else [given]
+
+
 def _read_front_matter(card: Path) -> dict[Any, Any]:
     """The metadata of a model card; empty if there is none that can be read."""
     if not card.is_file():

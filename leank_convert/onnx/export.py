@@ -79,8 +79,8 @@ def export_onnx(
         dtype: Of weights and cache: `float32` or `float16`.
         weights: `int8` or `int4`; None leaves them in `dtype`. The embedding and the cache stay in it.
         overwrite: Whether to replace a checkpoint or a graph in `out`.
-        choices: Of a model, `export_checkpoint`'s `recipe`, `overrides`, `all_channels`, window sizes,
-            `config_overrides` and `mask_origin`.
+        choices: Of a model, `export_checkpoint`'s `pruning_ratio`, `recipe`, `overrides`, `all_channels`,
+            window sizes, `config_overrides` and `mask_origin`.
 
     Returns:
         `out`.

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUNTIME_FILES = sorted(path.name for path in (ROOT / "runtime").glob("*_leank.py"))
+MASKS = sorted(path.name for path in (ROOT / "leank_convert" / "masks").glob("*.safetensors"))
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
 
 
@@ -45,12 +46,14 @@ def wheel(distributions):
     return path
 
 
-def test_wheel_holds_runtime_recipes_and_the_shipped_model(wheel):
+def test_wheel_holds_runtime_recipes_masks_and_the_shipped_model(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for file in RUNTIME_FILES:
         assert f"leank_convert/_runtime/{file}" in names
     for recipe in RECIPES:
         assert f"leank_convert/_recipes/{recipe}" in names
+    for mask in MASKS:
+        assert f"leank_convert/masks/{mask}" in names
     # An editable install would stand in for a module that the wheel lacks.
     for path in (ROOT / "leank_convert").rglob("*.py"):
         linked = {"_runtime", "_recipes"} & set(path.parts)
@@ -68,6 +71,7 @@ def test_sdist_holds_what_the_wheel_is_built_from(distributions):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"runtime/{file}" for file in RUNTIME_FILES} <= names
     assert {f"recipes/{recipe}" for recipe in RECIPES} <= names
+    assert {f"leank_convert/masks/{mask}" for mask in MASKS} <= names
     assert "leank_convert/testbed/model/model.safetensors" in names
 
 
@@ -83,7 +87,7 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
     assert where.stdout.startswith(str(site))
     command = [sys.executable, "-m", "leank_convert"]
     exported = subprocess.run(
-        [*command, "export", "testbed", "--all-channels", "-o", "out"],
+        [*command, "export", "testbed", "-o", "out"],
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert exported.returncode == 0, exported.stderr

@@ -196,7 +196,9 @@ def test_missing_unknown_and_ambiguous_files(tmp_path: Path) -> None:
         load_mask(tmp_path / "o.npy")
 
 
-def test_a_mask_is_named_by_file_folder_or_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
 
     def download(repo_id: str, name: str) -> str:
@@ -208,8 +210,8 @@ def test_a_mask_is_named_by_file_folder_or_hub_id(tmp_path: Path, monkeypatch: p
     (tmp_path / "runs" / "one").mkdir(parents=True)
     assert resolve_mask("runs/one") == Path("runs/one/channel_mask.safetensors")
     assert resolve_mask("owner/missing.pth") == Path("owner/missing.pth")
-    assert resolve_mask("missing") == Path("missing")
     assert resolve_mask(tmp_path / "no" / "such" / "thing") == tmp_path / "no" / "such" / "thing"
+    assert resolve_mask("testbed-70").name == "testbed-70.safetensors"
     assert asked == []
     assert resolve_mask("owner/Qwen2.5-7B-LeanK") == tmp_path / "cached"
     assert asked == [("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")]

@@ -11,7 +11,18 @@ from click.testing import CliRunner
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
 
-COMMANDS = ["analyze", "benchmark", "evaluate", "export", "inspect", "recipes", "train", "verify", "warmup"]
+COMMANDS = [
+    "analyze",
+    "benchmark",
+    "evaluate",
+    "export",
+    "inspect",
+    "masks",
+    "recipes",
+    "train",
+    "verify",
+    "warmup",
+]
 
 
 @pytest.fixture
@@ -87,11 +98,17 @@ def test_plainest_recipe_is_taken_where_a_model_has_several(run, tmp_path):
 
 
 def test_export_without_any_mask_exits_2_with_a_hint(run, tmp_path):
-    result = run("export", "testbed", "-o", tmp_path / "out")
+    result = run("export", "owner/unknown", "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "no mask for `testbed`" in result.stderr
+    assert "no mask for `owner/unknown`" in result.stderr
     assert "--mask" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_export_says_which_packaged_mask_it_takes(tmp_path):
+    command = [sys.executable, "-m", "leank_convert", "export", "testbed", "-o", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("note: mask `testbed-70` of the package, made by leank for testbed; ")
 
 
 def test_mask_and_all_channels_exclude_each_other(run, tmp_path):

@@ -114,9 +114,17 @@ def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -
     text = card(held_out=HELD_OUT)
     assert "16 questions on 4 held-out contexts" in text and "| pruned | 68.8% |" in text
     assert "> **Warning:** the dense model answers 16 \\| 16" in text and "Not measured" not in text
-    for other in ({"mask_model": "owner/other"}, {"sink_size": 5}, {"recent_size": 8}):
+    for other in ({"sink_size": 5}, {"recent_size": 8}):
         text = card(**{"held_out": HELD_OUT, **other})
         assert "Not measured" in text and "model-index" not in text
+    text = card(held_out=HELD_OUT, mask_model="owner/other")
+    assert "made for owner/other, and is not evaluated on this model" in text and "model-index" not in text
+
+
+def test_the_card_names_who_else_made_and_evaluated_the_mask() -> None:
+    text = card(made_by="its authors", source="their page, MIT", evaluation="in their paper")
+    assert "| mask | `imported`, made for owner/model by its authors (their page, MIT) |" in text
+    assert "Not measured when this checkpoint was written. The mask was evaluated in their paper." in text
 
 
 def test_a_recipe_stands_in_its_fence_without_local_paths() -> None:

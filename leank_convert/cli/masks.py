@@ -1,0 +1,16 @@
+"""The `masks` command."""
+
+from __future__ import annotations
+
+import click
+
+from leank_convert.cli.options import json_option
+
+
+@click.command()
+@json_option
+def masks(as_json: bool) -> None:
+    """List the packaged masks: of which model, how much they prune, who made and evaluated them."""
+    from leank_convert.mask_listing import render_masks
+
+    click.echo(render_masks(as_json=as_json), nl=as_json)

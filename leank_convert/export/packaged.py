@@ -1,0 +1,71 @@
+"""The packaged mask of the model that is exported: only where the model is known to be the mask's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leank_convert.architectures import ModelFacts, read_model_facts
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
+from leank_convert.errors import LeanKError
+from leank_convert.export.source_card import read_base_models
+from leank_convert.hub import hub_name, name_in_config
+from leank_convert.mask import ChannelMask, check_mask_fits, load_mask
+from leank_convert.masks import find_by_model, list_masks
+
+# What trainers leave beside weights that they changed; config.json still names the model they began with.
+_TRAINERS_FILES = ("adapter_config.json", "trainer_state.json", "training_args.bin")
+
+
+def find_packaged(model: str | Path, pruning_ratio: float | None) -> Path | None:
+    """Find the packaged mask of a model by what the hub calls it, or by what its config.json says it is.
+
+    Raises:
+        LeanKError: If there is none of that ratio, or the file cannot be read.
+    """
+    name = hub_name(model) or _name_unless_changed(Path(model).expanduser())
+    return find_by_model(name, pruning_ratio) if name else None
+
+
+def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
+    """Say in a line which mask is taken, where it comes from and how it was evaluated."""
+    known = mask.provenance
+    if known is None:
+        return f"mask `{name}` of the package"
+    text = f"mask `{name}` of the package, made by {known.made_by or known.method} for {known.model}"
+    if known.source is not None:
+        text += f" ({known.source})"
+    own_name = hub_name(model)
+    if own_name == known.model:
+        return f"{text}; evaluated: {known.evaluated}"
+    if own_name is None and _name_unless_changed(Path(model).expanduser()) == known.model:
+        return f"{text}; `{CONFIG_NAME}` calls this model so; changed weights need a mask of their own"
+    return f"{text}; not evaluated on `{model}`"
+
+
+def suggest_packaged(model: str | Path) -> str:
+    """The end of a hint: the packaged masks that a folder's shape and rope admit, if there are any."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return ""
+    facts = read_model_facts(read_config(folder), origin=str(folder / CONFIG_NAME))
+    names = [path.stem for path in list_masks() if _fits(path, facts)]
+    if not names:
+        return ""
+    listed = " or ".join(f"`--mask {name}`" for name in names)
+    return f"; if it is the very model of a packaged mask of its shape, {listed}"
+
+
+def _name_unless_changed(folder: Path) -> str | None:
+    """The hub id that a folder's config.json has, unless the weights are known to be others."""
+    name = name_in_config(folder)
+    if name is None or any((folder / file).exists() for file in _TRAINERS_FILES):
+        return None
+    return None if name in read_base_models(folder) else name
+
+
+def _fits(path: Path, facts: ModelFacts) -> bool:
+    try:
+        check_mask_fits(load_mask(path), facts, mask_origin=path.stem, model_origin="model")
+    except LeanKError:
+        return False
+    return True

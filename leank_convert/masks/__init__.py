@@ -1,0 +1,89 @@
+"""The masks that ship with the package: a file each, named by its model and the percent that was asked to go.
+
+A mask is added by putting its file here: `smollm2-135m-instruct-70.safetensors` holds a mask of a model whose
+hub id ends in `SmolLM2-135M-Instruct`, and names that id itself. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from leank_convert.errors import LeanKError, shorten
+from leank_convert.safetensors_file import read_header
+
+FOLDER = Path(__file__).parent
+DEFAULT_RATIO = 0.7  # of several masks of a model, the paper's
+
+
+def list_masks() -> list[Path]:
+    """The files, by name."""
+    return sorted(FOLDER.glob("*.safetensors"))
+
+
+def is_packaged(path: Path) -> bool:
+    """Whether a mask's file is one of these."""
+    return path.parent == FOLDER
+
+
+def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
+    """Find a mask by its file's name, or by that without the percent.
+
+    Args:
+        name: Such as `smollm2-135m-instruct-70`, or `smollm2-135m-instruct`.
+        pruning_ratio: Which one of several; None for the only one, else for `DEFAULT_RATIO`.
+
+    Raises:
+        LeanKError: If there is none of that name or ratio.
+    """
+    files = [path for path in list_masks() if name.lower() in (path.stem, _model_part(path))]
+    if not files:
+        names = {each for path in list_masks() for each in (path.stem, _model_part(path))}
+        close = difflib.get_close_matches(name.lower(), sorted(names), n=3)
+        listed = ", ".join(f"`{each}`" for each in close or (path.stem for path in list_masks()))
+        raise LeanKError(
+            f"mask `{shorten(name)}` is neither a file, nor a hub id, nor a packaged mask",
+            hint=f"did you mean {listed}?" if close else f"packaged masks: {listed}",
+        )
+    return _pick(files, pruning_ratio, f"`{shorten(name)}`")
+
+
+def find_by_model(model: str, pruning_ratio: float | None = None) -> Path | None:
+    """Find the mask of a model by the model's hub id; None if there is none of any ratio.
+
+    Args:
+        model: Hub id, or `testbed`.
+        pruning_ratio: As for `find_by_name`.
+
+    Raises:
+        LeanKError: If there is none of that ratio, or a file is damaged.
+    """
+    part = model.rpartition("/")[2].lower()
+    named = [path for path in list_masks() if _model_part(path) == part]
+    files = [path for path in named if read_header(path).metadata.get("model") == model]
+    return _pick(files, pruning_ratio, f"`{model}`") if files else None
+
+
+def percent(path: Path) -> str:
+    """The percent in a file's name."""
+    return path.stem.rpartition("-")[2]
+
+
+def _model_part(path: Path) -> str:
+    return path.stem.rpartition("-")[0]
+
+
+def _pick(files: list[Path], pruning_ratio: float | None, what: str) -> Path:
+    """One of a model's masks: only one that was made for the ratio itself."""
+    if pruning_ratio is None and len(files) == 1:
+        return files[0]
+    asked = f"{100 * (DEFAULT_RATIO if pruning_ratio is None else pruning_ratio):g}"
+    for path in files:
+        if percent(path) == asked:
+            return path
+    ratios = ", ".join(f"{float(each) / 100:g}" for each in sorted(map(percent, files), key=float))
+    raise LeanKError(
+        f"no packaged mask of {what} was made for a pruning ratio of {float(asked) / 100:g}; "
+        f"there {'are masks' if len(files) > 1 else 'is one'} for {ratios}",
+        hint="name one of these by `--pruning-ratio`, or learn a mask with `leank-convert train`",
+    )

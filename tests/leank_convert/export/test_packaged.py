@@ -1,0 +1,291 @@
+"""The masks that ship: which model gets which, unasked or by name, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import leank_convert.masks
+from leank_convert.architectures import read_model_facts
+from leank_convert.cli import main
+from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.masks import list_masks, percent
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.verify import verify_checkpoint
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(scope="module")
+def slim_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama-3.1-8B's layers, heads, rope and name, and little else of it, in shards."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=512,
+        max_position_embeddings=131072,
+        rope_parameters=ROPE,
+        dtype="bfloat16",
+    )
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(1) if "norm" in name else parameter.data.normal_(0, 0.05)
+    model.save_pretrained(folder, max_shard_size="40MB")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL_DIR / file, folder)
+    change_config(folder, _name_or_path=LLAMA)
+    return folder
+
+
+@pytest.fixture
+def llama(slim_llama: Path, tmp_path: Path) -> Path:
+    """A folder of it that may be changed."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for file in slim_llama.iterdir():
+        (folder / file.name).hardlink_to(file)
+    (folder / "config.json").unlink()
+    shutil.copy(slim_llama / "config.json", folder)
+    return folder
+
+
+@pytest.fixture
+def packaged(source_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packaged masks, with two of a model `owner/Tiny` beside the real ones."""
+    folder = tmp_path / "masks"
+    folder.mkdir()
+    for path in list_masks():
+        (folder / path.name).symlink_to(path)
+    source = source_model(shards=False)
+    change_config(source, _name_or_path="owner/Tiny")
+    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+    for removed in (50, 80):
+        channels = torch.rand(3, 4, 12, generator=torch.Generator().manual_seed(removed)) > removed / 100
+        known = MaskProvenance.for_model(
+            "owner/Tiny", facts, method="leank", sink_size=1, recent_size=2, flush_size=removed
+        )
+        save_mask(ChannelMask(channels, None, known), folder / f"tiny-{removed}.safetensors")
+    monkeypatch.setattr(leank_convert.masks, "FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(packaged: Path, tmp_path: Path) -> Path:
+    return tmp_path / "llama-model"
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = {**read_json(folder / "config.json"), **changes}
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, out: Path) -> str:
+    assert result.exit_code == 2 and not out.exists(), result.output
+    return result.stderr
+
+
+def flush_size(out: Path) -> int:
+    """Which of the two masks of `owner/Tiny` it is."""
+    size: int = read_json(out / "config.json")["leank"]["flush_size"]
+    return size
+
+
+def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from() -> None:
+    assert {"llama-3.1-8b-instruct-70", "qwen2.5-7b-instruct-70", "testbed-70"} <= {
+        p.stem for p in list_masks()
+    }
+    notice = (Path(__file__).parents[3] / "NOTICE").read_text()
+    for path in list_masks():
+        mask = load_mask(path)
+        known = mask.provenance
+        assert known is not None
+        assert path.stem == f"{known.model.rpartition('/')[2].lower()}-{percent(path)}"
+        assert abs(mask.pruning_ratio - float(percent(path)) / 100) < 0.03
+        if known.recipe is None:
+            assert known.source is not None and "Copyright (c) Microsoft Corporation" in known.source
+            assert known.held_out is None and known.evaluation is not None
+            assert f"leank_convert/masks/{path.name}\n" in notice
+        else:
+            assert known.pruning_ratio_asked == float(percent(path)) / 100 and known.held_out is not None
+
+
+def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_a_mask(
+    slim_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    with caplog.at_level(logging.INFO, logger="leank_convert"):
+        result = run("export", slim_llama, "-o", out)
+    assert result.exit_code == 0 and result.stdout == f"{out}\n", result.output
+    (note,) = caplog.messages
+    assert f"`llama-3.1-8b-instruct-70` of the package, made by the authors of LeanK for {LLAMA} (" in note
+    assert "MIT License, Copyright (c) Microsoft Corporation); `config.json` calls this model so" in note
+    assert verify_checkpoint(out, source=slim_llama).ok
+    leank = read_json(out / "config.json")["leank"]
+    assert leank["pruning_ratio"] == 0.6875 and (leank["sink_size"], leank["recent_size"]) == (128, 1024)
+    card = (out / "README.md").read_text()
+    assert "Copyright (c) Microsoft Corporation" in card and "not evaluated on this model" in card
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(out, config=model.config)
+    inputs = tokenizer("goze 17 42 ; " * 330, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert output.sequences.shape[1] == inputs["input_ids"].shape[1] + 4
+    memory = output.past_key_values.memory()
+    assert memory.kept_keys.used + memory.window_keys.used < 0.95 * memory.dense_keys
+
+
+def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_by_its_shape(
+    tiny: Path, tmp_path: Path
+) -> None:
+    named, other, cached = (tmp_path / name for name in ("named", "other", "cached"))
+    assert flush_size(export_checkpoint(tiny, None, named, pruning_ratio=0.5)) == 50
+    change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
+    stderr = refused(run("export", tiny, "-o", other, "--pruning-ratio", 0.5), other)
+    assert "no mask for" in stderr and "none packaged for it" in stderr
+    assert (
+        "if it is the very model of a packaged mask of its shape, `--mask tiny-50` or `--mask tiny-80`"
+        in stderr
+    )
+    snapshot = tmp_path / "models--owner--Tiny" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny, snapshot)
+    assert flush_size(export_checkpoint(snapshot, None, cached, pruning_ratio=0.8)) == 80
+    assert "not evaluated on this model" not in (cached / "README.md").read_text()
+    # A repository of another name that was saved from it: what the hub calls it counts.
+    change_config(tiny, _name_or_path="owner/Tiny")
+    derived = tmp_path / "models--someone--Tiny" / "snapshots" / "0123abcd"
+    shutil.copytree(tiny, derived)
+    assert "none packaged for it" in refused(run("export", derived, "-o", other), other)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("README.md", "---\nbase_model: [owner/Tiny]\n---\n"),
+        ("training_args.bin", ""),
+        ("trainer_state.json", "{}"),
+    ],
+)
+def test_a_fine_tune_is_not_taken_for_the_model_that_its_config_still_names(
+    file: str, text: str, tiny: Path, tmp_path: Path
+) -> None:
+    (tiny / file).write_text(text)
+    assert "none packaged for it" in refused(run("export", tiny, "-o", tmp_path / "out"), tmp_path / "out")
+
+
+def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(tiny, _name_or_path=None)
+    with caplog.at_level(logging.INFO, logger="leank_convert"):
+        out = export_checkpoint(tiny, "Tiny", tmp_path / "out", pruning_ratio=0.5)
+    assert flush_size(out) == 50
+    assert f"not evaluated on `{tiny}`" in caplog.text
+    card = (out / "README.md").read_text()
+    assert "The mask was made for owner/Tiny, and is not evaluated on this model." in card
+    assert flush_size(export_checkpoint(tiny, "tiny-80", tmp_path / "other")) == 80
+
+
+def test_a_packaged_mask_comes_last(tiny: Path, tmp_path: Path) -> None:
+    mask = load_mask(leank_convert.masks.FOLDER / "tiny-50.safetensors")
+    own = ChannelMask(~mask.channel_mask)
+    save_mask(own, tmp_path / "own.safetensors")
+    recipes = export_checkpoint(
+        tiny, None, tmp_path / "a", overrides=[f"mask={tmp_path / 'own.safetensors'}"], recipe="quickstart"
+    )
+    (tmp_path / "b").mkdir()
+    save_mask(own, tmp_path / "b" / "channel_mask.safetensors")
+    trained = export_checkpoint(tiny, None, tmp_path / "b")
+    for out in (recipes, trained):
+        assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(own.channel_mask)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            [],
+            "of `owner/Tiny` was made for a pruning ratio of 0.7; there are masks for 0.5, 0.8",
+        ),
+        (["--pruning-ratio", "0.6"], "for a pruning ratio of 0.6; there are masks for 0.5, 0.8"),
+        (["--mask", "tiny-50", "--pruning-ratio", "0.8"], "for a pruning ratio of 0.8; there is one for 0.5"),
+        (["--mask", "tini"], "did you mean `tiny`"),
+        (["--mask", "nothing-alike"], "packaged masks: `llama-3.1-8b-instruct-70`, `qwen2.5-7b-instruct-70`"),
+        (["--mask", "testbed-70"], "has shape [4, 4, 64]; model"),
+        (["--mask", "testbed"], "needs [3, 4, 12] (layers, KV heads, head_dim)"),
+        (["--mask", "{own}", "--pruning-ratio", "0.5"], "the ratio picks among packaged masks"),
+        (
+            ["--all-channels", "--pruning-ratio", "0.5"],
+            "--pruning-ratio and --all-channels exclude each other",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    arguments: list[str], told: str, tiny: Path, packaged: Path, tmp_path: Path
+) -> None:
+    given = [argument.format(own=packaged / ".." / "own.safetensors") for argument in arguments]
+    shutil.copy(packaged / "tiny-50.safetensors", tmp_path / "own.safetensors")
+    assert told in refused(run("export", tiny, *given, "-o", tmp_path / "out"), tmp_path / "out")
+
+
+def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(
+    tiny: Path, packaged: Path, tmp_path: Path
+) -> None:
+    file, out = packaged / "tiny-50.safetensors", tmp_path / "out"
+    file.write_bytes(file.read_bytes()[:-9])
+    for arguments in (
+        ["export", tiny, "-o", out],
+        ["export", tiny, "--mask", "tiny-50", "-o", out],
+        ["masks"],
+    ):
+        assert f"error: `{file}` is truncated or damaged" in refused(run(*arguments), out)
+    assert run("export", "testbed", "-o", out).exit_code == 0
+
+
+def test_another_rope_is_refused(llama: Path, tmp_path: Path) -> None:
+    change_config(llama, rope_parameters={**ROPE, "factor": 4.0})
+    stderr = refused(run("export", llama, "-o", tmp_path / "out"), tmp_path / "out")
+    assert "mask `llama-3.1-8b-instruct-70` was made under rope parameters" in stderr
+    assert '"factor": 8.0' in stderr and '"factor": 4.0' in stderr
+
+
+def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged: Path) -> None:
+    rows = {line.split(" ")[0]: line for line in run("masks").stdout.splitlines()}
+    cells = [cell.strip() for cell in rows["llama-3.1-8b-instruct-70"].split("  ") if cell]
+    assert cells[1:] == [LLAMA, "70%: 68.8%", "128, 1024", "the authors of LeanK", "in the paper, not here"]
+    assert "not evaluated" in rows["tiny-50"] and "held-out answers" in rows["testbed-70"]
+    listed = json.loads(run("masks", "--json").stdout)
+    assert [mask["name"] for mask in listed] == [path.stem for path in list_masks()]
+    inspected = json.loads(run("inspect", "llama-3.1-8b-instruct", "--json").stdout)
+    assert inspected["provenance"]["source"] == listed[0]["source"]
