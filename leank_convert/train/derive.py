@@ -133,9 +133,10 @@ def _find_room(device: torch.device) -> int | None:
     """Bytes that training may fill on a GPU; None on a device that is not judged."""
     if device.type != "cuda":
         return None
-    free, total = torch.cuda.mem_get_info(device)
     # Processes that train together have to derive the same, and each takes from what the others see free.
-    return int(_USABLE * (free if os.environ.get("WORLD_SIZE", "1") == "1" else total))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
+    return int(_USABLE * torch.cuda.mem_get_info(device)[0])
 
 
 def _fits(files: ModelFiles, recipe: Recipe, device: torch.device, room: int) -> bool:

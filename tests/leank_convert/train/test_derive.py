@@ -123,6 +123,26 @@ def test_contexts_are_shortened_or_leave_the_gpu_where_they_do_not_fit(source_mo
     assert in_brief(derive(rest + 0.5 * context, "model.dtype=bfloat16")) == in_brief(best)
 
 
+def test_processes_that_train_together_count_all_memory_as_it_is_the_same_for_each(
+    source_model, gpu, monkeypatch
+):
+    folder = source_model(max_position_embeddings=131072)
+    gpu()
+    best = derive_recipe(folder)
+    needed = count_bytes(find_model(folder, best), best, torch.device("cuda"))
+    gpu(needed["weights"] + needed["working"] + needed["context"] // 2)
+    assert derive_recipe(folder).data.max_length < 98304
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert derive_recipe(folder).data.max_length == 98304
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_small_model_is_not_shortened(instructed):
+    recipe = derive_recipe(instructed)
+    assert (recipe.data.max_length, recipe.offload_context) == (1920, False)
+    assert "GB usable" in recipe.derivation
+
+
 def test_a_longer_rope_that_is_set_gives_longer_samples(source_model, gpu):
     gpu()
     folder = source_model(max_position_embeddings=8192)
