@@ -25,7 +25,7 @@ from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, hide_local_paths, is_hub_id
 from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
-from leank_convert.masks import find_by_name
+from leank_convert.masks import find_by_model, find_by_name
 from leank_convert.recipe_yaml import parse_yaml
 from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
@@ -248,7 +248,7 @@ def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = Non
 
     Args:
         mask: A file, a folder that holds `channel_mask.safetensors` (a training run, a checkpoint), the hub
-            id of a repository that holds one, or the name of a packaged mask.
+            id of a repository that holds one, or a packaged mask by its name or its model's hub id.
         pruning_ratio: Which one, where that name stands for several.
 
     Raises:
@@ -260,7 +260,7 @@ def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = Non
     if path.exists() or path.suffix in _SUFFIXES:
         return path
     if is_hub_id(name):
-        return download_file(name, MASK_FILE_NAME)
+        return find_by_model(name, pruning_ratio) or download_file(name, MASK_FILE_NAME)
     return path if os.sep in name else find_by_name(name, pruning_ratio)
 
 

@@ -33,6 +33,7 @@ from leank_convert.export.config_json import (
     encode_json,
 )
 from leank_convert.export.model_card import build_model_card
+from leank_convert.export.packaged import identify_model
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
 from leank_convert.export.runtime_files import copy_runtime_files
@@ -336,6 +337,7 @@ def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, wind
         windows,
         count_cache_bytes(mask.widths, facts.head_dim, element_bytes),
         element_bytes=element_bytes,
+        noted_name=identify_model(checkpoint.folder),
         base_model=original.base_model or find_base_model(checkpoint.folder, original.name, known.model),
         licence=read_licence(checkpoint.folder),
     )

@@ -121,6 +121,12 @@ def _find_mask(
         mask = trained
     if mask is None and recipe is not None:
         mask = recipe.mask
+    if mask is None and (out / TRAINING_FOLDER).exists():
+        raise LeanKError(
+            f"`{out}` holds a training run, but not its mask",
+            hint="pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
+            "train … --resume`",
+        )
     path = find_packaged(model, pruning_ratio) if mask is None else resolve_mask(mask, pruning_ratio)
     if path is None:
         raise LeanKError(

@@ -74,6 +74,9 @@ An answer counts if every token of it is right:
 So few samples find what is broken, not what is lost: measure on your own task."""
 _NOT_MEASURED = "Not measured when this checkpoint was written."
 _OF_ANOTHER = "The mask was made for {model}, and is not evaluated on this model."
+_OF_NAMED = """\
+Not measured when this checkpoint was written. The mask was made for {model}, as which this model's
+config.json names it; evaluated: {evaluated}."""
 
 _RECIPE = """
 ## Recipe
@@ -93,6 +96,7 @@ def build_model_card(
     cache: BytesPerToken,
     *,
     element_bytes: int,
+    noted_name: str | None = None,
     base_model: str | None = None,
     licence: Mapping[str, str] | None = None,
 ) -> str:
@@ -106,6 +110,7 @@ def build_model_card(
         windows: Window sizes.
         cache: Bytes per token.
         element_bytes: Bytes of one number in the cache.
+        noted_name: What the model's config.json calls it, if it may be that.
         base_model: The model's hub id, if it is known.
         licence: `license`, `license_name` and `license_link` of the model, those that are known.
     """
@@ -113,7 +118,7 @@ def build_model_card(
     # Of another model or other windows it says nothing about this checkpoint.
     if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
         held_out = None
-    name, mask_model = _clean(name), _clean(known.model)
+    given_name, name, mask_model = name, _clean(name), _clean(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     return _CARD.format(
         front_matter=_build_front_matter(name, base_model, licence or {}, held_out),
@@ -132,7 +137,7 @@ def build_model_card(
         cache=cache,
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
-        accuracy=_describe_accuracy(held_out, known, is_own=name == mask_model),
+        accuracy=_describe_accuracy(held_out, known, given_name, noted_name),
         recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
 
@@ -182,9 +187,12 @@ def _describe_origin(known: MaskProvenance) -> str:
     return made_by + (f" ({_clean(known.source)})" if known.source else "")
 
 
-def _describe_accuracy(held_out: HeldOut | None, known: MaskProvenance, *, is_own: bool) -> str:
-    if not is_own:
-        return _OF_ANOTHER.format(model=_clean(known.model))
+def _describe_accuracy(
+    held_out: HeldOut | None, known: MaskProvenance, name: str, noted_name: str | None
+) -> str:
+    if name != known.model:
+        of_others = _OF_NAMED if noted_name == known.model else _OF_ANOTHER
+        return of_others.format(model=_clean(known.model), evaluated=_clean(known.evaluated))
     if held_out is None:
         evaluation = f" The mask was evaluated {_clean(known.evaluation)}." if known.evaluation else ""
         return _NOT_MEASURED + evaluation

@@ -22,8 +22,19 @@ def find_packaged(model: str | Path, pruning_ratio: float | None) -> Path | None
     Raises:
         LeanKError: If there is none of that ratio, or the file cannot be read.
     """
-    name = hub_name(model) or _name_unless_changed(Path(model).expanduser())
+    name = identify_model(model)
     return find_by_model(name, pruning_ratio) if name else None
+
+
+def identify_model(model: str | Path) -> str | None:
+    """What the hub calls a model, else its config.json, unless something says that weights were changed."""
+    if name := hub_name(model):
+        return name
+    folder = Path(model).expanduser()
+    noted = name_in_config(folder)
+    if noted in read_base_models(folder) or any((folder / file).exists() for file in _TRAINERS_FILES):
+        return None
+    return noted
 
 
 def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
@@ -34,10 +45,9 @@ def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
     text = f"mask `{name}` of the package, made by {known.made_by or known.method} for {known.model}"
     if known.source is not None:
         text += f" ({known.source})"
-    own_name = hub_name(model)
-    if own_name == known.model:
+    if hub_name(model) == known.model:
         return f"{text}; evaluated: {known.evaluated}"
-    if own_name is None and _name_unless_changed(Path(model).expanduser()) == known.model:
+    if identify_model(model) == known.model:
         return f"{text}; `{CONFIG_NAME}` calls this model so; changed weights need a mask of their own"
     return f"{text}; not evaluated on `{model}`"
 
@@ -53,14 +63,6 @@ def suggest_packaged(model: str | Path) -> str:
         return ""
     listed = " or ".join(f"`--mask {name}`" for name in names)
     return f"; if it is the very model of a packaged mask of its shape, {listed}"
-
-
-def _name_unless_changed(folder: Path) -> str | None:
-    """The hub id that a folder's config.json has, unless the weights are known to be others."""
-    name = name_in_config(folder)
-    if name is None or any((folder / file).exists() for file in _TRAINERS_FILES):
-        return None
-    return None if name in read_base_models(folder) else name
 
 
 def _fits(path: Path, facts: ModelFacts) -> bool:

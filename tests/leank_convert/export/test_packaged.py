@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import leank_convert.masks
 from leank_convert.architectures import read_model_facts
 from leank_convert.cli import main
+from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, save_mask
@@ -24,6 +28,7 @@ from leank_convert.masks import list_masks, percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
 
+ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 ROPE = {
     "rope_type": "llama3",
@@ -127,7 +132,7 @@ def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_fr
     assert {"llama-3.1-8b-instruct-70", "qwen2.5-7b-instruct-70", "testbed-70"} <= {
         p.stem for p in list_masks()
     }
-    notice = (Path(__file__).parents[3] / "NOTICE").read_text()
+    notice = (ROOT / "NOTICE").read_text()
     for path in list_masks():
         mask = load_mask(path)
         known = mask.provenance
@@ -156,7 +161,7 @@ def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_
     leank = read_json(out / "config.json")["leank"]
     assert leank["pruning_ratio"] == 0.6875 and (leank["sink_size"], leank["recent_size"]) == (128, 1024)
     card = (out / "README.md").read_text()
-    assert "Copyright (c) Microsoft Corporation" in card and "not evaluated on this model" in card
+    assert "Copyright (c) Microsoft Corporation" in card and "evaluated: in the paper, not here." in card
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(out, config=model.config)
     inputs = tokenizer("goze 17 42 ; " * 330, return_tensors="pt")
@@ -227,6 +232,10 @@ def test_a_packaged_mask_comes_last(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     save_mask(own, tmp_path / "b" / "channel_mask.safetensors")
     trained = export_checkpoint(tiny, None, tmp_path / "b")
+    unfinished = tmp_path / "c"
+    (unfinished / "leank").mkdir(parents=True)
+    with pytest.raises(LeanKError, match="holds a training run, but not its mask"):
+        export_checkpoint(tiny, None, unfinished, pruning_ratio=0.5)
     for out in (recipes, trained):
         assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(own.channel_mask)
 
@@ -289,3 +298,18 @@ def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged
     assert [mask["name"] for mask in listed] == [path.stem for path in list_masks()]
     inspected = json.loads(run("inspect", "llama-3.1-8b-instruct", "--json").stdout)
     assert inspected["provenance"]["source"] == listed[0]["source"]
+
+
+def test_a_mask_of_a_run_joins_them_under_the_hub_id_of_its_model(
+    tiny: Path, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = load_mask(packaged / "tiny-50.safetensors")
+    assert mask.provenance is not None
+    known = dataclasses.replace(mask.provenance, model="a-folder", pruning_ratio_asked=0.65)
+    save_mask(dataclasses.replace(mask, provenance=known), tmp_path / "mask.safetensors")
+    monkeypatch.setattr(sys, "argv", ["package-mask", str(tmp_path / "mask.safetensors"), "owner/Tiny"])
+    runpy.run_path(str(ROOT / "bin" / "package-mask"), run_name="__main__")
+    assert load_mask(packaged / "tiny-65.safetensors").provenance == dataclasses.replace(
+        known, model="owner/Tiny"
+    )
+    assert export_checkpoint(tiny, None, tmp_path / "out", pruning_ratio=0.65).is_dir()
