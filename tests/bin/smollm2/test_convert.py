@@ -57,7 +57,7 @@ def test_the_folder_holds_the_tokenizer_of_the_file(folder, write_gguf):
         ({"llama.block_count": "two"}, "`llama.block_count` is 'two'"),
         ({"llama.rope.scaling.type": "yarn"}, "`llama.rope.scaling.type` is 'yarn'"),
         ({"llama.attention.head_count": 3}, "describes no Llama model"),
-        ({"llama.rope.dimension_count": 8}, "tensor `blk.0.attn_q.weight` is [64, 64], the model needs [32, "),
+        ({"llama.rope.dimension_count": 8}, "tensor `blk.0.attn_q.weight` is [64, 64], the model needs [32"),
         ({"llama.block_count": 3}, "no tensor for `model.layers.2."),
         ({"llama.block_count": 1}, "tensor `blk.1."),
         ({"llama.vocab_size": 100}, "263 tokens, 263 kinds of tokens and a vocabulary of 100"),

@@ -96,6 +96,12 @@ def test_a_torn_copy_of_the_download_is_replaced(tmp_path, wheel, index):
     assert not kept.parent.exists()
 
 
+def test_the_download_is_kept_on_demand(tmp_path, wheel, index):
+    assert run(tmp_path / "new" / "out", "--keep-wheel")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [wheel.name, "out"]
+    assert (tmp_path / "new" / wheel.name).read_bytes() == wheel.read_bytes()
+
+
 def test_a_wheel_that_is_there_needs_no_index_and_is_left_alone(tmp_path, wheel):
     assert run(tmp_path / "out", "--wheel", wheel)[0] == 0
     assert wheel.exists()

