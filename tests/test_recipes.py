@@ -16,7 +16,8 @@ LENGTHS = {
 }
 PAPER = [path for path in RECIPES if path.stem in LENGTHS]
 SHARED = "llama-3.1-8b-instruct-8-questions"
-DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, SHARED, "quickstart")]
+RUN = ("quickstart", "smollm2-135m-instruct")
+DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, SHARED, *RUN)]
 # Positions in K and head_dim as in the models' config.json.
 SHAPES = {
     "llama-3.1-70b-instruct": (128, 128),

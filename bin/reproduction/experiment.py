@@ -14,7 +14,8 @@ from transformers.utils import logging as transformers_logging
 from bin.reproduction.answers import Asked, Part
 from bin.reproduction.bench import Bench, Masks
 from bin.reproduction.findings import Chosen, choose_entries, collect_findings
-from bin.reproduction.plan import Cell, Entry, Sizes, make_plan
+from bin.reproduction.plan import MAIN, Cell, Entry, Sizes, list_cells, make_plan
+from bin.reproduction.real import RealModel
 from bin.reproduction.report import write_report
 from bin.reproduction.units import Unit, work_off
 from bin.reproduction.workers import run_workers
@@ -35,6 +36,7 @@ def reproduce(
     sizes: Sizes,
     *,
     model: str | None = None,
+    texts: Path | None = None,
     device: str | torch.device | None = None,
     num_workers: int = 1,
 ) -> Path:
@@ -46,6 +48,7 @@ def reproduce(
         out: The folder; one of an earlier run is gone on with.
         sizes: How much is done.
         model: A folder, a hub id, or `testbed`; default: the recipe's.
+        texts: The folder that `bin/fetch-texts` wrote, for a real model; None: one kind of text is all.
         device: Default: CUDA if there is any, else the CPU.
         num_workers: Processes that do the work, each on one GPU; 1 is this one.
 
@@ -56,21 +59,30 @@ def reproduce(
         LeanKError: As training and evaluation; also if `out` holds masks or answers of other settings.
     """
     check_folder(out)
-    experiment = Experiment(out, sizes, model, device)
+    experiment = Experiment(out, sizes, model, texts, device)
     if num_workers > 1:
-        run_workers(_work, (out, sizes, model, device), num_workers)
+        run_workers(_work, (out, sizes, model, texts, device), num_workers)
     experiment.work(Console(stderr=True))
     return experiment.report()
 
 
-def _work(out: Path, sizes: Sizes, model: str | None, device: str | None, number: int) -> None:
-    Experiment(out, sizes, model, device).work(Console(stderr=True), f"worker {number}: ")
+def _work(
+    out: Path, sizes: Sizes, model: str | None, texts: Path | None, device: str | None, number: int
+) -> None:
+    Experiment(out, sizes, model, texts, device).work(Console(stderr=True), f"worker {number}: ")
 
 
 class Experiment:
     """All units of a plan and their results, for the arguments of `reproduce`."""
 
-    def __init__(self, out: Path, sizes: Sizes, model: str | None, device: str | torch.device | None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        sizes: Sizes,
+        model: str | None,
+        texts: Path | None,
+        device: str | torch.device | None,
+    ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._out, self._sizes, self._device = out, sizes, choose_device(device)
         self._recipe = load_recipe(sizes.recipe, sizes.overrides)
@@ -78,9 +90,12 @@ class Experiment:
         self._plan = make_plan(sizes, self._recipe)
         self._masks = Masks(self._plan.runs, sizes, self._model, out / "masks", self._device)
         self._bench = Bench(self._recipe, self._model, self._masks, self._device)
-        cells = self._list_cells()
+        cells = list_cells(sizes, self._recipe)
         self._validation = self._part("validation", cells, VALIDATION_SEED)
         self._test = self._part("test", cells, TEST_SEED)
+        self._real = None
+        if sizes.real is not None:
+            self._real = RealModel(self._plan, self._bench, out, texts, lambda: self._chosen)
 
     def work(self, console: Console, prefix: str = "") -> None:
         """Do what no other process does, until all is done."""
@@ -96,13 +111,10 @@ class Experiment:
         """Write the report of what is done; returns its page."""
         environment = self._describe_environment()
         findings = collect_findings(self._plan, self._chosen, self._test, self._masks, environment)
-        return write_report(findings, self._out)
+        return write_report(findings, self._out, None if self._real is None else self._real.results())
 
     def _part(self, name: str, cells: tuple[Cell, ...], seed: int) -> Part:
         return Part(self._bench, self._out / name, cells, seed, self._sizes.batch_tokens)
-
-    def _list_cells(self) -> tuple[Cell, ...]:
-        return tuple(Cell(task, length) for length in self._sizes.lengths for task in self._recipe.data.tasks)
 
     def _list_units(self) -> list[Unit]:
         masks = {
@@ -114,7 +126,10 @@ class Experiment:
             self._validation, lambda: self._asked_for_choice, [masks[name] for name in needed]
         )
         test = _list_answers(self._test, lambda: self._asked_for_test, [*masks.values(), *validation])
-        return [*masks.values(), *validation, *test]
+        units = [*masks.values(), *validation, *test]
+        if self._real is not None:
+            units += self._real.list_units(masks[MAIN], [masks[name] for name in needed], validation)
+        return units
 
     @cached_property
     def _asked_for_choice(self) -> Asked:

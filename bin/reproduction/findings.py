@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from bin.reproduction.answers import Part, Scores
 from bin.reproduction.bench import Masks
-from bin.reproduction.plan import MAIN, TASK_CHOICES, UNALIGNED, Entry, Plan
+from bin.reproduction.plan import MAIN, UNALIGNED, Entry, Plan, name_choices
 from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.variants import kept_channels
 from leank_convert.train.scaling import count_largest
@@ -251,17 +251,19 @@ def _judge_ablations(plan: Plan, tables: Mapping[str, Found], ratio: float) -> I
     *fewer, every = at("tasks")
     for finding in fewer:
         tasks = dict.fromkeys(task for task, _ in finding.scores.cells)
-        untrained = [task for task in tasks if task not in TASK_CHOICES[finding.label]]
+        untrained = [task for task in tasks if task not in name_choices(plan.sizes)[finding.label]]
         claim = f"training on {finding.label} suffices at {ratio:.0%}"
         yield _close(claim, finding, every)
-        claim = f"{claim} for {' and '.join(untrained)}, never trained on"
-        yield _close(claim, finding.where(tasks=untrained), every.where(tasks=untrained))
-    longer = [length for length in plan.sizes.lengths if length > plan.sizes.short_length]
-    short, full = (finding.where(lengths=longer) for finding in at("length"))
-    asked = " and ".join(map(str, longer))
-    yield _close(
-        f"training on {short.label} suffices at {ratio:.0%} for prompts of {asked} tokens", short, full
-    )
+        if len(untrained) < len(tasks):
+            claim = f"{claim} for {' and '.join(untrained)}, never trained on"
+            yield _close(claim, finding.where(tasks=untrained), every.where(tasks=untrained))
+    *shorter, full = at("length")
+    for limit, finding in zip(plan.sizes.short_lengths, shorter, strict=True):
+        longer = [length for length in plan.sizes.lengths if length > limit]
+        if longer:
+            asked = " and ".join(map(str, longer))
+            claim = f"training on {finding.label} suffices at {ratio:.0%} for prompts of {asked} tokens"
+            yield _close(claim, finding.where(lengths=longer), full.where(lengths=longer))
     yield _alike(f"the seed of training matters little at {ratio:.0%}", at("seeds"))
 
 

@@ -7,22 +7,16 @@ validation prompts: no baseline is shown below its best.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from leank_convert.evaluate.ruler.synthetic import NEEDLE_TASKS
 from leank_convert.methods import METHODS
 from leank_convert.recipe import Recipe
 
 MAIN = "leank"
 UNALIGNED = "leank (any width)"
 """The curve that meets the baselines on their terms: few channels in whole multiples are few heads."""
-TASK_CHOICES: dict[str, tuple[str, ...]] = {
-    "retrieval alone": ("retrieval",),
-    "multi_value alone": ("multi_value",),
-    "retrieval and multi_value": ("retrieval", "multi_value"),
-}
-"""By label, the tasks of runs that train on fewer than the main setting does."""
-
 # Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
 # 30% would be cut from 19 to 16.
 _ANY_WIDTH = "width_multiple=1"
@@ -33,11 +27,30 @@ _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.wh
 
 
 @dataclass(frozen=True)
+class RealSizes:
+    """What a real model is asked besides, and how much of it."""
+
+    ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
+    ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
+    floor: float = 0.2  # a task at a length is left out where the dense model scores no more
+    num_floor: int = 16  # prompts that this is found out on, of a seed of their own
+    num_main: int = 200  # prompts of a cell that the dense model and the main mask answer
+    num_others: int = 64  # the first ones, which all other entries answer too
+    text_tokens: int = 4096  # of a text, before those that are fed
+    num_fed: int = 256  # tokens that are fed, each a decode step
+    num_texts: int = 16  # texts of each kind
+    answer_tokens: int = 512  # of an answer to a prompt of about `text_tokens`
+    num_answers: int = 32  # prompts of each kind of text
+    num_measured: int = 2  # prompts of each task and length that staticity is measured on
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much is done."""
 
     recipe: str = "quickstart"  # name or file of the recipe that every run changes
     overrides: tuple[str, ...] = ()  # changes to it that all runs share
+    side_overrides: tuple[str, ...] = ()  # changes that all runs but the main one share
     ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # pruning ratios of the comparison, ascending
     main_ratio: float = 0.7  # the one that all tables show
     hard_ratio: float = 0.9  # another, where differences are large
@@ -46,11 +59,23 @@ class Sizes:
     num_seeds: int = 5  # runs of the main setting
     l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
     width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
-    short_length: int = 1024  # the longest context of the run that is then asked longer ones
+    # Tasks of runs that train on fewer than the main setting does.
+    task_choices: tuple[tuple[str, ...], ...] = (
+        ("retrieval",), ("multi_value",), ("retrieval", "multi_value"),
+    )  # fmt: skip
+    short_lengths: tuple[int, ...] = (1024,)  # the longest context of runs that are then asked longer ones
+    # Of the test prompts: RULER's tasks with the most tokens of an answer; none: the recipe's own.
+    ruler: tuple[tuple[str, int], ...] = ()
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
     num_prompts: int = 200  # test prompts of each task and length
     num_validation: int = 48  # prompts of each task and length that settings are chosen on
     batch_tokens: int = 2**20  # tokens of prompts that are answered together
+    real: RealSizes | None = None  # None for the shipped model, which knows no language
+
+    @property
+    def measure(self) -> str:
+        """What a score is."""
+        return "RULER score" if self.ruler else "exact match"
 
 
 ON_GPU = Sizes()
@@ -71,11 +96,54 @@ QUICK = Sizes(
     num_seeds=2,
     l1_weights=(0.06,),
     width_multiples=(32,),
-    short_length=300,
+    short_lengths=(300,),
     lengths=(256, 384),
     num_prompts=2,
     num_validation=1,
     batch_tokens=1024,
+)  # fmt: skip
+SMOLLM2 = Sizes(
+    recipe="smollm2-135m-instruct",
+    overrides=("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1"),
+    side_overrides=("held_out_samples=0",),
+    ratios=(0.5, 0.6, 0.7, 0.8, 0.9),
+    num_seeds=2,
+    l1_weights=(0.06, 0.1, 0.3),
+    width_multiples=(32,),
+    task_choices=(("retrieval",), ("multi_value",)),
+    short_lengths=(2048, 4096),
+    # The dense model copies no code of 24 hexadecimal digits, as the recipe's own task asks for. A number
+    # takes 8 tokens, and it ends only some of its answers.
+    ruler=(("niah_single_2", 24), ("niah_multikey_1", 24), ("niah_multivalue", 64)),
+    lengths=(1024, 2048, 4096, 7680),
+    num_prompts=64,
+    num_validation=32,
+    real=RealSizes(),
+)
+QUICK_SMOLLM2 = replace(
+    SMOLLM2,
+    overrides=(
+        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+        "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
+        "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
+    ),
+    ratios=(0.7, 0.9),
+    head_ratio=0.7,
+    combined_ratio=0.9,
+    l1_weights=(),
+    num_seeds=1,
+    width_multiples=(),
+    task_choices=(("retrieval",),),
+    short_lengths=(480,),
+    ruler=(("niah_single_2", 3),),
+    lengths=(512,),
+    num_prompts=1,
+    num_validation=1,
+    batch_tokens=1024,
+    real=RealSizes(
+        ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, num_floor=1, num_main=2,
+        num_others=1, text_tokens=300, num_fed=4, num_texts=2, answer_tokens=8, num_answers=2, num_measured=1,
+    ),
 )  # fmt: skip
 
 
@@ -142,7 +210,7 @@ class Plan:
         assert name not in self.runs, name
         sizes = self.sizes
         asked = (sizes.main_ratio, sizes.hard_ratio) if ratios is None else tuple(ratios)
-        self.runs[name] = Run((f"method={method}", *overrides), asked)
+        self.runs[name] = Run((*sizes.side_overrides, f"method={method}", *overrides), asked)
         return name
 
     def add_ablation(self, name: str, title: str, runs: Mapping[str, str]) -> None:
@@ -202,15 +270,20 @@ def _add_ablations(plan: Plan, recipe: Recipe) -> None:
     """LeanK's parts and settings, one changed at a time."""
     sizes, compared = plan.sizes, plan.tables["comparison"].rows
     uniform = plan.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH)
-    weights = {w: plan.add_run(f"lambda-{w:g}", f"stage1.l1_weight={w}") for w in sizes.l1_weights}
-    weights[recipe.stage1.l1_weight] = MAIN
-    multiples = {r: plan.add_run(f"multiple-{r}", f"width_multiple={r}") for r in sizes.width_multiples}
-    multiples |= {1: "multiple-1", recipe.width_multiple: MAIN}
+    weights, multiples = {recipe.stage1.l1_weight: MAIN}, {1: "multiple-1", recipe.width_multiple: MAIN}
+    for weight in sizes.l1_weights:
+        if weight not in weights:
+            weights[weight] = plan.add_run(f"lambda-{weight:g}", f"stage1.l1_weight={weight}")
+    for multiple in sizes.width_multiples:
+        if multiple not in multiples:
+            multiples[multiple] = plan.add_run(f"multiple-{multiple}", f"width_multiple={multiple}")
     tasks = {
         label: plan.add_run(f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]")
-        for label, trained in TASK_CHOICES.items()
+        for label, trained in name_choices(sizes).items()
     }
-    lengths = {sizes.short_length: plan.add_run("short", f"data.max_length={sizes.short_length}")}
+    lengths = {
+        length: plan.add_run(f"up-to-{length}", f"data.max_length={length}") for length in sizes.short_lengths
+    }
     lengths[recipe.data.max_length] = MAIN
     others = range(recipe.seed + 1, recipe.seed + sizes.num_seeds)
     seeds = {recipe.seed: MAIN} | {seed: plan.add_run(f"seed-{seed}", f"seed={seed}") for seed in others}
@@ -237,7 +310,7 @@ def _add_ablations(plan: Plan, recipe: Recipe) -> None:
         "Width multiple, which a head's kept channels are a multiple of",
         {f"{multiple}": run for multiple, run in sorted(multiples.items())},
     )
-    plan.add_ablation("tasks", "Training tasks", tasks | {"all three": MAIN})
+    plan.add_ablation("tasks", "Training tasks", tasks | {_name_tasks(recipe.data.tasks): MAIN})
     plan.add_ablation(
         "length",
         "Training lengths",
@@ -254,3 +327,18 @@ def _add_ablations(plan: Plan, recipe: Recipe) -> None:
             ("LeanK", both): compared[MAIN, both],
         },
     )
+
+
+def list_cells(sizes: Sizes, recipe: Recipe) -> tuple[Cell, ...]:
+    """Tasks at lengths that the tables are filled by."""
+    tasks = sizes.ruler or [(task, None) for task in recipe.data.tasks]
+    return tuple(Cell(task, length, most) for length in sizes.lengths for task, most in tasks)
+
+
+def name_choices(sizes: Sizes) -> dict[str, tuple[str, ...]]:
+    """By label, the tasks of runs that train on fewer than the main setting does."""
+    return {f"{_name_tasks(tasks)}{' alone' * (len(tasks) == 1)}": tasks for tasks in sizes.task_choices}
+
+
+def _name_tasks(tasks: Sequence[str]) -> str:
+    return "all three" if len(tasks) == 3 else " and ".join(tasks)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from bin.reproduction.document import Chapter, Grid, to_html, to_markdown
 from bin.reproduction.findings import Finding, Findings, Found, describe_difference, describe_seeds
 from bin.reproduction.paper import PAPER, SOURCE
 from bin.reproduction.plan import MAIN, UNALIGNED
+from bin.reproduction.real import RealResults
+from bin.reproduction.real_report import MODEL_NAME, list_chapters
 from leank_convert.files import write_atomically
 from leank_convert.report.figures import BLUE, GREEN, INK, ORANGE
-from leank_convert.report.page import Section, new_figure, render_page, render_table
+from leank_convert.report.page import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAGE_NAME, MARKDOWN_NAME, JSON_NAME = "report.html", "report.md", "results.json"
-_TITLE = "The LeanK paper's experiments on the shipped model"
-_STYLE = "<style>td { white-space: nowrap; } #verdicts td { white-space: normal; }</style>"
 # Readable on light and on dark ground; LeanK's own is the strongest.
 _LOOKS = {
     "dense": (INK, "", "-"),
@@ -39,32 +39,22 @@ _LOOKS = {
 }
 
 
-class _Grid(NamedTuple):
-    """A table: what it is, the names of its columns, its cells as text."""
+def write_report(findings: Findings, out: Path, real: RealResults | None = None) -> Path:
+    """Write all files of the report, each whole or not at all; returns the page.
 
-    caption: str
-    header: Sequence[str]
-    cells: Sequence[Sequence[str]]
-
-
-class _Chapter(NamedTuple):
-    """A heading, text and tables below it, and perhaps a figure, which is on the page alone."""
-
-    name: str
-    heading: str
-    text: str
-    grids: Sequence[_Grid]
-    draw: Callable[[], Figure] | None = None
-    caption: str = ""
-
-
-def write_report(findings: Findings, out: Path) -> Path:
-    """Write all files of the report, each whole or not at all; returns the page."""
-    chapters, facts = _list_chapters(findings), _list_facts(findings)
-    page = render_page(_TITLE, facts, [_STYLE, *map(_to_html, chapters)])
-    write_atomically(out / PAGE_NAME, page.encode())
-    write_atomically(out / MARKDOWN_NAME, _to_markdown(facts, chapters).encode())
-    write_atomically(out / JSON_NAME, (json.dumps(findings.to_dict(), indent=1) + "\n").encode())
+    Args:
+        findings: The tables.
+        out: The folder.
+        real: Of a real model, what else was measured.
+    """
+    chapters, facts, numbers = _list_chapters(findings), _list_facts(findings), findings.to_dict()
+    title = f"The LeanK paper's experiments on {'the shipped model' if real is None else MODEL_NAME}"
+    if real is not None:
+        chapters = [*list_chapters(findings, real), *chapters]
+        numbers["real"] = real.to_dict()
+    write_atomically(out / PAGE_NAME, to_html(title, facts, chapters).encode())
+    write_atomically(out / MARKDOWN_NAME, to_markdown(title, facts, chapters).encode())
+    write_atomically(out / JSON_NAME, (json.dumps(numbers, indent=1) + "\n").encode())
     return out / PAGE_NAME
 
 
@@ -75,15 +65,15 @@ def _list_facts(findings: Findings) -> list[tuple[str, str]]:
     return [
         *findings.environment.items(),
         ("prompts", f"{sizes.num_prompts} of each of {tasks} at {lengths} tokens"),
-        ("dense", f"{findings.dense.scores.mean:.2%} exact match"),
+        ("dense", f"{findings.dense.scores.mean:.2%} {sizes.measure}"),
         ("figures in brackets", "95% intervals of paired differences over the same prompts, in points"),
     ]
 
 
-def _list_chapters(findings: Findings) -> list[_Chapter]:
+def _list_chapters(findings: Findings) -> list[Chapter]:
     compared = findings.tables["comparison"]
     first = [
-        _Chapter(
+        Chapter(
             "verdicts",
             "What the figures say",
             "Each answer is computed from paired differences. `not told apart`: the interval holds 0. Claims "
@@ -92,7 +82,7 @@ def _list_chapters(findings: Findings) -> list[_Chapter]:
             f"{describe_seeds(findings)}.",
             _verdict_grids(findings),
         ),
-        _Chapter(
+        Chapter(
             "comparison",
             findings.plan.tables["comparison"].title,
             "The share is K's alone: methods that drop whole heads drop as much of V, which the last table "
@@ -102,25 +92,25 @@ def _list_chapters(findings: Findings) -> list[_Chapter]:
             "than channels are kept, which of them are kept is left to their order.",
             [
                 *_paper_grids("comparison"),
-                _score_grid(findings.dense, compared.values()),
+                _score_grid(findings, compared.values()),
                 _choice_grid(findings),
             ],
             lambda: _draw_curves(findings),
             "Ours. At 0% stands the dense model. The share that is removed is the reached one.",
         ),
-        _Chapter("by-length", "Accuracy by length", "", [], lambda: _draw_lengths(findings), "Ours."),
+        Chapter("by-length", "Accuracy by length", "", [], lambda: _draw_lengths(findings), "Ours."),
     ]
     ablations = [
-        _Chapter(
+        Chapter(
             name,
             findings.plan.tables[name].title,
             "",
-            [*_paper_grids(name), _score_grid(findings.dense, found.values())],
+            [*_paper_grids(name), _score_grid(findings, found.values())],
         )
         for name, found in findings.tables.items()
         if name != "comparison"
     ]
-    saved = _Chapter(
+    saved = Chapter(
         "saved",
         "What is saved of K and V",
         "Shares of the pruned region, of which a long context is nearly all. A head that keeps no channel of "
@@ -130,26 +120,27 @@ def _list_chapters(findings: Findings) -> list[_Chapter]:
     return [*first, *ablations, saved]
 
 
-def _paper_grids(name: str) -> list[_Grid]:
+def _paper_grids(name: str) -> list[Grid]:
     if name not in PAPER:
         return []
     table = PAPER[name]
     caption = f"The paper's ({SOURCE}; {table.origin}): {table.claim}"
     rows = [(label, ratio, f"{accuracy:g}") for label, ratio, accuracy in table.rows]
-    return [_Grid(caption, ("the paper's", "K removed", "accuracy (%)"), rows)]
+    return [Grid(caption, ("the paper's", "K removed", "accuracy (%)"), rows)]
 
 
-def _verdict_grids(findings: Findings) -> list[_Grid]:
+def _verdict_grids(findings: Findings) -> list[Grid]:
     by_topic: dict[str, list[tuple[str, str, str]]] = {}
     for claim, answer, detail, topic in findings.verdicts:
         by_topic.setdefault(topic, []).append((claim, answer, detail))
-    return [_Grid(topic, ("claim", "ours", "figures"), rows) for topic, rows in by_topic.items()]
+    return [Grid(topic, ("claim", "ours", "figures"), rows) for topic, rows in by_topic.items()]
 
 
-def _score_grid(dense: Finding, found: Iterable[Finding]) -> _Grid:
+def _score_grid(findings: Findings, found: Iterable[Finding]) -> Grid:
+    dense, measure = findings.dense, findings.plan.sizes.measure
     tasks = list(dict.fromkeys(task for task, _ in dense.scores.cells))
     lengths = list(dict.fromkeys(length for _, length in dense.scores.cells))
-    shares = ("asked", "K removed", "V removed", "exact match (%)", "against dense", "factors at 1, of kept")
+    shares = ("asked", "K removed", "V removed", f"{measure} (%)", "against dense", "factors at 1, of kept")
     lines = []
     for finding in (dense, *found):
         scores = [finding.scores.where(tasks=[task]).mean for task in tasks]
@@ -166,10 +157,10 @@ def _score_grid(dense: Finding, found: Iterable[Finding]) -> _Grid:
                 *(f"{100 * score:.1f}" for score in scores),
             )
         )
-    return _Grid("Ours", ("", *shares, *tasks, *map(str, lengths)), lines)
+    return Grid("Ours", ("", *shares, *tasks, *map(str, lengths)), lines)
 
 
-def _choice_grid(findings: Findings) -> _Grid:
+def _choice_grid(findings: Findings) -> Grid:
     cells = [
         (
             finding.label,
@@ -182,10 +173,10 @@ def _choice_grid(findings: Findings) -> _Grid:
     ]
     num_prompts = findings.plan.sizes.num_validation
     caption = f"Settings, chosen on {num_prompts} other prompts of each task and length"
-    return _Grid(caption, ("", "asked", "best", "exact match (%)"), cells)
+    return Grid(caption, ("", "asked", "best", f"{findings.plan.sizes.measure} (%)"), cells)
 
 
-def _saved_grid(findings: Findings) -> _Grid:
+def _saved_grid(findings: Findings) -> Grid:
     rows = [
         (
             finding.entry.name,
@@ -197,7 +188,7 @@ def _saved_grid(findings: Findings) -> _Grid:
         for finding in findings.all_findings()
         if finding.entry is not None and not finding.entry.dynamic
     ]
-    return _Grid("Ours", ("mask", "K", "V", "K and V", "against dense"), rows)
+    return Grid("Ours", ("mask", "K", "V", "K and V", "against dense"), rows)
 
 
 def _draw_curves(findings: Findings) -> Figure:
@@ -212,9 +203,13 @@ def _draw_curves(findings: Findings) -> Figure:
             shares, scores = zip((0, dense), *points, strict=True)
             _draw_line(axes, method, shares, scores)
         axes.set(xlabel="K channels removed (%)", xlim=(-2, 101))
-    whole.set(ylabel="exact match (%)", ylim=(-2, 102), title="All methods")
+    whole.set(ylabel=f"{findings.plan.sizes.measure} (%)", ylim=(-2, 102), title="All methods")
     least = 100 * min(findings.plan.sizes.ratios)
-    top.set(xlim=(least - 3, 101), ylim=(dense - 25.5, dense + 0.75), title="The same, near the dense model")
+    top.set(
+        xlim=(least - 3, 101),
+        ylim=(dense - 25.5, min(dense + 3, 100.75)),
+        title="The same, near the dense model",
+    )
     top.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
 
@@ -234,7 +229,7 @@ def _draw_lengths(findings: Findings) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes.lengths, [str(length) for length in sizes.lengths])
         axes.set_xticks([], minor=True)
-        axes.set(xlabel="tokens of the prompt", ylabel="exact match (%)", ylim=(-2, 102))
+        axes.set(xlabel="tokens of the prompt", ylabel=f"{sizes.measure} (%)", ylim=(-2, 102))
         axes.set_title(f"{ratio:.0%} of K asked for")
     panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return figure
@@ -254,26 +249,3 @@ def _by_label(found: Found) -> dict[str, dict[float, Finding]]:
     for (label, ratio), finding in found.items():
         curves.setdefault(label, {})[ratio] = finding
     return curves
-
-
-def _to_html(chapter: _Chapter) -> str:
-    body = f"<p>{html.escape(chapter.text)}</p>\n" if chapter.text else ""
-    for grid in chapter.grids:
-        body += render_table(*grid) if grid.cells else f"<p><b>{html.escape(grid.caption)}</b></p>\n"
-    if chapter.draw is None:
-        heading = html.escape(chapter.heading)
-        return f'<h2>{heading}</h2>\n<div id="{chapter.name}">\n{body}</div>'
-    return Section(chapter.heading, chapter.name, chapter.draw, chapter.caption).to_html() + body
-
-
-def _to_markdown(facts: Sequence[tuple[str, str]], chapters: Sequence[_Chapter]) -> str:
-    parts = [f"# {_TITLE}", "\n".join(f"- {name}: {text}" for name, text in facts)]
-    for chapter in chapters:
-        if not chapter.grids:
-            continue
-        parts += [f"## {chapter.heading}", *filter(None, [chapter.text])]
-        for grid in chapter.grids:
-            lines = [grid.header, ["---"] * len(grid.header), *grid.cells] if grid.cells else []
-            parts += [f"**{grid.caption}**"]
-            parts += ["\n".join(f"| {' | '.join(cells)} |" for cells in lines)] if lines else []
-    return "\n\n".join(parts) + "\n"

