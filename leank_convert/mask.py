@@ -116,6 +116,11 @@ class MaskProvenance:
         )
 
     @property
+    def maker(self) -> str:
+        """Who made it, in a few words."""
+        return self.made_by or f"leank-convert ({self.method})"
+
+    @property
     def evaluated(self) -> str:
         """How it was evaluated, in a few words."""
         if self.evaluation is not None or self.held_out is None:

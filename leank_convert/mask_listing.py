@@ -69,7 +69,7 @@ def describe_masks() -> list[ListedMask]:
                 sink_size=known.sink_size,
                 recent_size=known.recent_size,
                 flush_size=known.flush_size,
-                made_by=known.made_by or f"leank-convert, {known.method}",
+                made_by=known.maker,
                 source=known.source,
                 evaluated=known.evaluated,
             )

@@ -42,7 +42,7 @@ def describe_packaged(name: str, mask: ChannelMask, model: str | Path) -> str:
     known = mask.provenance
     if known is None:
         return f"mask `{name}` of the package"
-    text = f"mask `{name}` of the package, made by {known.made_by or known.method} for {known.model}"
+    text = f"mask `{name}` of the package, made by {known.maker} for {known.model}"
     if known.source is not None:
         text += f" ({known.source})"
     if hub_name(model) == known.model:

@@ -383,6 +383,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     known = MaskProvenance.for_model(
         "a/model", facts, method="leank", sink_size=4, recent_size=16, flush_size=4,
         pruning_ratio_asked=0.5, width_multiple=4, recipe=yaml.safe_dump(recipe), seed=3,
+        made_by="somebody", source="somewhere", evaluation="somehow",
     )  # fmt: skip
     save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known), folder / MASK_FILE_NAME)
     export_checkpoint(folder / "source", folder / MASK_FILE_NAME, folder / "checkpoint")

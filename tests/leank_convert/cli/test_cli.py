@@ -108,7 +108,9 @@ def test_export_without_any_mask_exits_2_with_a_hint(run, tmp_path):
 def test_export_says_which_packaged_mask_it_takes(tmp_path):
     command = [sys.executable, "-m", "leank_convert", "export", "testbed", "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr.startswith("note: mask `testbed-70` of the package, made by leank for testbed; ")
+    assert done.stderr.startswith(
+        "note: mask `testbed-70` of the package, made by leank-convert (leank) for testbed; "
+    )
 
 
 def test_mask_and_all_channels_exclude_each_other(run, tmp_path):
