@@ -90,8 +90,10 @@ class Experiment:
         self._plan = make_plan(sizes, self._recipe)
         self._masks = Masks(self._plan.runs, sizes, self._model, out / "masks", self._device)
         self._bench = Bench(self._recipe, self._model, self._masks, self._device)
-        cells = list_cells(sizes, self._recipe)
+        lengths = sizes.validation_lengths or sizes.lengths
+        cells = list_cells(sizes, self._recipe, lengths)
         self._validation = self._part("validation", cells, VALIDATION_SEED)
+        cells = list_cells(sizes, self._recipe, sizes.lengths)
         self._test = self._part("test", cells, TEST_SEED)
         self._real = None
         if sizes.real is not None:

