@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -107,7 +108,7 @@ class Experiment:
         def note(line: str) -> None:
             console.print(f"{prefix}{line}", highlight=False)
 
-        work_off(units, self._out, note)
+        work_off([replace(unit, make=partial(_make, unit)) for unit in units], self._out, note)
 
     def report(self) -> Path:
         """Write the report of what is done; returns its page."""
@@ -169,6 +170,11 @@ def _name_model(recipe: Recipe) -> str:
     if recipe.model.id is None:
         raise LeanKError("the recipe names no model", hint="add `model.id` to it")
     return recipe.model.id
+
+
+def _make(unit: Unit) -> None:
+    unit.make()
+    torch.cuda.empty_cache()  # another worker on this GPU may need it
 
 
 def _list_answers(part: Part, asked: Callable[[], Asked], needed: Sequence[Unit]) -> list[Unit]:

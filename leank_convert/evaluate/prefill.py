@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert.evaluate.pending_caches import fork, join, stack_left_padded
 from leank_convert.windows import Windows
+
+# Of a padded batch, lest the feed-forward layers' intermediate results take more than the cache does.
+_TOKENS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,11 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
     if bool(attention_mask.all()):
         return _run(model, input_ids, query_window)
     # Padding needs a mask of S x S for every row, which fills the memory and which flash attention does not
-    # take. A row by itself needs none.
-    rows = [
-        _run(model, ids[real.bool()][None], query_window)
-        for ids, real in zip(input_ids, attention_mask, strict=True)
-    ]
-    cache = join([row.cache for row in rows], model, attention_mask)
-    next_token = torch.cat([row.next_token for row in rows])
-    queries = tuple(stack_left_padded(layer) for layer in zip(*(row.queries for row in rows), strict=True))
+    # take. Rows of one length by themselves need none.
+    parts = [_run(model, ids, query_window) for ids in _without_padding(input_ids, attention_mask)]
+    cache = join([part.cache for part in parts], model, attention_mask)
+    next_token = torch.cat([part.next_token for part in parts])
+    queries = tuple(stack_left_padded(layer) for layer in zip(*(part.queries for part in parts), strict=True))
     return Prefill(model, cache, attention_mask, next_token, queries)
 
 
@@ -144,6 +145,13 @@ def decode_token(model: Any, cache: Any, token: Tensor, attention_mask: Tensor) 
         past_key_values=cache,
     ).logits
     return logits[:, -1], attention_mask
+
+
+def _without_padding(input_ids: Tensor, attention_mask: Tensor) -> Iterator[Tensor]:
+    """Neighbouring rows of one length together [b, N], no more than `_TOKENS_AT_ONCE`."""
+    rows = [ids[real] for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
+    for length, group in groupby(rows, key=len):
+        yield from torch.split(torch.stack(list(group)), max(1, _TOKENS_AT_ONCE // length))
 
 
 def _is_plain(cache: Cache) -> bool:

@@ -5,6 +5,7 @@ import torch
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from leank_convert.evaluate import prefill
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 
 CPU = torch.device("cpu")
@@ -43,8 +44,14 @@ def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     assert all(mask is None for mask in masks)
 
 
+def test_neighbours_of_one_length_run_together_as_far_as_memory_should_hold_them(model, masks, monkeypatch):
+    monkeypatch.setattr(prefill, "_TOKENS_AT_ONCE", 40)
+    run_prefill(model, *pad_left(prompts(30, 17, 17, 17, 1), CPU))
+    assert len(masks) == 4 * model.config.num_hidden_layers
+
+
 def test_a_row_is_what_it_is_alone(model):
-    rows = prompts(30, 17, 1)
+    rows = prompts(30, 17, 17, 1)
     together = run_prefill(model, *pad_left(rows, CPU), query_window=WINDOW)
     assert together.cache.get_seq_length() == 30
     for index, row in enumerate(rows):
@@ -62,7 +69,7 @@ def test_a_fork_decodes_every_row_as_it_would_alone(model, monkeypatch, older):
     """Also with a cache of a checkpoint that was exported before caches could be forked."""
     if older:
         monkeypatch.delattr(type(model.build_cache("deferred")), "fork")
-    rows = prompts(30, 17, 1)
+    rows = prompts(30, 17, 17, 1)
     logits = decode(model, run_prefill(model, *pad_left(rows, CPU)))
     for index, row in enumerate(rows):
         alone = decode(model, run_prefill(model, *pad_left([row], CPU)))
