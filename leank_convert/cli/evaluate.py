@@ -41,14 +41,24 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
 @recipe_option
 @set_option
 @click.option(
-    "--task", "tasks", multiple=True, metavar="NAME|ruler", help="RULER's tasks instead of a recipe's data."
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="NAME|ruler|longbench|gsm-infinite",
+    help="RULER's tasks instead of a recipe's data, or with --data another benchmark.",
 )
 @click.option(
     "--length",
     "lengths",
     type=click.IntRange(1, MAX_TOKENS),
     multiple=True,
-    help="With --task: tokens of a prompt and its answer. Repeatable.",
+    help="With --task: tokens of a prompt and its answer. Repeatable. LongBench's prompts lose their middle "
+    "where they are longer; default there: the model's positions.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --task longbench or gsm-infinite and the extra `datasets`: the folder of its published files.",
 )
 @click.option(
     "--haystack",
@@ -108,6 +118,7 @@ def evaluate(
     overrides: tuple[str, ...],
     tasks: tuple[str, ...],
     lengths: tuple[int, ...],
+    data: Path | None,
     haystack: str | None,
     questions: Path | None,
     text_file: Path | None,
@@ -123,15 +134,22 @@ def evaluate(
 ) -> None:
     """Compare CHECKPOINT's pruned answers with its own dense ones, from one prefill.
 
-    On held-out samples of its recipe's data; with --task on RULER's tasks, at any length; with --text by the
-    next-token distributions on any text. Harnesses that score given answers by one forward pass
-    (loglikelihood tasks) never read the pruned cache, as such a pass is prefill: use generate_until tasks.
+    On held-out samples of its recipe's data; with --task on RULER's tasks, at any length, or on LongBench or
+    GSM-Infinite, whose files you bring; with --text by the next-token distributions on any text. Harnesses
+    that score given answers by one forward pass (loglikelihood tasks) never read the pruned cache, as such a
+    pass is prefill: use generate_until tasks.
     """
-    if bool(tasks) != bool(lengths):
+    if data is None and bool(tasks) != bool(lengths) and not set(tasks) & {"longbench", "gsm-infinite"}:
         raise click.UsageError("--task and --length go together")
+    if data is not None and not tasks:
+        raise click.UsageError("--data goes with --task longbench or gsm-infinite")
+    if data is not None and (haystack or questions):
+        raise click.UsageError("--haystack and --questions go with RULER's tasks, not with --data")
     if text_file is not None and (tasks or against or recipe_name or overrides):
         raise click.UsageError("--text goes without --task, --against, --recipe and --set")
     source = click.get_current_context().get_parameter_source
+    if data is not None and source("seed") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--data goes without --seed: the first prompts of every task are asked")
     ignored = {"num_samples": "-n", "seed": "--seed", "batch_size": "--batch-size"}
     for name, flag in ignored.items():
         if text_file is not None and source(name) is not ParameterSource.DEFAULT:
@@ -141,7 +159,7 @@ def evaluate(
     if (text_file is None) != (prefix_tokens is None):
         raise click.UsageError("--text and --prefix-tokens go together")
     if tasks and (recipe_name or overrides):
-        raise click.UsageError("--recipe and --set choose a recipe's data, --task RULER's instead")
+        raise click.UsageError("--recipe and --set choose a recipe's data, --task another instead")
     if not tasks and (haystack or questions):
         raise click.UsageError("--haystack and --questions go with --task")
     if text_file is not None and prefix_tokens is not None:
@@ -178,6 +196,7 @@ def evaluate(
             lengths=lengths,
             haystack=haystack,
             questions=questions,
+            data=data,
             num_samples=num_samples,
             seed=seed,
             also=also or None,

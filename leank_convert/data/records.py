@@ -1,4 +1,4 @@
-"""Records of .json and .jsonl files and of datasets of the hub, each with its place for error messages."""
+"""Records of .json, .jsonl and .parquet files and of the hub's datasets, each with its place for messages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError, cut, first_line
 
 # Keys and types are those of a file's first records, so that many.
 _CHUNK_BYTES = 2**26
@@ -19,6 +19,7 @@ _FORM = (
     "a .jsonl file is a record a line, a .json file a list of records, in UTF-8 and with the same keys "
     "throughout; `datasets` counts rows from 0"
 )
+_Kind = TypeVar("_Kind")
 _logger = logging.getLogger("leank_convert")
 
 
@@ -30,7 +31,7 @@ def read_records(
     Keys that are null are left out: `datasets` gives null for every key that another record has.
 
     Args:
-        path: Ends in .jsonl or .json.
+        path: Ends in .jsonl, .json or .parquet.
         what: What messages call the file, such as `haystack`.
         field: Is looked up where a .json file begins with an object; None: that object is the record.
 
@@ -48,10 +49,34 @@ def read_records(
     if path.suffix != ".json" or not beginning.startswith(b"{"):
         field = None
     file_name = glob.escape(str(path.absolute()))
-    options = {"field": field, "encoding": "utf-8-sig", "chunksize": _CHUNK_BYTES, "streaming": True}
-    rows = _load(place, _FORM, "json", "train", data_files=file_name, **options)
+    if path.suffix == ".parquet":
+        rows = _load(place, "download it again", "parquet", "train", data_files=file_name, streaming=True)
+    else:
+        options = {"field": field, "encoding": "utf-8-sig", "chunksize": _CHUNK_BYTES, "streaming": True}
+        rows = _load(place, _FORM, "json", "train", data_files=file_name, **options)
     for number, row in enumerate(rows, start=1):
         yield f"{place}: record {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def read_field(record: Any, key: str, kind: type[_Kind], place: str, form: str) -> _Kind:
+    """What a record has under a key.
+
+    Args:
+        record: The record, or what was found in one.
+        key: The key.
+        kind: What has to be there.
+        place: The record's, for the message.
+        form: How the file should be, for the hint.
+
+    Raises:
+        LeanKError: If there is nothing, or something of another kind.
+    """
+    value = record.get(key) if isinstance(record, dict) else None
+    if value is None:
+        raise LeanKError(f"{place} has no `{key}`", hint=form)
+    if not isinstance(value, kind):
+        raise LeanKError(f"{place}: `{key}` is {cut(value)}", hint=form)
+    return value
 
 
 def read_dataset(
@@ -112,7 +137,7 @@ def _load(place: str, hint: str, path: str, split: str, **arguments: Any) -> Ite
     try:
         # A file is streamed from where it lies: the cache would hold an empty folder and a lock.
         with TemporaryDirectory(prefix="leank-convert-") as empty:
-            folder = empty if path == "json" else None
+            folder = empty if path in ("json", "parquet") else None
             rows = datasets.load_dataset(path, split=split, cache_dir=folder, **arguments)
         yield from rows
     except Exception as error:

@@ -10,9 +10,23 @@ from typing import Any, Literal
 from torch import Tensor
 
 from leank_convert.data import SampleSource
+from leank_convert.evaluate.scores import SCORES
 from leank_convert.recipe import DataSection
 
-Scoring = Literal["exact", "all", "any"]
+Scoring = Literal[
+    "exact",
+    "all",
+    "any",
+    "words",
+    "characters",
+    "rouge",
+    "rouge_characters",
+    "class",
+    "numbers",
+    "code",
+    "final_number",
+    "variables",
+]
 HELD_OUT_MEASURE = "exact match"
 # Room to be wrong in: a right answer ends here at the latest.
 _EXTRA_TOKENS = 4
@@ -29,21 +43,36 @@ class Prompt:
     references: tuple[str, ...]  # what the answer should be, or should hold
     # `exact`: the stripped answer is the one reference. `all`: the share of references that it holds,
     # whatever their case (RULER's `string_match_all`). `any`: whether it holds one of them (RULER's
-    # `string_match_part`).
+    # `string_match_part`). The others are the best score against a reference, by `scores.py`.
     scoring: Scoring
     max_new_tokens: int  # where an answer ends at the latest
+    classes: tuple[str, ...] = ()  # with `class`: what the answer might be
+    first_line: bool = False  # whether the answer is its first line alone
 
     @cached_property
     def digest(self) -> str:
         """A digest of everything but the model that an answer and its score depend on."""
-        content = (self.input_ids.tolist(), self.references, self.scoring, self.max_new_tokens)
+        content: tuple[Any, ...] = (
+            self.input_ids.tolist(), self.references, self.scoring, self.max_new_tokens
+        )  # fmt: skip
+        if self.classes or self.first_line:
+            content += (self.classes, self.first_line)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def score(prediction: str, prompt: Prompt) -> float:
-    """Score an answer, from 0 to 1."""
+    """Score an answer, from 0 to 1.
+
+    Raises:
+        LeanKError: If a package that scores it is missing.
+    """
     if prompt.scoring == "exact":
         return float(prediction.strip() == prompt.references[0])
+    if prompt.scoring in SCORES:
+        if prompt.first_line:
+            prediction = prediction.lstrip("\n").partition("\n")[0]
+        measure = SCORES[prompt.scoring]
+        return max(measure(prediction, reference, prompt.classes) for reference in prompt.references)
     text = prediction.lower()
     held = [reference.lower() in text for reference in prompt.references]
     return float(any(held)) if prompt.scoring == "any" else sum(held) / len(held)

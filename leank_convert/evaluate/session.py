@@ -21,6 +21,12 @@ from leank_convert.evaluate.answering import (
     find_opponent,
     out_of_memory_for,
 )
+from leank_convert.evaluate.benchmarks import (
+    GSM_INFINITE,
+    LONGBENCH,
+    draw_gsm_infinite,
+    draw_longbench,
+)
 from leank_convert.evaluate.comparison import RESULT_NAMES, CacheBytes, Comparison, write_results
 from leank_convert.evaluate.evaluated import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
@@ -36,6 +42,8 @@ from leank_convert.recipe_file import choose_recipe
 
 _logger = logging.getLogger("leank_convert")
 
+_MEASURES = {LONGBENCH: "LongBench", GSM_INFINITE: "GSM-Infinite"}
+
 # What a model answers with: its weights, its config, the tokens that end a turn; of an ONNX folder likewise.
 _DIGESTED = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "leank_onnx.json", "*.onnx*")
 
@@ -49,6 +57,7 @@ def evaluate_checkpoint(
     lengths: Sequence[int] = (),
     haystack: str | None = None,
     questions: str | Path | None = None,
+    data: str | Path | None = None,
     num_samples: int = 200,
     seed: int = 1_000_000,
     also: Sequence[str] | None = None,
@@ -66,14 +75,17 @@ def evaluate_checkpoint(
         recipe: Held-out samples of its data are asked: a recipe, its name or file; None for that of the
             training run beside the checkpoint, or else of its model.
         overrides: Changes to a recipe that is read from a file, `key=value`.
-        tasks: RULER's tasks by name instead of a recipe's data; `ruler` is all of them.
-        lengths: With `tasks`: tokens of a prompt and its answer.
+        tasks: RULER's tasks by name instead of a recipe's data, of which `ruler` is all; or `longbench` or
+            `gsm-infinite` alone, with `data`.
+        lengths: With RULER's tasks: tokens of a prompt and its answer. With `longbench` at most one; none
+            for the model's positions.
         haystack: With `tasks`: running text, a .txt, .json or .jsonl file or a dataset's hub id; None for
             built-in sentences.
         questions: With the task `qa`: a .json or .jsonl file of records with `question`, `answers` and
             `documents`, or SQuAD's .json.
+        data: With `longbench` or `gsm-infinite`: the folder of the published files.
         num_samples: Prompts; with `tasks`, of each task at each length.
-        seed: Of the prompts.
+        seed: Of the prompts; with `data` there is nothing to draw.
         also: What else answers: `window` (no pruned key at all), `think` (ThinK's choice of channels per
             prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice); None for `window`,
             and for nothing with `tasks`.
@@ -91,23 +103,31 @@ def evaluate_checkpoint(
             anything to be pruned, `against` has another tokenizer, `out` holds answers of another
             evaluation, or memory does not suffice.
     """
-    if bool(tasks) != bool(lengths) or (not tasks and (haystack or questions)):
+    published = _find_benchmark(tasks, lengths, data)
+    if published is None and (bool(tasks) != bool(lengths) or (not tasks and (haystack or questions))):
         raise LeanKError("RULER's `tasks` and `lengths` go together, `haystack` and `questions` with them")
+    if published is not None and (haystack or questions):
+        raise LeanKError(f"`{published}` takes neither `haystack` nor `questions`")
     checkpoint, out = Path(checkpoint), None if out is None else Path(out)
     if out is not None:
         check_folder(out)
         _refuse_foreign_results(out)
     chosen_device = choose_device(device)
-    data = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
+    section = None if tasks else _choose_recipe(checkpoint, recipe, overrides).data
     evaluated = load_evaluated(checkpoint, chosen_device, trust=trust)
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
-    if data is None:
+    if section is not None:
+        measure = HELD_OUT_MEASURE
+        check_length(evaluated, section.max_length, "`data.max_length`")
+        prompts = held_out_prompts(tokenizer, section, num_samples=num_samples, seed=seed)
+    elif published is not None and data is not None:
+        measure = _MEASURES[published]
+        prompts = _read_published(evaluated, published, Path(data), lengths, num_samples)
+    else:
+        measure = RULER_MEASURE
         check_length(evaluated, max(lengths), "`--length`")
         file = None if questions is None else Path(questions)
         prompts = draw_prompts(tokenizer, tasks, lengths, num_samples, seed, haystack, file)
-    else:
-        check_length(evaluated, data.max_length, "`data.max_length`")
-        prompts = held_out_prompts(tokenizer, data, num_samples=num_samples, seed=seed)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
     # Before hours of answers, not after.
     opponent = None if against is None else find_opponent(against, tokenizer, trust=trust)
@@ -143,7 +163,7 @@ def evaluate_checkpoint(
             checkpoint=str(checkpoint),
             baseline=names[0],
             variants=tuple(names),
-            measure=RULER_MEASURE if tasks else HELD_OUT_MEASURE,
+            measure=measure,
             seed=seed,
             pruning_ratio_asked=leank["pruning_ratio_asked"],
             pruning_ratio=leank["pruning_ratio"],
@@ -154,6 +174,47 @@ def evaluate_checkpoint(
         if out is not None:
             write_results(result, out)
         return result
+
+
+def _find_benchmark(tasks: Sequence[str], lengths: Sequence[int], data: str | Path | None) -> str | None:
+    """The benchmark among the tasks whose files the user brings, None for RULER's.
+
+    Raises:
+        LeanKError: If it is not the only one, comes without its files or with a length that it cannot have.
+    """
+    found = next((task for task in tasks if task in _MEASURES), None)
+    if found is None and data is None:
+        return None
+    if found is None or len(set(tasks)) > 1:
+        listed = ", ".join(f"`{task}`" for task in tasks) or "no task"
+        raise LeanKError(
+            f"published files and {listed} do not go together",
+            hint="`--data` goes with `--task longbench` or `--task gsm-infinite`, each alone",
+        )
+    if data is None:
+        raise LeanKError(
+            f"task `{found}` needs the benchmark's published files", hint="name their folder by `--data`"
+        )
+    if found == GSM_INFINITE and lengths:
+        raise LeanKError(
+            f"task `{found}` takes no length: its problems have those of their files",
+            hint="bring the files of the lengths that you want",
+        )
+    if len(set(lengths)) > 1:
+        raise LeanKError(f"task `{found}` takes one length, not {list(lengths)}", hint="evaluate for each")
+    return found
+
+
+def _read_published(
+    evaluated: EvaluatedModel, name: str, folder: Path, lengths: Sequence[int], num_samples: int
+) -> list[Prompt]:
+    if name == LONGBENCH:
+        length = max(lengths, default=evaluated.model.config.max_position_embeddings)
+        check_length(evaluated, length, "`--length`")
+        return draw_longbench(evaluated.tokenizer, folder, num_samples, length)
+    prompts = draw_gsm_infinite(evaluated.tokenizer, folder, num_samples)
+    check_length(evaluated, max(len(prompt.input_ids) for prompt in prompts), "a prompt's length")
+    return prompts
 
 
 def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrides: Sequence[str]) -> Recipe:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from leank_convert.data.records import read_records
+from leank_convert.data.records import read_field, read_records
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.ruler.synthetic import Draft, first_pieces
 
@@ -127,12 +127,7 @@ def _read_article(article: dict[str, Any], place: str) -> Iterator[Question]:
 
 
 def _get(record: Any, key: str, kind: type[_Kind], place: str) -> _Kind:
-    value = record.get(key) if isinstance(record, dict) else None
-    if value is None:
-        raise LeanKError(f"{place} has no `{key}`", hint=_FORM)
-    if not isinstance(value, kind):
-        raise LeanKError(f"{place}: `{key}` is `{value!r:.80}`", hint=_FORM)
-    return value
+    return read_field(record, key, kind, place, _FORM)
 
 
 def _repeat_shuffled(first: Sequence[str], then: Sequence[str], rng: random.Random) -> Iterator[str]:

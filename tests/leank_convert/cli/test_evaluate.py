@@ -169,6 +169,9 @@ def test_prompts_that_would_take_all_memory_are_refused_before_one_is_drawn(
         (["--length", "512"], "--task and --length go together"),
         (["--task", "vt", "--length", "512", "--recipe", "quickstart"], "--recipe and --set"),
         (["--haystack", "x.txt"], "--haystack and --questions go with --task"),
+        (["--data", "x"], "--data goes with --task longbench or gsm-infinite"),
+        (["--task", "longbench", "--data", "x", "--haystack", "y"], "RULER's tasks, not with --data"),
+        (["--task", "longbench", "--data", "x", "--seed", "3"], "--data goes without --seed"),
         (["--text", "x.txt"], "--text and --prefix-tokens go together"),
         (["--prefix-tokens", "5"], "--text and --prefix-tokens go together"),
         (["--text", "x.txt", "--prefix-tokens", "5", "--against", "y"], "--text goes without"),
@@ -186,6 +189,44 @@ def test_options_that_do_not_go_together_are_refused(options, message):
     printed = run("out", *options)
     assert printed.exit_code == 2
     assert message in printed.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "longbench"], "task `longbench` needs the benchmark's published files"),
+        (["--task", "longbench", "--task", "vt", "--data", "."], "published files and `longbench`, `vt`"),
+        (["--task", "vt", "--length", 512, "--data", "."], "published files and `vt` do not go together"),
+        (["--task", "gsm-infinite", "--length", 512, "--data", "."], "`gsm-infinite` takes no length"),
+        (
+            ["--task", "longbench", "--length", 9, "--length", 8, "--data", "."],
+            "takes one length, not [9, 8]",
+        ),
+        (["--task", "longbench", "--data", "missing"], "data folder `missing` does not exist"),
+        (
+            ["--task", "longbench", "--length", 10**6, "--data", "."],
+            "`--length` 1000000 is more than 8 times",
+        ),
+    ],
+)
+def test_published_files_go_with_a_benchmark_of_theirs(writer, options, message):
+    printed = run(writer, *options)
+    assert printed.exit_code == 2
+    assert message in printed.stderr
+    assert "hint: " in printed.stderr
+
+
+def test_published_files_are_answered_scored_and_kept(writer, tmp_path):
+    record = {"input": "Who?", "context": "A fern is wet. " * 40, "answers": ["a fern"], "all_classes": None}
+    (tmp_path / "triviaqa.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
+    options = ["--task", "longbench", "--data", tmp_path, "-n", 2, "-o", tmp_path / "results", "--json"]
+    printed = run(writer, *options)
+    assert printed.exit_code == 0, printed.output
+    facts = json.loads(printed.stdout)
+    assert facts["measure"] == "LongBench"
+    assert [(row["length"], row["task"], row["n"]) for row in facts["scores"]] == [(2048, "triviaqa", 2)]
+    assert facts["variants"] == ["dense", "pruned"]
+    assert run(writer, *options).stdout == printed.stdout  # from the answers that were kept
 
 
 def test_an_unknown_task_is_refused_by_name(writer):

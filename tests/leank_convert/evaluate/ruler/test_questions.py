@@ -68,7 +68,7 @@ def test_what_a_tokenizer_takes_for_control_tokens_is_left_out(write):
         ("a.json", {"version": "v2.0"}, r"a\.json` cannot be read: no 'data'"),
         ("a.json", [RECORD, {"question": "q"}], r"a\.json`: record 2 has no `answers`"),
         ("a.json", [{**RECORD, "answers": [" "]}], r"record 1: `answers` is `\[' '\]`"),
-        ("a.json", [{**RECORD, "documents": "d" * 200}], r"record 1: `documents` is `'d{79}`"),
+        ("a.json", [{**RECORD, "documents": "d" * 200}], r"record 1: `documents` is 'd+\.{3}d+'"),
         (
             "a.json",
             {"data": [{"paragraphs": []}, {"paragraphs": [{"qas": [{"answers": [{"text": "a"}]}]}]}]},

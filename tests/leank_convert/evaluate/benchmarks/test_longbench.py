@@ -1,0 +1,107 @@
+"""LongBench's records become prompts: which there are, how they are asked, what is left out of them."""
+
+import sys
+
+import pytest
+
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.benchmarks.longbench import draw_longbench
+from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS
+from leank_convert.evaluate.prompt import score
+
+LENGTH = 1500
+RECORD = {
+    "input": "Who waters the fern?",
+    "context": "The gardener waters the fern {daily}.",
+    "answers": ["the gardener", "Hans"],
+    "length": 7,
+    "dataset": "hotpotqa",
+    "language": "en",
+    "all_classes": None,
+    "_id": "0a",
+}
+SUMMARISED = ("gov_report", "multi_news", "vcsum", "passage_count")
+
+
+def draw(tokenizer, folder, num_samples=5, length=LENGTH):
+    return draw_longbench(tokenizer, folder, num_samples, length)
+
+
+def text_of(tokenizer, prompt):
+    return tokenizer.decode(prompt.input_ids)
+
+
+def test_every_task_is_asked_with_its_context_and_room_for_its_answer(byte_level_tokenizer, write_records):
+    for name in reversed(TASKS):
+        folder = write_records(f"{name}.jsonl", [RECORD | {"all_classes": ["a", "b"]}] * 2)
+    prompts = draw(byte_level_tokenizer, folder)
+    assert [(prompt.task, prompt.index) for prompt in prompts] == [(n, i) for n in TASKS for i in (0, 1)]
+    for prompt in prompts:
+        text = text_of(byte_level_tokenizer, prompt)
+        assert RECORD["context"] in text
+        assert (RECORD["input"] in text) == (prompt.task not in (*SUMMARISED, "lcc"))
+        assert text.startswith("<|turn|>user") == TASKS[prompt.task].chat
+        assert prompt.references == ("the gardener", "Hans")
+        assert prompt.max_new_tokens == TASKS[prompt.task].max_new_tokens
+        assert 0 <= score("Paragraph 1", prompt) <= 1
+
+
+def test_files_that_are_no_task_are_passed_over_and_as_many_as_asked_are_taken(
+    byte_level_tokenizer, write_records
+):
+    write_records("hotpotqa_e.jsonl", [RECORD])
+    folder = write_records("deeper/hotpotqa.jsonl", [RECORD | {"input": f"Who is {n}?"} for n in range(4)])
+    prompts = draw(byte_level_tokenizer, folder, num_samples=3)
+    assert [prompt.task for prompt in prompts] == ["hotpotqa"] * 3
+    assert "Who is 2?" in text_of(byte_level_tokenizer, prompts[2])
+
+
+@pytest.mark.parametrize("name", ["qasper", "triviaqa"])
+def test_a_prompt_that_is_too_long_loses_its_middle(byte_level_tokenizer, write_records, name):
+    context = " ".join(f"Line {n}." for n in range(2000))
+    folder = write_records(f"{name}.jsonl", [RECORD | {"context": context}])
+    (prompt,) = draw(byte_level_tokenizer, folder)
+    taken = len(prompt.input_ids) + prompt.max_new_tokens
+    assert LENGTH - 3 <= taken <= LENGTH
+    text = text_of(byte_level_tokenizer, prompt)
+    for kept in ("Line 0.", "Line 1999.", RECORD["input"]):
+        assert kept in text
+    assert "Line 1000." not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "named"),
+    [
+        ("hotpotqa", {k: v for k, v in RECORD.items() if k != "context"}, "record 1 has no `context`"),
+        ("hotpotqa", RECORD | {"answers": "Hans"}, "record 1: `answers` is 'Hans'"),
+        ("hotpotqa", RECORD | {"answers": []}, "record 1 has no `answers`"),
+        ("trec", RECORD, "record 1 has no `all_classes`"),
+    ],
+)
+def test_a_record_of_another_form_is_refused(byte_level_tokenizer, write_records, name, record, named):
+    folder = write_records(f"{name}.jsonl", [record])
+    refused(byte_level_tokenizer, folder, f"{name}.jsonl`: {named}")
+
+
+def test_a_folder_without_its_files_is_refused(byte_level_tokenizer, write_records, tmp_path):
+    refused(byte_level_tokenizer, tmp_path / "missing", "does not exist")
+    folder = write_records("others.jsonl", [RECORD])
+    refused(byte_level_tokenizer, folder / "others.jsonl", "is a file")
+    refused(byte_level_tokenizer, folder, f"`{folder}` holds no record of LongBench")
+
+
+def test_a_length_without_room_is_refused(byte_level_tokenizer, write_records):
+    folder = write_records("gov_report.jsonl", [RECORD])
+    refused(byte_level_tokenizer, folder, "520 tokens leave no room for `gov_report`", length=520)
+
+
+def test_without_the_package_datasets_it_says_so(byte_level_tokenizer, write_records, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(byte_level_tokenizer, write_records("hotpotqa.jsonl", [RECORD]), "package `datasets`")
+
+
+def refused(tokenizer, folder, named, length=LENGTH):
+    with pytest.raises(LeanKError) as caught:
+        draw(tokenizer, folder, length=length)
+    assert named in str(caught.value)
+    assert caught.value.hint
