@@ -31,7 +31,7 @@ from leank_convert.train.model import ModelFiles, open_model
 PRUNING_RATIO = 0.7
 # As SmolLM2-135M-Instruct was trained.
 _SCHEDULE: Mapping[str, Any] = {
-    "stage1": {"steps": 600, "learning_rate": 0.02, "l1_weight": 0.06},
+    "stage1": {"steps": 600, "learning_rate": 0.02, "l1_weight": 0.1},
     "stage2": {"steps": 100, "learning_rate": 0.01},
 }
 _QUESTIONS = 4
@@ -117,7 +117,7 @@ def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]
                 "pruning_ratio": PRUNING_RATIO,
                 # A quarter of head_dim for the usual ones; the decode kernel works on 16 channels at a time.
                 "width_multiple": 32 if head_dim >= 128 else min(16, max(1, head_dim // 4)),
-                "rounding": "nearest",
+                "rounding": "budget",
                 "data": {
                     "tasks": ["retrieval", "multi_value"],
                     "min_length": min(shortest, length // 2),
