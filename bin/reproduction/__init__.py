@@ -1,5 +1,5 @@
-"""The paper's experiments on the shipped model: masks by every method, answers through all of them, a report.
+"""The paper's experiments on the shipped model or on SmolLM2: masks by every method, answers, a report.
 
 `bin/reproduce`, or `python -m bin.reproduction` in a checkout. All that is made is kept in one folder and
-made once.
+made once, by as many processes as work on it.
 """

@@ -1,4 +1,4 @@
-"""`python -m bin.reproduction`: the paper's experiments on the shipped model, in one command."""
+"""`python -m bin.reproduction`: the paper's experiments on one model, in one command."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from leank_convert.errors import LeanKError
 @click.option(
     "--model-folder",
     type=click.Path(path_type=Path, file_okay=False),
-    default="out/smollm2",
-    help="Of smollm2: what `bin/fetch-smollm2` wrote. Default: out/smollm2.",
+    envvar="SMOLLM2",
+    default=".venv/smollm2",
+    help="Of smollm2: what `bin/fetch-smollm2` wrote. Default: $SMOLLM2, else .venv/smollm2.",
 )
 @click.option(
     "--texts",

@@ -154,7 +154,7 @@ class Experiment:
         computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         windows = recipe.windows
         return {
-            "model": model_name(self._model),
+            "model": model_name(recipe.model.id or self._model),
             "windows": f"sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
             "main setting": f"{recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
             f"{recipe.stage1.l1_weight:g}, widths in multiples of {recipe.width_multiple}, "
