@@ -103,9 +103,9 @@ QUICK = Sizes(
     num_validation=1,
     batch_tokens=1024,
 )  # fmt: skip
-# An estimate of what it takes, in seconds of one H200. Assumed are 0.1 s a training step, 0.03 s a decode step
-# of the dense model and 0.005 s one of a pruned cache (replayed as a graph; 0.03 s in plain torch), 0.02 s a
-# prefilled row, 0.2 s to set a pruned cache up. `times.jsonl` has what a run did take.
+# An estimate of what it takes, in seconds of one H200. Assumed are 0.1 s a training step, 0.03 s a decode
+# step of the dense model and 0.005 s one of a pruned cache (replayed as a graph; 0.03 s in plain torch),
+# 0.02 s a prefilled row, 0.2 s to set a pruned cache up. `times.jsonl` has what a run did take.
 #
 #   masks          12,400 training steps in 12 runs; 7 runs without training         1240 + 120 + 60
 #   validation     6 cells x (48 rows, 51 entries x 37 steps)                                  6 x 22
