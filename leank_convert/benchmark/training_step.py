@@ -29,8 +29,8 @@ from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
-from leank_convert.train.packing import pack_sample
-from leank_convert.train.passes import Student, distil, run_context_pass
+from leank_convert.train.graphs import Gradients
+from leank_convert.train.passes import Student, run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
@@ -120,17 +120,21 @@ def draw_factors(facts: ModelFacts, device: torch.device) -> Tensor:
 
 def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
     """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
-    factors = draw_factors(setup.geometry.facts, model.device).requires_grad_()
+    facts = setup.geometry.facts
+    factors = draw_factors(facts, model.device).requires_grad_()
     optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
+    gradients = Gradients(model, facts, sample.num_positions)
 
     def run() -> None:
         optimizer.zero_grad()
-        loss = distil(model, pack_sample(sample), Student(setup.windows, factors))
-        (loss + _L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
+        gradients.add(sample, Student(setup.windows, factors), 1.0)
+        (_L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():
             factors.clamp_(0.0, 1.0)
 
+    if gradients.captures:
+        run()  # the next one captures
     return run
 
 
@@ -187,7 +191,7 @@ def check_step(
     for stage, student in enumerate(students, start=1):
         count = 1 if stage == 1 else min(num_questions, _CHECKED_QUESTIONS)
         sample = draw_sample(model, length, count, question_size, seed=stage)
-        ours = _differentiate(lambda whole, given: distil(model, pack_sample(whole), given), sample, student)
+        ours = _differentiate_as_training(model, setup, sample, student)
         theirs, truth = (
             _differentiate(partial(distil_full_sequences, one), sample, student) for one in (dense, exact)
         )
@@ -211,6 +215,19 @@ def _differentiate(
     loss.backward()  # type: ignore[no-untyped-call]
     assert factors.grad is not None
     return loss.detach(), factors.grad
+
+
+def _differentiate_as_training(
+    model: Any, setup: Setup, sample: TrainingSample, student: Student
+) -> tuple[Tensor, Tensor]:
+    """The same as training computes it once it has captured what it captures."""
+    factors = student.scaling_factors.clone().requires_grad_()
+    gradients = Gradients(model, setup.geometry.facts, sample.num_positions)
+    for _ in range(3 if gradients.captures else 1):
+        factors.grad = None
+        loss = gradients.add(sample, replace(student, scaling_factors=factors), 1.0)
+    assert factors.grad is not None
+    return loss, factors.grad
 
 
 def distil_full_sequences(model: Any, sample: TrainingSample, student: Student) -> Tensor:

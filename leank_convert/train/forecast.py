@@ -239,7 +239,13 @@ def _time_context(loaded: LoadedModel, recipe: Recipe, sample: TrainingSample, d
     """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
     windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
     factors = initial_scaling_factors(loaded.facts, device)
-    gradients = Gradients(loaded.model, recipe)
+    gradients = Gradients(
+        loaded.model,
+        loaded.facts,
+        recipe.data.max_length,
+        spread=recipe.model.device_map is not None,
+        offload=recipe.offload_context,
+    )
 
     def measure() -> float:
         began = time.perf_counter()

@@ -1,59 +1,72 @@
-"""A sample's loss and gradient as one CUDA graph, for models whose passes the host cannot launch fast enough.
+"""Loss and gradient of training samples, launched as CUDA graphs where Python cannot launch them fast enough.
 
-Three passes and their backward pass are some ten thousand kernels. A small model's take less time than Python
-and CUDA need to launch them, so they are recorded, once for each size of a padded sample, and launched
-at once from then on.
+Questions and answers are few tokens, but their passes and the backward pass are thousands of kernels. While
+the context runs on the GPU, no more than about a thousand of them can be launched ahead. So they are
+recorded, once for each size of a padded sample, and launched at once from then on. Of a model so small that
+the context pass, too, takes less time than its launches, that one is recorded as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
-from leank_convert.recipe import Recipe
 from leank_convert.train.packing import PackedSample, Sizes, pack_sample, padded_sizes
-from leank_convert.train.passes import Student, distil, rotates_by_length
+from leank_convert.train.passes import Student, distil, distil_answers, rotates_by_length, run_context_pass
+from leank_convert.train.split_attention import StoredContext
 
-# What a prefill may take, in floating-point operations of its weights: with more, it lasts longer than the
-# host needs to launch a step, which is about 0.3 s for 32 layers.
+# Operations of a context pass's weights that take about as long as its launches: 0.1 s for 32 layers.
 _MOST_OPERATIONS = 4e13
 
+_Found = TypeVar("_Found")
 
-def is_bound_by_host(model: PreTrainedModel, recipe: Recipe) -> bool:
-    """Whether a training step is worth a graph, and can be one."""
-    return (
-        model.device.type == "cuda"
-        and recipe.model.device_map is None
-        and not recipe.offload_context
-        and not rotates_by_length(model)
-        and 2.0 * model.num_parameters() * recipe.data.max_length <= _MOST_OPERATIONS
-    )
+
+def is_bound_by_host(model: PreTrainedModel, longest: int) -> bool:
+    """Whether a context pass of so many tokens takes less time than its launches, and can be captured."""
+    operations = 2.0 * model.num_parameters() * longest
+    return model.device.type == "cuda" and not rotates_by_length(model) and operations <= _MOST_OPERATIONS
 
 
 class Gradients:
-    """Adds up the gradients of samples: by a graph where the host is the limit, else pass by pass.
+    """Adds up the gradients of samples; by graphs where one CUDA device holds model and context.
 
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
-        recipe: Its longest sample, and where model and contexts lie.
+        facts: Its architecture.
+        longest: Tokens of the longest sample.
+        spread: Whether the model lies on several devices.
+        offload: Whether contexts wait in host memory.
 
     Attributes:
-        captures: Whether graphs are captured.
+        captures: Whether there are graphs.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
-        self.captures = is_bound_by_host(model, recipe)
-        self._model = model
-        self._offload = recipe.offload_context
-        self._known: set[Sizes] = set()
-        self._graphs: dict[tuple[Sizes, bool], _Graph] = {}
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts,
+        longest: int,
+        *,
+        spread: bool = False,
+        offload: bool = False,
+    ) -> None:
+        device = model.device
+        self.captures = not (device.type != "cuda" or spread or offload or rotates_by_length(model))
+        self._captures_context = self.captures and is_bound_by_host(model, longest)
+        self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
+        self._room: StoredContext | None = None
+        self._known: set[int | Sizes] = set()
+        self._contexts: dict[int, tuple[Tensor, _Graph[StoredContext]]] = {}
+        self._answers: dict[tuple[Sizes, bool], _Answers] = {}
         if self.captures:
-            self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
     def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
@@ -62,73 +75,116 @@ class Gradients:
         Args:
             sample: Context and questions.
             student: What learns.
-            weight: What loss and gradient are multiplied by for the gradient.
+            weight: What the loss is multiplied by for the gradient.
 
         Returns:
-            The loss, a scalar without a graph, which would keep the context alive beside the next one.
+            The loss, a scalar without a graph, which would keep the context alive beside the next one; it
+            holds until the next call.
         """
         if not self.captures:
             loss = distil(self._model, pack_sample(sample), student, offload=self._offload)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        sizes = padded_sizes(sample)
+        sizes = padded_sizes(sample, self._longest)
         packed = pack_sample(sample, sizes)
-        # Run as it is for once, so that libraries choose their kernels outside a capture.
-        if sizes not in self._known:
-            self._known.add(sizes)
-            loss = distil(self._model, packed.to(self._model.device), student)
+        context = self._store(sample, packed)
+        if self._is_new(sizes):
+            loss = distil_answers(self._model, context, packed.to(self._model.device), student)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         key = sizes, student.gates is not None
-        if key not in self._graphs:
-            self._graphs[key] = _Graph(self._model, packed, student, self._stream, self._pool)
-        loss, gradient = self._graphs[key].replay(packed, student)
+        if key not in self._answers:
+            self._answers[key] = _Answers(self._model, context, packed, student, self._capture)
+        loss, gradient = self._answers[key].launch(packed, student)
         student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
         return loss
 
+    def _store(self, sample: TrainingSample, packed: PackedSample) -> StoredContext:
+        """Run the context pass into the room that all contexts share, where graphs find them."""
+        model, size = self._model, packed.sizes.context
+        if self._room is None:
+            self._room = StoredContext.of_zeros(self._facts, self._longest, model.dtype, model.device)
+        context = self._room.first(size)
+        if not self._captures_context:
+            return run_context_pass(model, sample.prefix_ids.to(model.device), context)
+        if self._is_new(size):
+            return run_context_pass(model, packed.context_ids.to(model.device), context)
+        if size not in self._contexts:
+            input_ids = packed.context_ids.to(model.device)
+            graph = self._capture(lambda: run_context_pass(model, input_ids, context))
+            self._contexts[size] = input_ids, graph
+        input_ids, graph = self._contexts[size]
+        input_ids.copy_(packed.context_ids)
+        return graph.launch()
 
-class _Graph:
+    def _is_new(self, size: int | Sizes) -> bool:
+        """Whether it comes for the first time, and notes that it came."""
+        # What is new is run as written, so that libraries choose their kernels outside a capture.
+        if size in self._known:
+            return False
+        self._known.add(size)
+        return True
+
+    def _capture(self, function: Callable[[], _Found]) -> _Graph[_Found]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        return _Graph(function, self._stream, self._pool)
+
+
+class _Graph(Generic[_Found]):
+    """What a function launches, and what it found, in the same place every time."""
+
+    def __init__(self, function: Callable[[], _Found], stream: torch.cuda.Stream, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._found = function()
+            finally:
+                self._graph.capture_end()
+
+    def launch(self) -> _Found:
+        self._graph.replay()
+        return self._found
+
+
+class _Answers:
     """Loss and gradient of samples of one size, for whatever student of one kind."""
 
     def __init__(
         self,
         model: PreTrainedModel,
+        context: StoredContext,
         packed: PackedSample,
         student: Student,
-        stream: torch.cuda.Stream,
-        pool: Any,
+        capture: Callable[[Callable[[], tuple[Tensor, Tensor]]], _Graph[tuple[Tensor, Tensor]]],
     ) -> None:
-        device = model.device
-        self._packed = packed.to(device)
+        self._packed = packed.to(model.device)
         self._student = replace(
             student,
             scaling_factors=student.scaling_factors.detach().clone(),
             sees_middle=_sees_middle(student).clone(),
             gates=None if student.gates is None else student.gates.detach().clone(),
         )
-        self._graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                learned = self._student.learned.requires_grad_()
-                loss = distil(model, self._packed, self._student)
-                (gradient,) = torch.autograd.grad(loss, learned)
-                self._found = loss.detach(), gradient
-            finally:
-                self._graph.capture_end()
+        learned = self._student.learned.requires_grad_()
 
-    def replay(self, packed: PackedSample, student: Student) -> tuple[Tensor, Tensor]:
+        def differentiate() -> tuple[Tensor, Tensor]:
+            loss = distil_answers(model, context, self._packed, self._student)
+            (gradient,) = torch.autograd.grad(loss, learned)
+            return loss.detach(), gradient
+
+        self._graph = capture(differentiate)
+
+    def launch(self, packed: PackedSample, student: Student) -> tuple[Tensor, Tensor]:
         self._packed.row.copy_(packed.row)
+        own = self._student
         with torch.no_grad():
-            self._student.scaling_factors.copy_(student.scaling_factors)
-            if self._student.sees_middle is not None:
-                self._student.sees_middle.copy_(_sees_middle(student))
-            if self._student.gates is not None and student.gates is not None:
-                self._student.gates.copy_(student.gates)
-        self._graph.replay()
-        return self._found
+            own.scaling_factors.copy_(student.scaling_factors)
+            if own.sees_middle is not None:
+                own.sees_middle.copy_(_sees_middle(student))
+            if own.gates is not None and student.gates is not None:
+                own.gates.copy_(student.gates)
+        return self._graph.launch()
 
 
 def _sees_middle(student: Student) -> Tensor:

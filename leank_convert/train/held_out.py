@@ -37,6 +37,7 @@ from leank_convert.train.passes import (
 )
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import distillation_loss
+from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 
 # Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.
@@ -84,7 +85,7 @@ def compare_answers(
     """
     sample = _part_from_prefix(sample)
     packed = pack_sample(sample)
-    context = run_context_pass(model, sample.prefix_ids, offload=offload)
+    context = run_context_pass(model, sample.prefix_ids, StoredContext(len(sample.prefix_ids), offload))
     hidden_states = run_question_pass(model, context, packed)
     teacher = hidden_states[packed.sizes.questions :]
     ends = [end - 1 for end in accumulate(question.answer_start for question in sample.questions)]

@@ -180,7 +180,7 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
     if recipe.model.device_map is None:
         model.to(device)  # type: ignore[arg-type]
         # A short run would be over before it had paid for itself.
-        worth = recipe.data.max_length >= BLOCK_SIZE and not is_bound_by_host(model, recipe)
+        worth = recipe.data.max_length >= BLOCK_SIZE and not is_bound_by_host(model, recipe.data.max_length)
         if device.type == "cuda" and worth:
             fuse_layers(model)
     return model

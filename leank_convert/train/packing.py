@@ -28,7 +28,7 @@ class Sizes:
         context: Tokens of the context.
         questions: Tokens of all questions.
         answers: Tokens of all answers.
-        least_context: No sample of this size has a shorter context; `context` where nothing is padded.
+        least_context: No sample of this size has a shorter context; `context` where none is padded.
     """
 
     context: int
@@ -125,15 +125,23 @@ def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSam
     return PackedSample(row, sizes)
 
 
-def padded_sizes(sample: TrainingSample) -> Sizes:
-    """The sizes that a sample is padded to, of which there are few whatever the samples' lengths."""
+def padded_sizes(sample: TrainingSample, longest: int) -> Sizes:
+    """The sizes that a sample is padded to, of which there are few whatever the samples' lengths.
+
+    Args:
+        sample: Context and questions.
+        longest: No context is padded beyond; at least as long as the sample's.
+    """
     num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
     num_questions = sample.num_tokens - num_context - num_answers
     octave = 1 << (num_context - 1).bit_length() >> 1  # the power of two below it
     step = max(_SHORTEST_STEP, octave // _STEPS_PER_OCTAVE)
     context = _round_up(num_context, step)
     return Sizes(
-        context, _round_up(num_questions, _ROW_STEP), _round_up(num_answers, _ROW_STEP), context - step + 1
+        context=min(context, longest),
+        questions=_round_up(num_questions, _ROW_STEP),
+        answers=_round_up(num_answers, _ROW_STEP),
+        least_context=context - step + 1,
     )
 
 

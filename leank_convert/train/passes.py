@@ -60,7 +60,14 @@ def distil(
     Returns:
         A scalar, where the scaling factors are.
     """
-    context = run_context_pass(model, packed.context_ids, offload=offload)
+    context = run_context_pass(model, packed.context_ids, StoredContext(packed.sizes.context, offload))
+    return distil_answers(model, context, packed, student)
+
+
+def distil_answers(
+    model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
+) -> Tensor:
+    """Loss of a sample whose context is stored already; as `distil`."""
     teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
     hidden_states = run_answer_pass(model, context, packed, student)
     loss = distillation_loss(teacher, hidden_states, packed.answer_owners)
@@ -69,7 +76,9 @@ def distil(
 
 
 @torch.no_grad()
-def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool = False) -> StoredContext:
+def run_context_pass(
+    model: PreTrainedModel, input_ids: Tensor, context: StoredContext | None = None
+) -> StoredContext:
     """Run the dense model over a context and keep every layer's keys and values.
 
     Context queries are dense in training as in deployment, so what is kept does not depend on the scaling
@@ -78,12 +87,13 @@ def run_context_pass(model: PreTrainedModel, input_ids: Tensor, *, offload: bool
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
         input_ids: The context [P].
-        offload: Keep keys and values in host memory.
+        context: Where they are kept; None for one of its own.
     """
-    context = StoredContext(len(input_ids), offload)
-    positions = torch.arange(len(input_ids), device=input_ids.device)
-    size = context.num_tokens if rotates_by_length(model) else BLOCK_SIZE
-    for start in range(0, context.num_tokens, size):
+    num_tokens = len(input_ids)
+    context = context or StoredContext(num_tokens)
+    positions = torch.arange(num_tokens, device=input_ids.device)
+    size = num_tokens if rotates_by_length(model) else BLOCK_SIZE
+    for start in range(0, num_tokens, size):
         block = slice(start, start + size)
         context.num_seen = start
         with suppress(ContextIsStored):

@@ -68,7 +68,13 @@ class Run:
         elif recipe.method_row.has_gates:
             self._take_gates(load_pattern(recipe, loaded.facts))
         self._optimizer = self._new_optimizer()
-        self._gradients = Gradients(loaded.model, recipe)
+        self._gradients = Gradients(
+            loaded.model,
+            loaded.facts,
+            recipe.data.max_length,
+            spread=recipe.model.device_map is not None,
+            offload=recipe.offload_context,
+        )
 
     @property
     def is_done(self) -> bool:

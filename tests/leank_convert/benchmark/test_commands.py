@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from leank_convert.benchmark import generate as generation
 from leank_convert.benchmark import kernel, random_models
-from leank_convert.benchmark import training_step as training
 from leank_convert.benchmark.decode_attention import PEERS, FilledLayer
 from leank_convert.cli import main
+from leank_convert.train import graphs
 
 KERNEL = ("kernel", "--device", "cpu", "--case", "2x64", "--case", "1x3", "--rounds", "2")
 ONE_LAYER = ("kernel", "--device", "cpu", "--layers", "1", "--rounds", "1")
@@ -218,8 +218,12 @@ def wrong_gradient(loss, factors):
     "wrong", [wrong_gradient, lambda loss, factors: 1.3 * loss], ids=["gradient", "loss"]
 )
 def test_a_wrong_step_is_not_timed_and_exits_1(wrong, monkeypatch):
-    right = training.distil
-    monkeypatch.setattr(training, "distil", lambda *given: wrong(right(*given), given[-1].scaling_factors))
+    right = graphs.distil
+    monkeypatch.setattr(
+        graphs,
+        "distil",
+        lambda *given, **options: wrong(right(*given, **options), given[-1].scaling_factors),
+    )
     result = run(*TRAIN)
     document = json.loads(result.stdout)
     assert (result.exit_code, document["ok"]) == (1, False)
@@ -228,12 +232,12 @@ def test_a_wrong_step_is_not_timed_and_exits_1(wrong, monkeypatch):
 
 
 def test_a_window_of_one_token_less_is_a_wrong_step(monkeypatch):
-    def narrower(model, sample, student):
+    def narrower(model, sample, student, **options):
         windows = replace(student.windows, recent_size=student.windows.recent_size - 1)
-        return right(model, sample, replace(student, windows=windows))
+        return right(model, sample, replace(student, windows=windows), **options)
 
-    right = training.distil
-    monkeypatch.setattr(training, "distil", narrower)
+    right = graphs.distil
+    monkeypatch.setattr(graphs, "distil", narrower)
     check = json.loads(run(*TRAIN, "--dtype", "float32").stdout)["check"]
     assert [case["gradient"]["ok"] for case in check["cases"]] == [False, False]
 

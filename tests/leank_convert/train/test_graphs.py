@@ -24,18 +24,23 @@ stage2: {steps: 12, learning_rate: 0.02}
 def test_captured_steps_learn_what_steps_as_written_learn(method, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(_SETTINGS)
     recipe = load_recipe(tmp_path / "recipe.yaml", [f"method={method}", "heads.steps=24"])
-    replays, replay = [], graphs._Graph.replay
-    monkeypatch.setattr(graphs._Graph, "replay", lambda *given: replays.append(1) or replay(*given))
+    launches, launch = [], graphs._Graph.launch
+    monkeypatch.setattr(graphs._Graph, "launch", lambda *given: launches.append(1) or launch(*given))
     masks, logs = [], []
-    for folder, captured in (("captured", True), ("written", False)):
-        if not captured:
+    for folder in ("captured", "context as written", "written"):
+        if folder != "captured":
             monkeypatch.setattr(graphs, "is_bound_by_host", lambda *_: False)
+        if folder == "written":
+            monkeypatch.setattr(graphs, "rotates_by_length", lambda *_: True)
+        launches.clear()
         masks.append(train_masks("testbed", tmp_path / folder, recipe=recipe, device="cuda", progress=False))
         logs.append(read_log(tmp_path / folder / "leank" / "log.jsonl"))
-        assert (len(replays) > 10) or not captured
-    # The first steps differ by rounding alone; what follows from them may drift.
-    for ours, own in list(zip(*logs, strict=True))[:12]:
-        assert ours.distillation == pytest.approx(own.distillation, rel=2e-3, abs=1e-9), ours.step
-        assert ours.mean_factor == pytest.approx(own.mean_factor, rel=1e-3)
-    for ours, own in zip(*(found.values() for found in masks), strict=True):
-        assert (ours.channel_mask == own.channel_mask).float().mean() > 0.9
+        assert (len(launches) > 10) == (folder != "written")
+    *ours, written = logs
+    for log, made in zip(ours, masks, strict=False):
+        # The first steps differ by rounding alone; what follows from them may drift.
+        for step, own in list(zip(log, written, strict=True))[:12]:
+            assert step.distillation == pytest.approx(own.distillation, rel=2e-3, abs=1e-9), step.step
+            assert step.mean_factor == pytest.approx(own.mean_factor, rel=1e-3)
+        for mask, own in zip(made.values(), masks[-1].values(), strict=True):
+            assert (mask.channel_mask == own.channel_mask).float().mean() > 0.9
