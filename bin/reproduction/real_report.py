@@ -97,7 +97,7 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             "staticity",
             "Are the same channels large everywhere?",
             "",
-            [],
+            [_staticity_grid(real)],
             lambda: _draw_staticity(real),
             "Pearson correlation of the channels' norm ratios over all layers and heads: a channel's part in "
             "the products of the last queries with all keys. Near 1, one mask can serve all.",
@@ -106,7 +106,7 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             "pairs",
             "Which rotary pairs are kept",
             "",
-            [],
+            [_pair_grid(real)],
             lambda: _draw(
                 3.8, [lambda axes: draw_pairs(axes, real.mask.channel_mask, analyze_mask(real.mask))]
             ),
@@ -236,6 +236,30 @@ def _answer_grid(kind: str, real: RealResults) -> Grid:
     ]
     header = ("", "tokens", "log-likelihood", "equal answers (%)", "first difference", "equal tokens (%)")
     return Grid(KINDS[kind], header, rows)
+
+
+def _staticity_grid(real: RealResults) -> Grid:
+    measured = real.staticity
+    rows = []
+    for what, names in (("tasks", measured["tasks"]), ("lengths", measured["lengths"])):
+        table = measured[f"correlation_between_{what}"]
+        others = [value for row, values in enumerate(table) for value in values[:row]]
+        rows.append((what, ", ".join(map(str, names)), f"{min(others):.3f}", f"{max(others):.3f}"))
+    return Grid("Correlations between", ("", "of", "least", "greatest"), rows)
+
+
+def _pair_grid(real: RealResults) -> Grid:
+    kept = analyze_mask(real.mask).kept_by_pair
+    eighth = max(1, len(kept) // 8)
+    rows = [
+        (
+            f"{first} to {first + len(part) - 1}",
+            *(f"{100 * share:.1f}" for share in (min(part), statistics.fmean(part), max(part))),
+        )
+        for first in range(0, len(kept), eighth)
+        if (part := kept[first : first + eighth])
+    ]
+    return Grid("Kept channels of pairs, in percent", ("pairs", "least", "mean", "greatest"), rows)
 
 
 def _name(entry: Entry | None) -> str:
