@@ -10,8 +10,24 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Count = Annotated[int, Field(ge=1)]
+_Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+_Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+# Not `strict` as a whole: files give it as an object.
+@dataclass(frozen=True, config=ConfigDict(extra="ignore"))
+class TokenShares:
+    """How many tokens of the answers are the most likely ones, each given the right tokens before it.
+
+    Attributes:
+        count: Tokens of all answers.
+        dense: Share that the dense model predicts right.
+        pruned: Share that the pruned one does.
+    """
+
+    count: _Count
+    dense: _Share
+    pruned: _Share
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
@@ -29,6 +45,7 @@ class HeldOut:
         pruned: Share that the pruned one does.
         distillation: Mean squared difference of their hidden states, as training logs it.
         warnings: What of it is far off, and what to change.
+        tokens: What the answers' single tokens say; None in files that were written before they were counted.
     """
 
     tasks: Annotated[tuple[Annotated[str, Field(max_length=40)], ...], Field(max_length=16, strict=False)]
@@ -43,11 +60,23 @@ class HeldOut:
     warnings: Annotated[
         tuple[Annotated[str, Field(max_length=400)], ...], Field(max_length=8, strict=False)
     ] = ()
+    tokens: TokenShares | None = None
+
+    @property
+    def shares(self) -> str:
+        """What was right, in a few words."""
+        whole = f"dense {self.dense:.1%}, pruned {self.pruned:.1%} of {self.num_answers}"
+        if self.tokens is None:
+            return f"{whole} held-out answers"
+        dense, pruned, count = self.tokens.dense, self.tokens.pruned, self.tokens.count
+        return (
+            f"dense {dense:.1%}, pruned {pruned:.1%} of {count} tokens in held-out answers; "
+            f"{whole} answers in full"
+        )
 
     def render(self) -> str:
         """The result in one line."""
         return (
-            f"dense {self.dense:.1%}, pruned {self.pruned:.1%} of {self.num_answers} answers right in every "
-            f"token ({self.num_contexts} held-out contexts of {self.min_length} to {self.max_length} tokens; "
+            f"{self.shares} ({self.num_contexts} contexts of {self.min_length} to {self.max_length} tokens; "
             f"{', '.join(self.tasks)}; seed {self.seed}; distillation {self.distillation:.2e})"
         )

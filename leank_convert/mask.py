@@ -125,8 +125,7 @@ class MaskProvenance:
         """How it was evaluated, in a few words."""
         if self.evaluation is not None or self.held_out is None:
             return self.evaluation or "not evaluated"
-        dense, pruned, count = self.held_out.dense, self.held_out.pruned, self.held_out.num_answers
-        return f"dense {dense:.1%}, pruned {pruned:.1%} of {count} held-out answers"
+        return self.held_out.shares
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,15 +63,16 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 
 _MEASURED = """\
 When the mask was made, {held_out.num_answers} questions on {held_out.num_contexts} held-out contexts of
-{held_out.min_length} to {held_out.max_length} tokens were answered greedily ({tasks}; seed {held_out.seed}).
-An answer counts if every token of it is right:
+{held_out.min_length} to {held_out.max_length} tokens were answered greedily ({tasks}; seed {held_out.seed}):
 
-| | exact match |
-|---|---|
-| dense model | {held_out.dense:.1%} |
-| pruned | {held_out.pruned:.1%} |
+| | dense model | pruned |
+|---|---|---|
+{tokens}| whole answers, right in every token | {held_out.dense:.1%} | {held_out.pruned:.1%} |
 
 So few samples find what is broken, not what is lost: measure on your own task."""
+_TOKENS = """\
+| {tokens.count} answer tokens, each given those before it | {tokens.dense:.1%} | {tokens.pruned:.1%} |
+"""
 _NOT_MEASURED = "Not measured when this checkpoint was written."
 _OF_ANOTHER = "The mask was made for {model}, and is not evaluated on this model."
 _OF_NAMED = """\
@@ -155,18 +156,24 @@ def _build_front_matter(
 
     results = []
     if held_out is not None:
+        tokens = held_out.tokens  # None of a mask that was made before they were counted
+        measured, count, metric_type, metric_name = (
+            (held_out, held_out.num_answers, "exact_match", "exact match")
+            if tokens is None
+            else (tokens, tokens.count, "accuracy", "token accuracy")
+        )
         results = [
             EvalResult(
                 task_type="text-generation",
                 dataset_type="leank-held-out",
                 dataset_name=f"Held-out samples of the mask's recipe: {', '.join(held_out.tasks)}; "
                 f"{held_out.min_length} to {held_out.max_length} tokens; seed {held_out.seed}; "
-                f"n = {held_out.num_answers}",
-                metric_type="exact_match",
-                metric_name=f"exact match, {variant}",
+                f"n = {count}",
+                metric_type=metric_type,
+                metric_name=f"{metric_name}, {variant}",
                 metric_value=round(share, 4),
             )
-            for variant, share in (("pruned cache", held_out.pruned), ("dense cache", held_out.dense))
+            for variant, share in (("pruned cache", measured.pruned), ("dense cache", measured.dense))
         ]
     card = ModelCardData(
         base_model=base_model,
@@ -196,7 +203,8 @@ def _describe_accuracy(
     if held_out is None:
         evaluation = f" The mask was evaluated {_clean(known.evaluation)}." if known.evaluation else ""
         return _NOT_MEASURED + evaluation
-    measured = _MEASURED.format(held_out=held_out, tasks=_clean(", ".join(held_out.tasks)))
+    tokens = "" if held_out.tokens is None else _TOKENS.format(tokens=held_out.tokens)
+    measured = _MEASURED.format(held_out=held_out, tokens=tokens, tasks=_clean(", ".join(held_out.tasks)))
     return measured + "".join(f"\n\n> **Warning:** {_clean(text)}" for text in held_out.warnings)
 
 

@@ -1,8 +1,10 @@
 """Check that ends the making of a mask: a few held-out samples, answered dense and pruned.
 
-Greedy decoding gives a sample's answer exactly where, with the answer's own tokens fed, each of them is the
-most likely next one. So training's passes tell it without a checkpoint: the first answer token by the
-prompt's last hidden state, which is dense in deployment too, and the others by those of the answer tokens.
+What is judged is how many of the answers' tokens are the most likely ones, each given the right tokens
+before it: a model too small to write a long code without a slip, or one that begins in prose, still shows by
+them what it reads in the context. Training's passes tell it without a checkpoint: the first answer token by
+the prompt's last hidden state, which is dense in deployment too, and the others by those of the answer
+tokens. An answer whose tokens are all right is what greedy decoding gives.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from transformers import PreTrainedModel
 
 from leank_convert.data import Question, SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.held_out import HeldOut
+from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
+from leank_convert.train.graphs import is_bound_by_host
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
-from leank_convert.train.packing import PackedSample, pack_sample
+from leank_convert.train.packing import PackedSample, pack_sample, padded_sizes
 from leank_convert.train.passes import (
     Student,
     run_answer_pass,
@@ -44,11 +47,15 @@ from leank_convert.windows import Windows
 _SEED_OFFSET = 1_000_000
 _ROWS_AT_ONCE = 64  # of logits
 
-# The smallest share of right answers at which the dense model can be said to do a task.
-_CAPABLE = 0.1
-# What is lost has to be more than this share, and more than chance: answers lost and gained alike often would
-# differ by less in 39 of 40 cases (McNemar's test).
-_LOST_SHARE, _Z = 0.05, 1.96
+# The smallest share of right tokens at which the dense model can be said to read answers in the context. By
+# their form alone it knows commas, spaces and hyphens, with usual tokenizers up to a third of the tokens, and
+# guesses a tenth of the digits.
+_CAPABLE = 0.5
+# What is lost has to be more than this share of the tokens, and more than chance. Tokens on one context go
+# wrong together, so whole contexts are compared: if each were as likely to gain as to lose as many, the sum
+# would stay below this multiple of its deviation in 39 of 40 cases (McNemar's test, for clusters). Fewer than
+# four contexts never suffice.
+_LOST_SHARE, _Z = 0.02, 1.96
 # A difference of hidden states, relative to their size, that rounding alone makes.
 _NO_DIFFERENCE = 1e-8
 _JUMP = 100.0
@@ -59,12 +66,14 @@ class Compared:
     """One sample, answered by the dense model and by students.
 
     Attributes:
-        dense: Which questions it answers right in every token, bool [Q].
+        owners: Whose answer a token belongs to, int64 [R].
+        dense: Which answer tokens the dense model predicts right, bool [R].
         pruned: The same of each student.
         distillation: Of each student, as training measures it.
         magnitude: The mean square of the dense hidden states.
     """
 
+    owners: Tensor
     dense: Tensor
     pruned: tuple[Tensor, ...]
     distillation: tuple[float, ...]
@@ -73,7 +82,12 @@ class Compared:
 
 @torch.no_grad()
 def compare_answers(
-    model: PreTrainedModel, sample: TrainingSample, students: Sequence[Student], *, offload: bool = False
+    model: PreTrainedModel,
+    sample: TrainingSample,
+    students: Sequence[Student],
+    *,
+    offload: bool = False,
+    longest: int | None = None,
 ) -> Compared:
     """Answer a sample by a dense model and by students, all on one stored context.
 
@@ -82,10 +96,13 @@ def compare_answers(
         sample: Context and questions.
         students: What else the answers are computed with.
         offload: Keep the context's keys and values in host memory.
+        longest: Pad the sample as training does, its context to no more than this: what CUDA's libraries plan
+            for a size serves several then. None for no padding.
     """
     sample = _part_from_prefix(sample)
-    packed = pack_sample(sample)
-    context = run_context_pass(model, sample.prefix_ids, StoredContext(len(sample.prefix_ids), offload))
+    packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))
+    stored = StoredContext(packed.sizes.context, offload)
+    context = run_context_pass(model, packed.context_ids, stored)
     hidden_states = run_question_pass(model, context, packed)
     teacher = hidden_states[packed.sizes.questions :]
     ends = [end - 1 for end in accumulate(question.answer_start for question in sample.questions)]
@@ -95,7 +112,9 @@ def compare_answers(
         found = run_answer_pass(model, context, packed, student)
         pruned.append(_find_right(model, prompts, found, packed))
         distillation.append(distillation_loss(teacher, found, packed.answer_owners).item())
+    owners = packed.answer_owners
     return Compared(
+        owners=owners[owners >= 0],
         dense=_find_right(model, prompts, teacher, packed),
         pruned=tuple(pruned),
         distillation=tuple(distillation),
@@ -116,22 +135,22 @@ def _part_from_prefix(sample: TrainingSample) -> TrainingSample:
 
 
 def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed: PackedSample) -> Tensor:
-    """Which questions are answered right in every token, bool [Q], on the CPU.
+    """Which answer tokens are the most likely ones, bool [R without padding], on the CPU.
 
     Args:
         model: Gives the logits.
         prompts: Hidden states of the prompts' last tokens [Q, hidden_size].
-        answers: Those of the answer tokens [R, hidden_size].
+        answers: Those of the answer tokens and their padding [R, hidden_size].
         packed: What these are.
     """
     owners = packed.answer_owners
+    owners = owners[owners >= 0]  # padding comes last
     begins = torch.cat([owners.new_ones(1, dtype=torch.bool), owners[1:] != owners[:-1]])
-    before = answers.roll(1, 0)
+    before = answers[: len(owners)].roll(1, 0)
     before[begins.to(before.device)] = prompts
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     predicted = torch.cat([head(rows).argmax(-1).cpu() for rows in torch.split(before, _ROWS_AT_ONCE)])
-    wrong = predicted != packed.input_ids[packed.sizes.questions :]
-    return torch.bincount(owners[wrong], minlength=len(prompts)) == 0
+    return predicted == packed.input_ids[packed.sizes.questions :][: len(owners)]
 
 
 def check_held_out(
@@ -166,9 +185,9 @@ def check_held_out(
     for mask in masks.values():
         kept = mask.channel_mask.to(ranks.device)
         students.append(Student(windows, kept.float(), kept.any(-1)))
-    # Answers, right ones of the dense model, its hidden states' magnitude; of each student right answers,
-    # those it alone got wrong, those it alone got right, and the loss.
-    sums = [0.0] * (3 + 4 * len(students))
+    # Answer tokens and answers, those that the dense model gets right, its hidden states' magnitude; of each
+    # student the tokens and answers it gets right, the squares of what contexts lost in tokens, and the loss.
+    sums = [0.0] * (5 + 4 * len(students))
     with ExitStack() as stack:
         bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
         advance = stack.enter_context(bar)
@@ -189,13 +208,14 @@ def check_held_out(
                 failure = error
             ranks.check(failure)
             advance(min(ranks.num_ranks, num_contexts - start), figures=_render_figures(sums))
-    num_answers, dense, magnitude, *rest = ranks.totals(sums)
+    num_tokens, num_answers, dense_tokens, dense, magnitude, *rest = ranks.totals(sums)
     checked = {}
     for place, (ratio, mask) in enumerate(masks.items()):
-        pruned, lost, gained, loss = rest[4 * place : 4 * place + 4]
+        pruned_tokens, pruned, squares, loss = rest[4 * place : 4 * place + 4]
+        tokens = TokenShares(int(num_tokens), dense_tokens / num_tokens, pruned_tokens / num_tokens)
         warnings = [
-            _judge_dense(dense, num_answers),
-            _judge_lost(recipe, dense, lost, gained, num_answers),
+            _judge_dense(tokens),
+            _judge_lost(recipe, tokens, squares),
             _judge_difference(recipe, mask, loss, magnitude),
             _judge_jump(records, ratio),
         ]
@@ -211,6 +231,7 @@ def check_held_out(
             # Of several ranks, the last digits depend on the order of the sum.
             distillation=float(f"{loss / num_contexts:.6g}"),
             warnings=tuple(warning for warning in warnings if warning),
+            tokens=tokens,
         )
     return checked
 
@@ -223,43 +244,63 @@ def _measure(
         f"a held-out sample of {sample.num_tokens} tokens",
         "lower `data.max_length`, or leave the check out by `--set held_out_samples=0`",
     ):
-        found = compare_answers(loaded.model, sample, students, offload=recipe.offload_context)
+        bound = is_bound_by_host(loaded.model, recipe.data.max_length)
+        found = compare_answers(
+            loaded.model,
+            sample,
+            students,
+            offload=recipe.offload_context,
+            longest=recipe.data.max_length if bound else None,
+        )
     if not all(map(math.isfinite, (found.magnitude, *found.distillation))):
         raise LeanKError(
             f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite",
             hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
             exit_code=1,
         )
-    dense = found.dense
-    sums: list[float] = [len(dense), int(dense.sum()), found.magnitude]
-    for pruned, loss in zip(found.pruned, found.distillation, strict=True):
-        sums += [int(pruned.sum()), int((dense & ~pruned).sum()), int((pruned & ~dense).sum()), loss]
+    num_answers, dense = int(found.owners.max()) + 1, int(found.dense.sum())
+    sums: list[float] = [
+        len(found.owners),
+        num_answers,
+        dense,
+        num_answers - _count_flawed(found.owners, found.dense),
+        found.magnitude,
+    ]
+    for right, loss in zip(found.pruned, found.distillation, strict=True):
+        pruned = int(right.sum())
+        sums += [pruned, num_answers - _count_flawed(found.owners, right), (dense - pruned) ** 2, loss]
     return sums
 
 
+def _count_flawed(owners: Tensor, right: Tensor) -> int:
+    """How many answers have a token that is not right."""
+    return int((torch.bincount(owners[~right]) > 0).sum())
+
+
 def _render_figures(sums: Sequence[float]) -> str:
-    answers = max(1.0, sums[0])
-    pruned = " ".join(f"{right / answers:.1%}" for right in sums[3::4])
-    return f"dense {sums[1] / answers:.1%}  pruned {pruned}"
+    tokens = max(1.0, sums[0])
+    pruned = " ".join(f"{right / tokens:.1%}" for right in sums[5::4])
+    return f"answer tokens: dense {sums[2] / tokens:.1%}  pruned {pruned}"
 
 
-def _judge_dense(right: float, answers: float) -> str:
-    if right >= _CAPABLE * answers:
+def _judge_dense(tokens: TokenShares) -> str:
+    if tokens.dense >= _CAPABLE:
         return ""
     return (
-        f"the dense model itself answers {right:.0f} of {answers:.0f} held-out questions right: it cannot do "
-        "these tasks at these lengths, and the mask learned little from them; take shorter contexts "
-        "(`data.max_length`) or other tasks (`data.tasks`)"
+        f"the dense model itself predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers "
+        "right: it cannot do these tasks at these lengths, and the mask learned little from them; take "
+        "shorter contexts (`data.max_length`) or other tasks (`data.tasks`)"
     )
 
 
-def _judge_lost(recipe: Recipe, dense: float, lost: float, gained: float, answers: float) -> str:
-    if lost - gained <= max(_LOST_SHARE * answers, _Z * math.sqrt(lost + gained)):
+def _judge_lost(recipe: Recipe, tokens: TokenShares, squares: float) -> str:
+    share = tokens.dense - tokens.pruned
+    if share <= max(_LOST_SHARE, _Z * math.sqrt(squares) / tokens.count):
         return ""
     remedy = "train longer" if recipe.trains else "take a method that trains"
     return (
-        f"the dense model answers {dense:.0f} of {answers:.0f} held-out questions right and the pruned one "
-        f"{dense - lost + gained:.0f}: lower `pruning_ratio`, or {remedy}"
+        f"the dense model predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers right and "
+        f"the pruned one {tokens.pruned:.1%}: lower `pruning_ratio`, or {remedy}"
     )
 
 

@@ -1,5 +1,8 @@
 """What the check at the end of training counts is what the checkpoint answers, and the dense model."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +32,11 @@ def test_it_counts_the_answers_that_generation_gives(tmp_path):
     mask = random_mask()
     student = Student(Windows(16, 64), mask.float(), mask.any(-1))
     found = [compare_answers(loaded.model, sample, [student]) for sample in samples]
+    for sample, alone in zip(samples, found, strict=True):
+        padded = compare_answers(loaded.model, sample, [student], longest=384)
+        assert padded.owners.equal(alone.owners) and padded.dense.equal(alone.dense)
+        assert padded.pruned[0].equal(alone.pruned[0])
+        assert padded.distillation == pytest.approx(alone.distillation, rel=1e-3)
     out = export_checkpoint(
         "testbed", ChannelMask(mask), tmp_path / "out", sink_size=16, recent_size=64, flush_size=1
     )
@@ -37,9 +45,24 @@ def test_it_counts_the_answers_that_generation_gives(tmp_path):
             path, trust_remote_code=True, dtype=torch.float32, attn_implementation="sdpa"
         )
         expected = [generates(model, sample) for sample in samples]
-        assert [right.tolist() for right in answers] == expected
+        assert [whole(c, right) for c, right in zip(found, answers, strict=True)] == expected
         right = sum(map(sum, expected))
         assert right == 2 * NUM_CONTEXTS if path == MODEL_DIR else 0 < right < 2 * NUM_CONTEXTS
+
+
+def whole(found, right):
+    """For each question, whether every token of its answer is right."""
+    return [right[found.owners == owner].all().item() for owner in found.owners.unique()]
+
+
+def predicts(model, sample):
+    """For each answer token, whether it is the most likely one after the right tokens before it."""
+    found = []
+    for place in range(len(sample.questions)):
+        prompt, answer = sample.prompt_ids(place), sample.answer_ids(place)
+        logits = model(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        found += (logits.argmax(-1) == answer).tolist()
+    return found
 
 
 def generates(model, sample):
@@ -72,5 +95,22 @@ def test_a_prompt_that_is_all_prefix_is_answered_as_one_of_several():
         whole = torch.cat([sample.prefix_ids, question.input_ids[: question.answer_start]])
         own = type(question)(sample.answer_ids(place), 0)
         alone = compare_answers(loaded.model, TrainingSample(sample.task, whole, (own,)), students)
-        assert alone.dense[0] == together.dense[place]
-        assert [right[0] for right in alone.pruned] == [right[place] for right in together.pruned]
+        own_tokens = together.owners == place
+        assert alone.dense.equal(together.dense[own_tokens])
+        for right, all_right in zip(alone.pruned, together.pruned, strict=True):
+            assert right.equal(all_right[own_tokens])
+
+
+def test_each_token_is_judged_given_those_before_it():
+    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+    data = recipe.data.model_copy(update={"tasks": ("multi_value",), "questions_per_context": 2})
+    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32, attn_implementation="sdpa")
+    sample = SampleSource(loaded.tokenizer, data, 5).draw(1)
+    first = sample.questions[0]
+    ids = first.input_ids.clone()
+    ids[first.answer_start + 2] = ids[first.answer_start]  # an answer that the model does not give
+    changed = replace(sample, questions=(replace(first, input_ids=ids), sample.questions[1]))
+    expected = predicts(model, changed)
+    assert expected[0] and not expected[2] and any(expected[3 : len(sample.answer_ids(0))])
+    assert compare_answers(loaded.model, changed, []).dense.tolist() == expected

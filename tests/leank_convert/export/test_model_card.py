@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.export.config_json import encode_json
 from leank_convert.export.model_card import build_model_card
 from leank_convert.head_layout import BytesPerToken, count_cache_bytes
-from leank_convert.held_out import HeldOut
+from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 
@@ -36,6 +37,7 @@ HELD_OUT = HeldOut(
     pruned=0.6875,
     distillation=0.02,
     warnings=("the dense model answers 16 | 16",),
+    tokens=TokenShares(64, 1.0, 0.875),
 )
 
 
@@ -101,10 +103,10 @@ def test_the_hub_reads_the_front_matter_whatever_the_name(name: str) -> None:
     assert found.base_model == "owner/model"
     assert {key: getattr(found, key) for key in licence} == licence
     assert [(result.metric_type, result.metric_value) for result in found.eval_results] == [
-        ("exact_match", 0.6875),
-        ("exact_match", 1.0),
+        ("accuracy", 0.875),
+        ("accuracy", 1.0),
     ]
-    assert found.eval_results[0].metric_name == "exact match, pruned cache"
+    assert found.eval_results[0].metric_name == "token accuracy, pruned cache"
     assert "Held-out samples" in found.eval_results[0].dataset_name
     assert sum(line.startswith("# ") for line in text.splitlines()) == 1
     assert "\n---\n" not in ModelCard(text).text
@@ -112,11 +114,15 @@ def test_the_hub_reads_the_front_matter_whatever_the_name(name: str) -> None:
 
 def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -> None:
     text = card(held_out=HELD_OUT)
-    assert "16 questions on 4 held-out contexts" in text and "| pruned | 68.8% |" in text
+    assert "16 questions on 4 held-out contexts" in text and "| 100.0% | 68.8% |" in text
+    assert "| 64 answer tokens, each given those before it | 100.0% | 87.5% |" in text
     assert "> **Warning:** the dense model answers 16 \\| 16" in text and "Not measured" not in text
     for other in ({"sink_size": 5}, {"recent_size": 8}):
         text = card(**{"held_out": HELD_OUT, **other})
         assert "Not measured" in text and "model-index" not in text
+    text = card(held_out=replace(HELD_OUT, tokens=None))
+    assert "answer tokens" not in text and "| 100.0% | 68.8% |" in text
+    assert ModelCard(text).data.eval_results[0].metric_type == "exact_match"
     text = card(held_out=HELD_OUT, mask_model="owner/other")
     assert "made for owner/other, and is not evaluated on this model" in text and "model-index" not in text
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
+from leank_convert.held_out import TokenShares
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.methods.make import train_masks
@@ -43,18 +44,21 @@ def loaded(short_recipe, retriever_folder):
 
 @pytest.fixture
 def check(loaded, short_recipe, monkeypatch):
-    """Checks samples by who answers each right: D the dense model, P the pruned one, B both, - none."""
+    """Checks contexts of one answer, by who gets each of its tokens right.
 
-    def run(letters="B" * 16, *, loss=0.01, magnitude=1.0, kept=False, steps=(), progress=False, **changes):
-        answers = iter(letters)
+    A letter is a token: D the dense model does, P the pruned one, B both, - none.
+    """
 
-        def compare(model, sample, students, *, offload):
-            letter = next(answers)
-            dense, pruned = (torch.tensor([letter in known]) for known in ("DB", "PB"))
-            return Compared(dense, (pruned,), (loss,), magnitude)
+    def run(contexts="B" * 16, *, loss=0.01, magnitude=1.0, kept=False, steps=(), progress=False, **changes):
+        answers = iter(contexts)
+
+        def compare(model, sample, students, *, offload, longest):
+            letters = next(answers)
+            dense, pruned = (torch.tensor([letter in known for letter in letters]) for known in ("DB", "PB"))
+            return Compared(torch.zeros(len(letters), dtype=torch.long), dense, (pruned,), (loss,), magnitude)
 
         monkeypatch.setattr(held_out, "compare_answers", compare)
-        recipe = short_recipe(held_out_samples=len(letters), **changes)
+        recipe = short_recipe(held_out_samples=len(contexts), **changes)
         mask = ChannelMask(torch.full((2, 2, 16), kept))
         cpu = Ranks(torch.device("cpu"))
         return check_held_out(loaded, recipe, {0.7: mask}, cpu, steps, progress=progress)[0.7]
@@ -63,20 +67,30 @@ def check(loaded, short_recipe, monkeypatch):
 
 
 def test_answers_are_counted(check):
-    found = check("BBBDDDP-")
-    assert (found.num_contexts, found.num_answers, found.dense, found.pruned) == (8, 8, 6 / 8, 4 / 8)
+    found = check(["BB", "BDP", "D-", "B"])
+    assert (found.num_contexts, found.num_answers, found.dense, found.pruned) == (4, 4, 2 / 4, 2 / 4)
+    assert found.tokens == TokenShares(8, 6 / 8, 5 / 8)
     assert (found.distillation, found.seed, found.warnings) == (0.01, 1_000_000, ())
-    assert "dense 75.0%, pruned 50.0% of 8 answers" in found.render()
+    assert found.shares == (
+        "dense 75.0%, pruned 62.5% of 8 tokens in held-out answers; "
+        "dense 50.0%, pruned 50.0% of 4 answers in full"
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ({"letters": "B" * 12 + "DDDD"}, "answers 16 of 16 .* and the pruned one 12: lower `pruning_ratio`"),
-        ({"letters": "-" * 16}, "the dense model itself answers 0 of 16 .* take shorter contexts"),
+        (
+            {"contexts": ["BBBB"] * 12 + ["DBBB"] * 4},
+            "predicts 100.0% of 64 tokens .* and the pruned one 93.8%: lower `pruning_ratio`",
+        ),
+        (
+            {"contexts": ["BB---"] * 16},
+            "the dense model itself predicts 40.0% of 80 .* take shorter contexts",
+        ),
         ({"loss": 1e-12}, r"changes nothing .* \(distillation 1e-12\)"),
         ({"steps": [step(1, 0.01), step(2, 1.1)]}, r"ended with a loss of 1.1e\+00, .* 1.0e-02"),
-        ({"method": "random", "letters": "D" * 16}, "lower `pruning_ratio`, or take a method that trains"),
+        ({"method": "random", "contexts": "D" * 16}, "lower `pruning_ratio`, or take a method that trains"),
     ],
     ids=["lost answers", "incapable model", "no effect", "jump", "lost by a method without training"],
 )
@@ -90,14 +104,28 @@ def test_what_is_far_off_is_told_with_what_to_change(check, case, told):
     "case",
     [
         {},
-        {"letters": "B" * 13 + "DDD"},
-        {"letters": "B" * 8 + "DDDDDPPP"},
+        {"contexts": ["BBB-"] * 16},
+        {"contexts": ["BBBB"] * 15 + ["D" * 40]},
+        {"contexts": "B" * 13 + "DDD"},
+        {"contexts": "B" * 8 + "DDDDDPPP"},
+        {"contexts": ["B" * 60] * 12 + ["D" + "B" * 59] * 4},
         {"loss": 0.0, "kept": True},
         {"steps": [step(1, 0.01), step(2, 0.9)]},
         {"steps": [step(1, 0.01), step(2, 9.0, 0.5)]},
         {"steps": [step(2, 9.0)]},
     ],
-    ids=["all well", "chance", "both ways", "nothing pruned", "no jump", "another ratio's", "stage 2 alone"],
+    ids=[
+        "all well",
+        "no answer in full",
+        "one context",
+        "chance",
+        "both ways",
+        "little",
+        "nothing pruned",
+        "no jump",
+        "another ratio's",
+        "stage 2 alone",
+    ],
 )
 def test_what_is_not_far_off_is_not_warned_of(check, case):
     assert check(**case).warnings == ()
@@ -122,7 +150,7 @@ def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
 
 def test_progress_shows_the_shares(check, capsys):
     check("BBBD", progress=True)
-    assert capsys.readouterr().err.endswith("  dense 100.0%  pruned 75.0%\n")
+    assert capsys.readouterr().err.endswith("  answer tokens: dense 100.0%  pruned 75.0%\n")
 
 
 def test_the_result_stands_in_log_mask_report_and_inspection(finished, tmp_path):
@@ -169,6 +197,12 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
             lambda good: good | {"num_answers": "all"},
             "`held_out.num_answers` is 'all': Input should be a valid",
         ),
+        (lambda good: good | {"tokens": {"count": 5, "dense": 1.0}}, "`held_out.tokens.pruned` is missing"),
+        (lambda good: good | {"tokens": [5, 1.0, 1.0]}, r"`held_out.tokens` is \[5, 1.0, 1.0\]"),
+        (
+            lambda good: good | {"tokens": {"count": "5", "dense": 1.0, "pruned": 1.0}},
+            "`held_out.tokens.count` is '5': Input should be a valid",
+        ),
         (lambda good: good | {"distillation": -1.0}, "`held_out.distillation` is -1.0"),
         (
             lambda good: good | {"warnings": ["a" * 10**6]},
@@ -177,9 +211,23 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
     ],
 )
 def test_a_result_that_makes_no_sense_is_refused(finished, tmp_path, change, told):
+    with pytest.raises(LeanKError, match=told):
+        load_mask(change_held_out(finished, tmp_path, change))
+
+
+def test_a_result_from_before_tokens_were_counted_is_shown(finished, tmp_path):
+    path = change_held_out(
+        finished, tmp_path, lambda good: {key: good[key] for key in good if key != "tokens"}
+    )
+    found = load_mask(path).provenance.held_out
+    assert found.tokens is None and found.shares.endswith("of 2 held-out answers")
+    assert found.render() in render_inspection(inspect_artifact(path))
+
+
+def change_held_out(finished, folder, change):
+    """A copy of a mask whose `held_out` is changed."""
     path = finished / "channel_mask.safetensors"
     metadata = read_header(path).metadata
     changed = json.dumps(change(json.loads(metadata["held_out"])))
-    save_file(load_file(path), tmp_path / "mask.safetensors", {**metadata, "held_out": changed})
-    with pytest.raises(LeanKError, match=told):
-        load_mask(tmp_path / "mask.safetensors")
+    save_file(load_file(path), folder / "mask.safetensors", {**metadata, "held_out": changed})
+    return folder / "mask.safetensors"

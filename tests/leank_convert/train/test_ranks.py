@@ -68,6 +68,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
     assert torch.equal(found.channel_mask, expected.channel_mask)
     ours, theirs = found.provenance.held_out, expected.provenance.held_out
     assert (ours.num_answers, ours.dense, ours.pruned) == (theirs.num_answers, theirs.dense, theirs.pruned)
+    assert ours.tokens == theirs.tokens
     assert ours.distillation == pytest.approx(theirs.distillation, rel=1e-4)
     for ours, theirs in zip(read_log(out), read_log(alone), strict=True):
         assert ours["num_tokens"] == theirs["num_tokens"]
