@@ -154,6 +154,11 @@ class Stage2Section(_Section):
 
     steps: _NonNegativeInt = Field(200, description="optimizer steps, for each pruning ratio")
     learning_rate: _Rate = Field(0.01, description="Adam's, between its ramps")
+    validation_contexts: _NonNegativeInt = Field(
+        0,
+        description="contexts of another seed that stage 1's mask and those after every tenth of the steps "
+        "are compared on; that of the least loss is taken; 0: the last one, as in the paper",
+    )
 
 
 class HeadsSection(_Section):

@@ -81,8 +81,10 @@ class Forecast:
         """Time of all steps, by the process that has most contexts of each; linear in their lengths."""
         if self.seconds_per_context is None:
             return None
-        per_process = -(-self.recipe.batch_size // self.processes)
-        return Schedule(self.recipe).num_steps * per_process * self.seconds_per_context
+        schedule, contexts = Schedule(self.recipe), self.recipe.stage2.validation_contexts
+        num_contexts = schedule.num_steps * -(-self.recipe.batch_size // self.processes)
+        num_contexts += schedule.num_comparisons * -(-contexts // self.processes)
+        return num_contexts * self.seconds_per_context
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

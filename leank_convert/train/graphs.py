@@ -62,7 +62,8 @@ class Gradients:
         self._captures_context = self.captures and is_bound_by_host(model, longest)
         self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
         self._room: StoredContext | None = None
-        self._known: set[int | Sizes] = set()
+        self._known: set[Sizes] = set()
+        self._known_contexts: set[int] = set()
         self._contexts: dict[int, tuple[Tensor, _Graph[StoredContext]]] = {}
         self._answers: dict[tuple[Sizes, bool], _Answers] = {}
         if self.captures:
@@ -81,23 +82,44 @@ class Gradients:
             The loss, a scalar without a graph, which would keep the context alive beside the next one; it
             holds until the next call.
         """
-        if not self.captures:
-            loss = distil(self._model, pack_sample(sample), student, offload=self._offload)
+        found = self._launch(sample, student)
+        if found is None:
+            self._known.add(padded_sizes(sample, self._longest))
+            loss = self._run(sample, student)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
+        loss, gradient = found
+        student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
+        return loss
+
+    @torch.no_grad()
+    def loss(self, sample: TrainingSample, student: Student) -> Tensor:
+        """A sample's loss alone; as `add`."""
+        found = self._launch(sample, student)
+        return self._run(sample, student) if found is None else found[0]
+
+    def _run(self, sample: TrainingSample, student: Student) -> Tensor:
+        """A sample's loss, by the passes as they are written."""
+        if not self.captures:
+            return distil(self._model, pack_sample(sample), student, offload=self._offload)
+        packed = pack_sample(sample, padded_sizes(sample, self._longest))
+        context = self._store(sample, packed)
+        return distil_answers(self._model, context, packed.to(self._model.device), student)
+
+    def _launch(self, sample: TrainingSample, student: Student) -> tuple[Tensor, Tensor] | None:
+        """A sample's loss and gradient by a graph; None where nothing is captured, or not yet.
+
+        What is new is run as written for once, so that libraries choose their kernels outside a capture.
+        """
         sizes = padded_sizes(sample, self._longest)
+        if not self.captures or sizes not in self._known:
+            return None
         packed = pack_sample(sample, sizes)
         context = self._store(sample, packed)
-        if self._is_new(sizes):
-            loss = distil_answers(self._model, context, packed.to(self._model.device), student)
-            (weight * loss).backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
         key = sizes, student.gates is not None
         if key not in self._answers:
             self._answers[key] = _Answers(self._model, context, packed, student, self._capture)
-        loss, gradient = self._answers[key].launch(packed, student)
-        student.learned.backward(weight * gradient)  # type: ignore[no-untyped-call]
-        return loss
+        return self._answers[key].launch(packed, student)
 
     def _store(self, sample: TrainingSample, packed: PackedSample) -> StoredContext:
         """Run the context pass into the room that all contexts share, where graphs find them."""
@@ -107,7 +129,8 @@ class Gradients:
         context = self._room.first(size)
         if not self._captures_context:
             return run_context_pass(model, sample.prefix_ids.to(model.device), context)
-        if self._is_new(size):
+        if size not in self._known_contexts:
+            self._known_contexts.add(size)
             return run_context_pass(model, packed.context_ids.to(model.device), context)
         if size not in self._contexts:
             input_ids = packed.context_ids.to(model.device)
@@ -116,14 +139,6 @@ class Gradients:
         input_ids, graph = self._contexts[size]
         input_ids.copy_(packed.context_ids)
         return graph.launch()
-
-    def _is_new(self, size: int | Sizes) -> bool:
-        """Whether it comes for the first time, and notes that it came."""
-        # What is new is run as written, so that libraries choose their kernels outside a capture.
-        if size in self._known:
-            return False
-        self._known.add(size)
-        return True
 
     def _capture(self, function: Callable[[], _Found]) -> _Graph[_Found]:
         self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
@@ -168,6 +183,7 @@ class _Answers:
         )
         learned = self._student.learned.requires_grad_()
 
+        @torch.enable_grad()
         def differentiate() -> tuple[Tensor, Tensor]:
             loss = distil_answers(model, context, self._packed, self._student)
             (gradient,) = torch.autograd.grad(loss, learned)

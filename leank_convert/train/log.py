@@ -51,6 +51,7 @@ class StepRecord:
         heads_entering: Stage 2: `layer.head` of those that got channels back in this step.
         seconds: Wall time of the step, samples included.
         gpu_bytes: The most that was allocated at once on this rank's GPU in this step.
+        validation: Stage 2, where masks are compared: the mean loss of the mask after this step.
     """
 
     step: int
@@ -68,12 +69,14 @@ class StepRecord:
     heads_entering: str
     seconds: float
     gpu_bytes: int | None
+    validation: float | None = None
 
 
 _KEYS = StepRecord.__dataclass_fields__.keys()
 _TRACKED = (
     "learning_rate",
     "distillation",
+    "validation",
     "mean_factor",
     "pruning_ratio",
     "empty_heads",
@@ -236,7 +239,7 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
 
 def read_log(path: Path) -> list[StepRecord]:
     """Read the steps of a run's log; none if there is no such file. A line that was torn is left out."""
-    return [StepRecord(**line) for line in read_json_lines(path) if line.keys() == _KEYS]
+    return [StepRecord(**line) for line in read_json_lines(path) if line.keys() | {"validation"} == _KEYS]
 
 
 def _to_line(record: StepRecord) -> bytes:

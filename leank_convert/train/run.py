@@ -30,6 +30,7 @@ from leank_convert.train.scaling import (
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
+from leank_convert.train.validation import Validation
 from leank_convert.windows import Windows
 
 
@@ -75,6 +76,10 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
+        self._best: tuple[float, Tensor] | None = None
+        self._validation = None
+        if recipe.stage2.validation_contexts:
+            self._validation = Validation(recipe, loaded, self._gradients, ranks)
 
     @property
     def is_done(self) -> bool:
@@ -92,6 +97,7 @@ class Run:
             self._stage1_factors,
             tuple(self._finished),
             self._gates,
+            self._best,
         )
 
     @property
@@ -121,6 +127,7 @@ class Run:
         self._optimizer = self._new_optimizer()
         self._stage1_factors = state.stage1_factors
         self._finished = list(state.finished)
+        self._best = None if state.best is None else (state.best[0], state.best[1].to(self.ranks.device))
         if state.optimizer:
             # Adam wants its step count on the CPU and its moments beside the parameter.
             self._optimizer.state[self._factors] = {
@@ -169,9 +176,11 @@ class Run:
             self._factors.clamp_(0.0, 1.0)
         self.step += 1
 
-        before, after = self._channel_mask, None
+        before, after, validation = self._channel_mask, None, None
         if phase.pruning_ratio is not None:
             after = self._channel_mask = self._select(self._factors, phase.pruning_ratio)
+            if phase.ends_tenth(self.step):
+                validation = self._compare(phase)
         if self.step == phase.stop:
             self._end(phase)
         sees, saw = self._channel_mask.any(-1), before.any(-1)
@@ -191,6 +200,7 @@ class Run:
             heads_entering=_name_heads(sees & ~saw),
             seconds=time.perf_counter() - began,
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            validation=validation,
         )
 
     def masks(self) -> dict[float, ChannelMask]:
@@ -253,6 +263,16 @@ class Run:
         with torch.no_grad():
             self._factors.copy_(self._stage1_factors)
         self._channel_mask = self._select(self._factors, phase.pruning_ratio)
+        self._compare(phase)
+
+    def _compare(self, phase: Phase) -> float | None:
+        """Mean loss of the mask on validation contexts, if there are any; the best factors are kept."""
+        if self._validation is None:
+            return None
+        loss = self._validation.loss(self._student(phase))
+        if self._best is None or not self._best[0] <= loss:  # a first one may be no number
+            self._best = loss, self._factors.detach().clone()
+        return loss
 
     def _end(self, phase: Phase) -> None:
         learned = self._factors.detach().clone()
@@ -261,7 +281,8 @@ class Run:
         elif phase.pruning_ratio is None:
             self._stage1_factors = learned
         else:
-            self._finished.append(learned)
+            self._finished.append(learned if self._best is None else self._best[1])
+            self._best = None
 
     def _accumulate(
         self, samples: Iterator[TrainingSample], phase: Phase

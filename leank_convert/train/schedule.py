@@ -46,6 +46,11 @@ class Phase:
         """The rate of one step of the run."""
         return self.peak_learning_rate * learning_rate_factor(step - self.start, self.steps)
 
+    def ends_tenth(self, step: int) -> bool:
+        """Whether another tenth of it is over when so many steps of the run are done."""
+        done = step - self.start
+        return 10 * done // self.steps > 10 * (done - 1) // self.steps
+
     def draw(self, step: int) -> int:
         """Which of the data's steps a step of the run takes."""
         return self.first_draw + step - self.start
@@ -57,6 +62,7 @@ class Schedule:
     Attributes:
         phases: In the order they run.
         num_steps: Steps of all of them.
+        num_comparisons: How often masks are tried on validation contexts, where there are any.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -76,6 +82,11 @@ class Schedule:
                 stop += stage2.steps
         self.phases = tuple(phase for phase in phases if phase.steps)
         self.num_steps = stop
+        self.num_comparisons = sum(
+            1 + sum(phase.ends_tenth(step) for step in range(phase.start + 1, phase.stop + 1))
+            for phase in self.phases
+            if phase.stage == 2
+        )
         self._batch_size = recipe.batch_size
 
     def phase(self, step: int) -> Phase:

@@ -120,6 +120,7 @@ class TrainingState:
         stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
         finished: What stage 2 ended with, for each ratio that is done.
         gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
+        best: Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
     """
 
     step: int
@@ -129,6 +130,7 @@ class TrainingState:
     stage1_factors: Tensor | None = None
     finished: tuple[Tensor, ...] = ()
     gates: Tensor | None = None
+    best: tuple[float, Tensor] | None = None
 
 
 def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) -> dict[str, str]:
@@ -178,6 +180,9 @@ def save_state(state: TrainingState, path: Path) -> None:
         tensors["gates"] = state.gates.cpu()
     tensors |= {f"finished.{place}": tensor.cpu() for place, tensor in enumerate(state.finished)}
     metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
+    if state.best is not None:
+        loss, tensors["best"] = state.best[0], state.best[1].cpu()
+        metadata["best_loss"] = loss.hex()
     try:
         write_atomically(path, save(tensors, metadata))
     except OSError as error:
@@ -208,6 +213,7 @@ def load_state(path: Path) -> TrainingState:
             fingerprint=fingerprint,
             stage1_factors=tensors.get("stage1_factors"),
             gates=tensors.get("gates"),
+            best=(float.fromhex(metadata["best_loss"]), tensors["best"]) if "best" in tensors else None,
             finished=tuple(
                 tensors[f"finished.{place}"]
                 for place in range(sum(name.startswith("finished.") for name in tensors))

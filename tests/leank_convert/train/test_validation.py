@@ -1,0 +1,70 @@
+"""The choice among the masks that stage 2 goes through."""
+
+import pytest
+import torch
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.methods.make import train_masks
+from leank_convert.train import graphs
+from leank_convert.train.log import read_log
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.packing import pack_sample
+from leank_convert.train.passes import Student, distil
+from leank_convert.train.validation import _SEED_OFFSET
+from leank_convert.windows import Windows
+
+CONTEXTS = 3
+
+
+@pytest.fixture
+def recipe(short_recipe):
+    # So fast that masks get worse as well as better.
+    stage2 = {"steps": 12, "learning_rate": 0.5, "validation_contexts": CONTEXTS}
+    return short_recipe(stage2=stage2, pruning_ratio=(0.5, 0.7), held_out_samples=0)
+
+
+def train(folder, recipe, out, **options):
+    found = train_masks(folder, out, recipe=recipe, progress=False, **options)
+    return dict(zip(recipe.pruning_ratios, found.values(), strict=True))
+
+
+def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path):
+    masks = train(retriever_folder, recipe, tmp_path)
+    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _SEED_OFFSET)
+    log = read_log(tmp_path / "leank" / "log.jsonl")
+    differed = False
+    for ratio, mask in masks.items():
+        compared = [record.validation for record in log if record.pruning_ratio_asked == ratio]
+        assert len(compared) == recipe.stage2.steps
+        compared = [loss for loss in compared if loss is not None]
+        assert len(compared) == 10
+        kept = mask.channel_mask
+        student = Student(Windows(4, 16), kept.float(), kept.any(-1))
+        with torch.no_grad():
+            losses = [distil(loaded.model, pack_sample(source.draw(i)), student) for i in range(CONTEXTS)]
+        loss = torch.stack(losses).mean().item()
+        # Stage 1's own mask is compared before the first step, and not logged.
+        assert loss <= min(compared) * (1 + 1e-5)
+        differed |= loss < compared[-1] * (1 - 1e-3)
+    assert differed, "the last mask was the best one: the test shows nothing"
+
+
+def test_an_interrupted_run_takes_the_same_masks(recipe, retriever_folder, tmp_path, monkeypatch):
+    whole = train(retriever_folder, recipe, tmp_path / "whole")
+    right, calls = graphs.distil, 0
+
+    def failing(*given, **options):
+        nonlocal calls
+        calls += 1
+        if calls == 65:  # in the second half of the first stage 2, validation contexts included
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(*given, **options)
+
+    monkeypatch.setattr(graphs, "distil", failing)
+    with pytest.raises(LeanKError, match="memory does not suffice for"):
+        train(retriever_folder, recipe, tmp_path / "interrupted")
+    resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
+    for ratio, mask in whole.items():
+        assert torch.equal(resumed[ratio].scaling_factors, mask.scaling_factors)
