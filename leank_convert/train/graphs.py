@@ -25,6 +25,10 @@ from leank_convert.train.split_attention import StoredContext
 # Operations of a context pass's weights that take about as long as its launches: 0.1 s for 32 layers.
 _MOST_OPERATIONS = 4e13
 
+# Of contexts that are not captured themselves, which padding costs nothing but the keys at their end that some
+# queries see and others do not.
+_STEPS_PER_OCTAVE = 16
+
 _Found = TypeVar("_Found")
 
 
@@ -84,7 +88,7 @@ class Gradients:
         """
         found = self._launch(sample, student)
         if found is None:
-            self._known.add(padded_sizes(sample, self._longest))
+            self._known.add(self._sizes(sample))
             loss = self._run(sample, student)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -102,16 +106,21 @@ class Gradients:
         """A sample's loss, by the passes as they are written."""
         if not self.captures:
             return distil(self._model, pack_sample(sample), student, offload=self._offload)
-        packed = pack_sample(sample, padded_sizes(sample, self._longest))
+        packed = pack_sample(sample, self._sizes(sample))
         context = self._store(sample, packed)
         return distil_answers(self._model, context, packed.to(self._model.device), student)
+
+    def _sizes(self, sample: TrainingSample) -> Sizes:
+        if self._captures_context:
+            return padded_sizes(sample, self._longest)
+        return padded_sizes(sample, self._longest, _STEPS_PER_OCTAVE)
 
     def _launch(self, sample: TrainingSample, student: Student) -> tuple[Tensor, Tensor] | None:
         """A sample's loss and gradient by a graph; None where nothing is captured, or not yet.
 
         What is new is run as written for once, so that libraries choose their kernels outside a capture.
         """
-        sizes = padded_sizes(sample, self._longest)
+        sizes = self._sizes(sample)
         if not self.captures or sizes not in self._known:
             return None
         packed = pack_sample(sample, sizes)

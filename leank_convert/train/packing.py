@@ -13,8 +13,6 @@ from torch import Tensor
 
 from leank_convert.data import TrainingSample
 
-# Sizes of a context between two powers of two. More of them are captured more often, fewer are padded more.
-_STEPS_PER_OCTAVE = 4
 _SHORTEST_STEP = 128
 _ROW_STEP = 64
 _NOBODY = -1  # whose padding is
@@ -125,17 +123,18 @@ def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSam
     return PackedSample(row, sizes)
 
 
-def padded_sizes(sample: TrainingSample, longest: int) -> Sizes:
+def padded_sizes(sample: TrainingSample, longest: int, steps_per_octave: int = 4) -> Sizes:
     """The sizes that a sample is padded to, of which there are few whatever the samples' lengths.
 
     Args:
         sample: Context and questions.
         longest: No context is padded beyond; at least as long as the sample's.
+        steps_per_octave: Sizes of contexts between two powers of two; with more, less is padded.
     """
     num_context, num_answers = len(sample.prefix_ids), sample.num_answer_tokens
     num_questions = sample.num_tokens - num_context - num_answers
     octave = 1 << (num_context - 1).bit_length() >> 1  # the power of two below it
-    step = max(_SHORTEST_STEP, octave // _STEPS_PER_OCTAVE)
+    step = max(_SHORTEST_STEP, octave // steps_per_octave)
     context = _round_up(num_context, step)
     return Sizes(
         context=min(context, longest),

@@ -15,7 +15,7 @@ pruning_ratio: [0.5, 0.7]
 held_out_samples: 0
 data: {wording: testbed, min_length: 300, max_length: 900, questions_per_context: 3}
 stage1: {steps: 24, learning_rate: 0.05}
-stage2: {steps: 12, learning_rate: 0.02}
+stage2: {steps: 12, learning_rate: 0.02, validation_contexts: 2}
 """
 
 
