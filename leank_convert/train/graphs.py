@@ -25,8 +25,8 @@ from leank_convert.train.split_attention import StoredContext
 # Operations of a context pass's weights that take about as long as its launches: 0.1 s for 32 layers.
 _MOST_OPERATIONS = 4e13
 
-# Of contexts that are not captured themselves, which padding costs nothing but the keys at their end that some
-# queries see and others do not.
+# Of contexts that are not captured themselves: padding costs them nothing but the keys at their end that are
+# masked query by query.
 _STEPS_PER_OCTAVE = 16
 
 _Found = TypeVar("_Found")

@@ -287,7 +287,7 @@ class _SplitAttention(torch.autograd.Function):
 
 @contextmanager
 def _rounded_as(tensor: Tensor) -> Iterator[None]:
-    """Let CUDA round what goes into products of float32 to ten bits, where it comes from no more than that."""
+    """Let CUDA round what goes into float32 products to ten bits, where it comes from no more than that."""
     if not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
         yield
         return
