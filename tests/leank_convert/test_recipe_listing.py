@@ -24,7 +24,7 @@ def test_listing_has_a_row_per_recipe_with_model_context_and_ratio():
     for name in NAMES:
         recipe = load_recipe(name)
         shortest, longest = recipe.data.min_length, recipe.data.max_length
-        context = f"{shortest if shortest < 1024 else f'{shortest // 1024}K'} to {longest // 1024}K"
+        context = " to ".join(f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in (shortest, longest))
         cells = [cell.strip() for cell in rows[name].split("  ") if cell]
         assert cells == [name, recipe.model.id, context, "70%"]
 

@@ -1,11 +1,18 @@
 """Steps launched as CUDA graphs against the same steps run as they are written."""
 
 import pytest
+import torch
 
+from leank_convert.data import SampleSource
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train import graphs
+from leank_convert.train.graphs import Gradients
 from leank_convert.train.log import read_log
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.passes import Student
+from leank_convert.train.scaling import initial_scaling_factors, straight_through
+from leank_convert.windows import Windows
 
 _SETTINGS = """
 model: {id: testbed, dtype: float32}
@@ -17,6 +24,56 @@ data: {wording: testbed, min_length: 300, max_length: 900, questions_per_context
 stage1: {steps: 24, learning_rate: 0.05}
 stage2: {steps: 12, learning_rate: 0.02, validation_contexts: 2}
 """
+
+
+class Rerun:
+    """Stands in for a graph where there is no GPU: runs its function again, on what lies in its place now."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def launch(self):
+        return self._function()
+
+
+@pytest.mark.parametrize("captures_context", [True, False])
+def test_what_is_recorded_serves_all_samples_and_students_of_its_size(
+    captures_context, short_recipe, retriever_folder, monkeypatch
+):
+    recipe = short_recipe()
+    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+    longest = recipe.data.max_length
+    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    written, captured = (Gradients(loaded.model, loaded.facts, longest) for _ in range(2))
+    captured.captures, captured._captures_context = True, captures_context
+    recorded = []
+    monkeypatch.setattr(captured, "_capture", lambda function: recorded.append(1) or Rerun(function))
+    generator = torch.Generator().manual_seed(0)
+    factors = initial_scaling_factors(loaded.facts, torch.device("cpu"))
+    num_losses = 0
+    for index in range(24):
+        sample = source.draw(index)
+        with torch.no_grad():
+            factors.copy_(torch.rand(factors.shape, generator=generator))
+        kept = factors.detach() > 0.6
+        kept[0, index % kept.shape[1]] = False
+        student = {
+            0: lambda: Student(Windows(4, 16), factors),
+            1: lambda kept=kept: Student(Windows(4, 16), straight_through(factors, kept), kept.any(-1)),
+            2: lambda: Student(Windows(4, 16), torch.ones_like(factors), gates=factors[..., 0]),
+        }[index % 3]
+        found = []
+        for gradients in (captured, written):
+            factors.grad = None
+            if index % 5 == 4:
+                found.append((gradients.loss(sample, student()).clone(), torch.zeros(())))
+                assert factors.grad is None
+                num_losses += 1
+            else:
+                found.append((gradients.add(sample, student(), 0.5).clone(), factors.grad))
+        # Padding orders sums otherwise.
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4 * found[1][1].abs().max().item())
+    assert num_losses and 2 <= len(recorded) <= 12
 
 
 @pytest.mark.gpu
