@@ -10,8 +10,6 @@ query, whose product with a key is the same. Letters as in `attention`; W keys o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -204,17 +202,7 @@ class _SplitAttention(torch.autograd.Function):
     """Keeps queries, output and log-sum-exp; the backward pass computes all scores again."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        with _rounded_as(given[2]):
-            return _SplitAttention._forward(ctx, *given)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        with _rounded_as(ctx.saved_tensors[2]):
-            return _SplitAttention._backward(ctx, *grad_outputs)
-
-    @staticmethod
-    def _forward(
+    def forward(
         ctx: Any,
         query: Tensor,
         scaled: Tensor | None,
@@ -245,7 +233,7 @@ class _SplitAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradient = grad_outputs[0]
         query, scaled, key, value, output, lse, hidden = ctx.saved_tensors
         regions: Regions = ctx.regions
@@ -283,20 +271,6 @@ class _SplitAttention(torch.autograd.Function):
             to_value.to(value.dtype),
             *(None,) * 5,
         )
-
-
-@contextmanager
-def _rounded_as(tensor: Tensor) -> Iterator[None]:
-    """Let CUDA round what goes into float32 products to ten bits, where it comes from no more than that."""
-    if not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _middle(stored: Pair, regions: Regions) -> Pair:
