@@ -9,6 +9,7 @@ the context pass, too, takes less time than its launches, that one is recorded a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -164,8 +165,11 @@ class _Graph(Generic[_Found]):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._found = function()
-            finally:
-                self._graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # which would stand for what broke the capture off
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
 
     def launch(self) -> _Found:
         self._graph.replay()
