@@ -159,10 +159,13 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
         stream = stack.enter_context(SampleStream(samples, run.sample_indices()))
         ending = stack.enter_context(Interruption())
         while not run.is_done and not ranks.any(bool(ending.reason)):
+            step = run.step
             try:
                 record = run.advance(stream)
             except LeanKError:
-                save()
+                # A step that ended in the comparison of its mask is done by half: an earlier state stands.
+                if run.step == step:
+                    save()
                 raise
             if log is not None:
                 log.write(record)

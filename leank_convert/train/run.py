@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -270,7 +271,9 @@ class Run:
         if self._validation is None:
             return None
         loss = self._validation.loss(self._student(phase))
-        if self._best is None or not self._best[0] <= loss:  # a first one may be no number
+        if math.isnan(loss):  # float16 overflowed: worse than any
+            loss = math.inf
+        if self._best is None or loss < self._best[0]:
             self._best = loss, self._factors.detach().clone()
         return loss
 

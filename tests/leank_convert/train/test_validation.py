@@ -1,5 +1,7 @@
 """The choice among the masks that stage 2 goes through."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from leank_convert.train.log import read_log
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import Student, distil
-from leank_convert.train.validation import _SEED_OFFSET
+from leank_convert.train.state import TrainingDirectory, load_state
+from leank_convert.train.validation import _SEED_OFFSET, Validation
 from leank_convert.windows import Windows
 
 CONTEXTS = 3
@@ -68,3 +71,35 @@ def test_an_interrupted_run_takes_the_same_masks(recipe, retriever_folder, tmp_p
     resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
     for ratio, mask in whole.items():
         assert torch.equal(resumed[ratio].scaling_factors, mask.scaling_factors)
+
+
+@pytest.mark.parametrize("place", [1, 6, 11, 12], ids=["stage 1's", "within", "last", "the next ratio's"])
+def test_a_run_that_ends_in_a_comparison_goes_on_to_the_same_masks(
+    place, recipe, retriever_folder, tmp_path, monkeypatch
+):
+    whole = train(retriever_folder, recipe, tmp_path / "whole")
+    right, calls = Validation.loss, 0
+
+    def failing(*given):
+        nonlocal calls
+        calls += 1
+        if calls == place:
+            raise LeanKError("memory does not suffice")
+        return right(*given)
+
+    monkeypatch.setattr(Validation, "loss", failing)
+    with pytest.raises(LeanKError, match="memory does not suffice"):
+        train(retriever_folder, recipe, tmp_path / "interrupted")
+    resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
+    for ratio, mask in whole.items():
+        assert torch.equal(resumed[ratio].scaling_factors, mask.scaling_factors)
+
+
+def test_a_loss_that_is_no_number_is_worse_than_any(recipe, retriever_folder, tmp_path, monkeypatch):
+    losses = iter([1.0] + [math.nan] * 10 + [math.nan, 1.0] + [math.nan] * 9)
+    monkeypatch.setattr(Validation, "loss", lambda *_: next(losses))
+    masks = train(retriever_folder, recipe, tmp_path)
+    state = load_state(TrainingDirectory(tmp_path).state)
+    assert torch.equal(masks[0.5].scaling_factors, state.stage1_factors)
+    assert not torch.equal(masks[0.7].scaling_factors, state.stage1_factors)
+    assert not torch.equal(masks[0.7].scaling_factors, state.scaling_factors)
