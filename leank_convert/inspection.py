@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,14 @@ def inspect_artifact(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.exists():
-        with suppress(LeanKError):
+        try:
             path = find_by_name(str(path))
-    if not path.exists():
-        raise LeanKError(
-            f"`{path}` does not exist",
-            hint="inspect takes a mask file, the name of a packaged mask (`leank-convert masks`), a "
-            "checkpoint's or an ONNX folder",
-        )
+        except LeanKError as error:
+            raise LeanKError(
+                f"`{path}` does not exist",
+                hint="inspect takes a mask file, a checkpoint's or an ONNX folder, or the name of a packaged "
+                f"mask; {error.hint}",
+            ) from None
     if is_onnx_folder(path):
         return _inspect_onnx(path)
     if path.is_dir() and not (path / CONFIG_NAME).exists() and (path / MASK_FILE_NAME).exists():

@@ -79,6 +79,14 @@ def read_field(record: Any, key: str, kind: type[_Kind], place: str, form: str) 
     return value
 
 
+def read_texts(record: Any, key: str, place: str, form: str) -> list[str]:
+    """What a record has under a key, a list of texts; as `read_field`."""
+    texts = read_field(record, key, list, place, form)
+    if not all(isinstance(text, str) for text in texts):
+        raise LeanKError(f"{place}: `{key}` is {cut(texts)}, no list of texts", hint=form)
+    return texts
+
+
 def read_dataset(
     source: str, config: str | None, split: str, what: str
 ) -> Generator[tuple[str, dict[str, Any]], None, None]:

@@ -10,7 +10,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.source_card import read_base_models
 from leank_convert.hub import hub_name, name_in_config
 from leank_convert.mask import ChannelMask, check_mask_fits, load_mask
-from leank_convert.masks import find_by_model, list_masks
+from leank_convert.masks import find_by_model, list_masks, model_part
 
 # What trainers leave beside weights that they changed; config.json still names the model they began with.
 _TRAINERS_FILES = ("adapter_config.json", "trainer_state.json", "training_args.bin")
@@ -58,7 +58,7 @@ def suggest_packaged(model: str | Path) -> str:
     if not folder.is_dir():
         return ""
     facts = read_model_facts(read_config(folder), origin=str(folder / CONFIG_NAME))
-    names = [path.stem for path in list_masks() if _fits(path, facts)]
+    names = dict.fromkeys(model_part(path) for path in list_masks() if _fits(path, facts))
     if not names:
         return ""
     listed = " or ".join(f"`--mask {name}`" for name in names)

@@ -36,9 +36,9 @@ def find_by_name(name: str, pruning_ratio: float | None = None) -> Path:
     Raises:
         LeanKError: If there is none of that name or ratio.
     """
-    files = [path for path in list_masks() if name.lower() in (path.stem, _model_part(path))]
+    files = [path for path in list_masks() if name.lower() in (path.stem, model_part(path))]
     if not files:
-        names = {each for path in list_masks() for each in (path.stem, _model_part(path))}
+        names = {each for path in list_masks() for each in (path.stem, model_part(path))}
         close = difflib.get_close_matches(name.lower(), sorted(names), n=3)
         listed = ", ".join(f"`{each}`" for each in close or (path.stem for path in list_masks()))
         raise LeanKError(
@@ -59,7 +59,7 @@ def find_by_model(model: str, pruning_ratio: float | None = None) -> Path | None
         LeanKError: If there is none of that ratio, or a file is damaged.
     """
     part = model.rpartition("/")[2].lower()
-    named = [path for path in list_masks() if _model_part(path) == part]
+    named = [path for path in list_masks() if model_part(path) == part]
     files = [path for path in named if read_header(path).metadata.get("model") == model]
     return _pick(files, pruning_ratio, f"`{model}`") if files else None
 
@@ -69,7 +69,8 @@ def percent(path: Path) -> str:
     return path.stem.rpartition("-")[2]
 
 
-def _model_part(path: Path) -> str:
+def model_part(path: Path) -> str:
+    """What is before it: the model's name in small letters."""
     return path.stem.rpartition("-")[0]
 
 

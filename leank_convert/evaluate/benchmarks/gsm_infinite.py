@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.records import read_field, read_records
+from leank_convert.data.records import read_field, read_records, read_texts
 from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.benchmarks.files import encode_text, list_files
 from leank_convert.evaluate.prompt import Prompt, Scoring
@@ -63,7 +63,7 @@ def _read_prompt(
 ) -> Prompt:
     scoring: Scoring
     if task.startswith(_SUBSETS[1]):
-        reference, scoring = ", ".join(read_field(row, "answer_list", list, place, _FORM)), "variables"
+        reference, scoring = ", ".join(read_texts(row, "answer_list", place, _FORM)), "variables"
         closing = "Reason step by step, and name the variables in one sentence at the end."
     else:
         solution = read_field(row, "solution", str, place, _FORM)
@@ -72,7 +72,8 @@ def _read_prompt(
             raise LeanKError(f"{place}: `solution` ends in no `Answer: `: {cut(solution[-60:])}", hint=_FORM)
         reference, scoring = answer[1], "final_number"
         closing = "Reason step by step, and end with `Answer: ` and the number."
-    if messages := row.get("messages"):
+    if row.get("messages"):
+        messages = read_field(row, "messages", list, place, _FORM)
         text = "\n\n".join(read_field(message, "content", str, place, _FORM) for message in messages)
     else:
         problem, question = (read_field(row, key, str, place, _FORM) for key in ("problem", "question"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.records import read_field, read_records
+from leank_convert.data.records import read_field, read_records, read_texts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.benchmarks.files import encode_text, list_files
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS, Task
@@ -45,15 +45,15 @@ def draw_longbench(
         records = read_records(files[name], "LongBench file")
         for (place, record), index in zip(records, range(num_samples), strict=False):
             fields = {key: read_field(record, key, str, place, _FORM) for key in ("context", "input")}
-            answers = read_field(record, "answers", list, place, _FORM)
-            classes = tuple(record.get("all_classes", ()))
+            answers = read_texts(record, "answers", place, _FORM)
+            classes = read_texts(record, "all_classes", place, _FORM) if task.scoring == "class" else []
             if not answers or (task.scoring == "class" and not classes):
                 raise LeanKError(f"{place} has no `{'all_classes' if answers else 'answers'}`", hint=_FORM)
             ids = _fit(tokenizer, task, task.template.format(**fields), length - task.max_new_tokens, name)
             prompts.append(
                 Prompt(
                     name, length, index, torch.tensor(ids), tuple(answers), task.scoring, task.max_new_tokens,
-                    classes=classes, first_line=task.first_line,
+                    classes=tuple(classes), first_line=task.first_line,
                 )
             )  # fmt: skip
     if not prompts:
