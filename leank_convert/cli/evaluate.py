@@ -159,7 +159,7 @@ def evaluate(
     if (text_file is None) != (prefix_tokens is None):
         raise click.UsageError("--text and --prefix-tokens go together")
     if tasks and (recipe_name or overrides):
-        raise click.UsageError("--recipe and --set choose a recipe's data, --task another instead")
+        raise click.UsageError("--recipe and --set choose a recipe's data, and --task asks something else")
     if not tasks and (haystack or questions):
         raise click.UsageError("--haystack and --questions go with --task")
     if text_file is not None and prefix_tokens is not None:

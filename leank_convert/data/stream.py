@@ -19,7 +19,7 @@ class SampleStream:
     """Samples in the order of their indices, of which the next few are drawn while one is used.
 
     A context manager: within it, the stream is its own iterator. A sample that cannot be drawn raises where
-    it would have come; leaving waits for no more than the draw under way.
+    it would have come; leaving waits for no more than the draws under way.
 
     Args:
         source: Draws them.

@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,17 +13,17 @@ from leank_convert.errors import LeanKError
 class Numbers:
     """A source whose samples are their own indices; tells which were drawn, and may be held up or fail."""
 
-    def __init__(self, fails_at=None, waits_at=None):
+    def __init__(self, fails_at=None, waits_from=math.inf):
         self.fails_at = fails_at
-        self.waits_at = waits_at
+        self.waits_from = waits_from
         self.drawn = []
-        self.waiting = threading.Event()
+        self.waiting = threading.Semaphore(0)
         self.go_on = threading.Event()
         self.news = threading.Condition()
 
     def draw(self, index):
-        if index == self.waits_at:
-            self.waiting.set()
+        if index >= self.waits_from:
+            self.waiting.release()
             assert self.go_on.wait(60)
         with self.news:
             self.drawn.append(index)
@@ -36,10 +37,12 @@ class Numbers:
             return self.news.wait_for(lambda: index in self.drawn, 60)
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
+@pytest.fixture(autouse=True, params=[1, 4])
+def num_threads(request, monkeypatch):
+    """How many draw at once; in the end none of them is left."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2 * request.param)
     before = set(threading.enumerate())
-    yield
+    yield request.param
     assert set(threading.enumerate()) <= before
 
 
@@ -65,7 +68,7 @@ def test_the_next_samples_are_drawn_while_one_is_used(ahead):
     with SampleStream(source, itertools.count(), ahead=ahead) as stream:
         assert next(stream) == 0
         assert source.wait_for(ahead)
-    assert source.drawn == list(range(ahead + 1))
+    assert sorted(source.drawn) == list(range(ahead + 1))
 
 
 def test_drawing_begins_before_the_first_sample_is_asked_for():
@@ -89,8 +92,8 @@ def test_a_failing_draw_of_a_sample_that_is_never_used_is_not_told():
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_leaving_early_waits_for_the_draw_under_way_and_starts_no_other(error, monkeypatch):
-    source = Numbers(waits_at=1)
+def test_leaving_early_waits_for_the_draws_under_way_and_starts_no_other(error, num_threads, monkeypatch):
+    source = Numbers(waits_from=1)
     original = ThreadPoolExecutor.shutdown
 
     def shutdown(executor, **options):
@@ -101,13 +104,13 @@ def test_leaving_early_waits_for_the_draw_under_way_and_starts_no_other(error, m
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
     with (
         contextlib.nullcontext() if error is None else pytest.raises(error),
-        SampleStream(source, itertools.count(), ahead=3) as stream,
+        SampleStream(source, itertools.count()) as stream,
     ):
         assert next(stream) == 0
-        assert source.waiting.wait(60)
+        assert all(source.waiting.acquire(timeout=60) for _ in range(num_threads))
         if error is not None:
             raise error
-    assert source.drawn == [0, 1]
+    assert sorted(source.drawn) == list(range(1 + num_threads))
 
 
 def test_no_indices_are_an_empty_stream():
