@@ -124,7 +124,7 @@ class MaskProvenance:
     def evaluated(self) -> str:
         """How it was evaluated, in a few words."""
         if self.evaluation is not None or self.held_out is None:
-            return self.evaluation or "not evaluated"
+            return self.evaluation or "not yet"
         return self.held_out.shares
 
 

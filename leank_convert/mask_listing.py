@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 
 from leank_convert.errors import LeanKError
@@ -82,7 +83,7 @@ def render_masks(*, as_json: bool = False) -> str:
     listed = describe_masks()
     if as_json:
         return json.dumps([asdict(mask) for mask in listed])
-    rows = [("mask", "model", "pruned", "windows", "made by", "evaluated")]
+    rows = [("mask", "model", "pruned", "windows", "made by")]
     rows += [
         (
             mask.name,
@@ -90,10 +91,17 @@ def render_masks(*, as_json: bool = False) -> str:
             f"{100 * mask.pruning_ratio_asked:g}%: {mask.pruning_ratio:.1%}",
             f"{mask.sink_size}, {mask.recent_size}",
             mask.made_by,
-            mask.evaluated,
         )
         for mask in listed
     ]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines) + "\n" + _EXPLANATION
+    told = ["", *(_indent(f"evaluated: {mask.evaluated}") for mask in listed)]
+    return (
+        "\n".join(line.rstrip() + more for line, more in zip(lines, told, strict=True)) + "\n" + _EXPLANATION
+    )
+
+
+def _indent(text: str) -> str:
+    """A text below a row, in lines that a terminal has room for."""
+    return "\n" + textwrap.fill(text, 110, initial_indent="    ", subsequent_indent="    ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import runpy
@@ -288,10 +289,16 @@ def test_another_rope_is_refused(llama: Path, tmp_path: Path) -> None:
 
 
 def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged: Path) -> None:
-    rows = {line.split(" ")[0]: line for line in run("masks").stdout.splitlines()}
-    cells = [cell.strip() for cell in rows["llama-3.1-8b-instruct-70"].split("  ") if cell]
-    assert cells[1:] == [LLAMA, "70%: 68.8%", "128, 1024", "the authors of LeanK", "in the paper, not here"]
-    assert "not evaluated" in rows["tiny-50"] and "held-out answers" in rows["testbed-70"]
+    shown = run("masks").stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 120
+    row, told = next(
+        pair for pair in itertools.pairwise(lines) if pair[0].startswith("llama-3.1-8b-instruct-70")
+    )
+    cells = [cell.strip() for cell in row.split("  ") if cell]
+    assert cells[1:] == [LLAMA, "70%: 68.8%", "128, 1024", "the authors of LeanK"]
+    assert told == "    evaluated: in the paper, not here"
+    assert "    evaluated: not yet\n" in shown and " held-out answers\n" in shown
     listed = json.loads(run("masks", "--json").stdout)
     assert [mask["name"] for mask in listed] == [path.stem for path in list_masks()]
     inspected = json.loads(run("inspect", "llama-3.1-8b-instruct", "--json").stdout)
