@@ -15,6 +15,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.benchmarks.files import encode_text, list_files
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS, Task
 from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.scores import SCORES
 
 LONGBENCH = "longbench"
 _FORM = (
@@ -36,12 +37,13 @@ def draw_longbench(
 
     Raises:
         LeanKError: If there is no such folder or no task's file in it, a record lacks a field, the length
-            leaves no room, or the package `datasets` is missing.
+            leaves no room, or the package `datasets` or one that scores is missing.
     """
     files = {path.stem: path for path in list_files(folder, (".jsonl",)) if path.stem in TASKS}
     prompts = []
     for name in (name for name in TASKS if name in files):
         task = TASKS[name]
+        SCORES[task.scoring]("", "", ())  # a package that it needs may be missing: not after hours of answers
         records = read_records(files[name], "LongBench file")
         for (place, record), index in zip(records, range(num_samples), strict=False):
             fields = {key: read_field(record, key, str, place, _FORM) for key in ("context", "input")}

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate import scores
 from leank_convert.evaluate.benchmarks.longbench import draw_longbench
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS
 from leank_convert.evaluate.prompt import score
@@ -101,6 +102,14 @@ def test_a_length_without_room_is_refused(byte_level_tokenizer, write_records):
 def test_without_the_package_datasets_it_says_so(byte_level_tokenizer, write_records, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused(byte_level_tokenizer, write_records("hotpotqa.jsonl", [RECORD]), "package `datasets`")
+
+
+def test_without_a_package_that_scores_it_says_so_before_anything_is_answered(
+    byte_level_tokenizer, write_records, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    scores._rouge_scorer.cache_clear()
+    refused(byte_level_tokenizer, write_records("gov_report.jsonl", [RECORD]), "package `rouge-score`")
 
 
 def refused(tokenizer, folder, named, length=LENGTH):
