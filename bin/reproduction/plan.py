@@ -103,16 +103,7 @@ QUICK = Sizes(
     num_validation=1,
     batch_tokens=1024,
 )  # fmt: skip
-# An estimate of what it takes, in seconds of one H200. Assumed are 0.1 s a training step, 0.03 s a decode
-# step of the dense model and 0.005 s one of a pruned cache (replayed as a graph; 0.03 s in plain torch),
-# 0.02 s a prefilled row, 0.2 s to set a pruned cache up. `times.jsonl` has what a run did take.
-#
-#   masks          12,400 training steps in 12 runs; 7 runs without training         1240 + 120 + 60
-#   validation     6 cells x (48 rows, 51 entries x 37 steps)                                  6 x 22
-#   test           12 cells x (64 rows, 74 entries x 37 steps)                                12 x 31
-#   RULER's floor  44 cells x (16 rows, 128 dense steps)                                      44 x 5
-#   RULER          30 to 44 cells x (200 rows, 2 x 128 dense steps, 7 entries x 128 steps)    35 x 20
-#   text           3 kinds x (256 + 512 dense steps, 7 x 768 steps, 192 likelihoods)           3 x 60
+# Some 52 minutes of one H200; `times.jsonl` has what each piece took.
 SMOLLM2 = Sizes(
     recipe="smollm2-135m-instruct",
     overrides=("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1"),
