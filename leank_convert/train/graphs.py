@@ -30,6 +30,9 @@ _MOST_OPERATIONS = 4e13
 # masked query by query.
 _STEPS_PER_OCTAVE = 16
 
+# Of questions and answers; each holds some ten thousand kernels' arguments.
+_MOST_GRAPHS = 64
+
 _Found = TypeVar("_Found")
 
 
@@ -127,9 +130,13 @@ class Gradients:
         packed = pack_sample(sample, sizes)
         context = self._store(sample, packed)
         key = sizes, student.gates is not None
-        if key not in self._answers:
-            self._answers[key] = _Answers(self._model, context, packed, student, self._capture)
-        return self._answers[key].launch(packed, student)
+        graph = self._answers.pop(key, None)
+        if graph is None:
+            if len(self._answers) == _MOST_GRAPHS:
+                del self._answers[next(iter(self._answers))]
+            graph = _Answers(self._model, context, packed, student, self._capture)
+        self._answers[key] = graph  # the last to go
+        return graph.launch(packed, student)
 
     def _store(self, sample: TrainingSample, packed: PackedSample) -> StoredContext:
         """Run the context pass into the room that all contexts share, where graphs find them."""
@@ -138,6 +145,7 @@ class Gradients:
             self._room = StoredContext.of_zeros(self._facts, self._longest, model.dtype, model.device)
         context = self._room.first(size)
         if not self._captures_context:
+            context.clear(len(sample.prefix_ids))  # of an earlier context, which need not be finite
             return run_context_pass(model, sample.prefix_ids.to(model.device), context)
         if size not in self._known_contexts:
             self._known_contexts.add(size)
@@ -152,7 +160,13 @@ class Gradients:
 
     def _capture(self, function: Callable[[], _Found]) -> _Graph[_Found]:
         self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
-        return _Graph(function, self._stream, self._pool)
+        try:
+            return _Graph(function, self._stream, self._pool)
+        except torch.OutOfMemoryError:
+            # What was freed outside of captures is not given back to the device within one.
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()  # that of a capture that broke off takes no other
+            return _Graph(function, self._stream, self._pool)
 
 
 class _Graph(Generic[_Found]):

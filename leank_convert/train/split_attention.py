@@ -64,6 +64,12 @@ class StoredContext:
             view._pairs[layer] = self.load(layer, num_tokens)
         return view
 
+    def clear(self, start: int) -> None:
+        """Zero what lies from a token on."""
+        for pair in self._pairs.values():
+            for kept in pair:
+                kept[:, :, start:].zero_()
+
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Keep one block [1, H_kv, N, D], tokens `num_seen` … `num_seen + N`."""
         start, stop = self.num_seen, self.num_seen + key.shape[2]

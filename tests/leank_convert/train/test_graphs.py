@@ -76,6 +76,28 @@ def test_what_is_recorded_serves_all_samples_and_students_of_its_size(
     assert num_losses and 2 <= len(recorded) <= 12
 
 
+def test_graphs_are_bounded_and_a_context_that_overflowed_leaves_nothing(
+    short_recipe, retriever_folder, monkeypatch
+):
+    recipe = short_recipe()
+    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    samples = sorted((source.draw(index) for index in range(12)), key=lambda sample: len(sample.prefix_ids))
+    gradients, plain = (Gradients(loaded.model, loaded.facts, recipe.data.max_length) for _ in range(2))
+    gradients.captures = True
+    monkeypatch.setattr(gradients, "_capture", Rerun)
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 1)
+    student = Student(Windows(4, 16), initial_scaling_factors(loaded.facts, torch.device("cpu")))
+    gradients.add(samples[-1], student, 1.0)
+    for pair in gradients._room._pairs.values():
+        for kept in pair:
+            kept.fill_(float("nan"))
+    for sample in (samples[0], samples[-1]) * 3:
+        gradients.add(sample, student, 1.0)
+        torch.testing.assert_close(gradients.loss(sample, student), plain.loss(sample, student))
+        assert len(gradients._answers) <= 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["leank", "duo-attention", "duo-attention+leank"])
 def test_captured_steps_learn_what_steps_as_written_learn(method, tmp_path, monkeypatch):
