@@ -18,7 +18,6 @@ from leank_convert.device import choose_device
 from leank_convert.errors import LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
 from leank_convert.safetensors_file import DTYPE_BITS
-from leank_convert.train.graphs import Gradients
 from leank_convert.train.log import check_trackers
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, ModelFiles, find_model, load_model
@@ -196,11 +195,11 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
         return replace(found, why_unmeasured="the weights do not fit, so nothing was measured")
     try:
         loaded = load_model(files, recipe, chosen)
-        Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
+        run = Run(recipe, loaded, ranks, {})  # refuses what no channels can be selected by
         samples = _draw_mean_samples(loaded, recipe)
         found = replace(found, tokens=sum(sample.num_tokens for sample in samples) / len(samples))
         with out_of_memory("a step", "see above"):
-            return replace(found, seconds_per_context=_time_context(loaded, recipe, samples[0], chosen))
+            return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
     except LeanKMemoryError as error:
         return replace(found, why_unmeasured=str(error))
 
@@ -237,17 +236,11 @@ def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSamp
     return [source.draw(index) for index in range(len(data.tasks))]
 
 
-def _time_context(loaded: LoadedModel, recipe: Recipe, sample: TrainingSample, device: torch.device) -> float:
+def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> float:
     """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
-    windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-    factors = initial_scaling_factors(loaded.facts, device)
-    gradients = Gradients(
-        loaded.model,
-        loaded.facts,
-        recipe.data.max_length,
-        spread=recipe.model.device_map is not None,
-        offload=recipe.offload_context,
-    )
+    gradients = run.gradients
+    windows = Windows(run.recipe.windows.sink_size, run.recipe.windows.recent_size)
+    factors = initial_scaling_factors(run.loaded.facts, device)
 
     def measure() -> float:
         began = time.perf_counter()

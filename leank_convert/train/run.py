@@ -43,6 +43,9 @@ class Run:
         loaded: The model.
         ranks: The processes that share a step's samples.
         fingerprint: What the run depends on.
+
+    Attributes:
+        gradients: What computes losses and their gradients.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Run:
         elif recipe.method_row.has_gates:
             self._take_gates(load_pattern(recipe, loaded.facts))
         self._optimizer = self._new_optimizer()
-        self._gradients = Gradients(
+        self.gradients = Gradients(
             loaded.model,
             loaded.facts,
             recipe.data.max_length,
@@ -80,7 +83,7 @@ class Run:
         self._best: tuple[float, Tensor] | None = None
         self._validation = None
         if recipe.stage2.validation_contexts:
-            self._validation = Validation(recipe, loaded, self._gradients, ranks)
+            self._validation = Validation(recipe, loaded, self.gradients, ranks)
 
     @property
     def is_done(self) -> bool:
@@ -304,7 +307,7 @@ class Run:
                 num_tokens += sample.num_tokens
                 num_answers += sample.num_answer_tokens
                 with out_of_memory(f"step {self.step + 1}, {_describe(sample)}", self._memory_hint(sample)):
-                    share = self._gradients.add(sample, self._student(phase), 1 / batch_size)
+                    share = self.gradients.add(sample, self._student(phase), 1 / batch_size)
                 self._check_finite(share, sample)
             except LeanKError as error:  # also: no text of this length
                 failure = error
