@@ -356,6 +356,11 @@ class DecodeGraph:
         """Copy as one that has captured nothing: the copy of a cache lies elsewhere."""
         return DecodeGraph, (self.enabled,)
 
+    @property
+    def captured_step(self) -> StepGraph | None:
+        """The captured step, to time it by itself: a replay appends a token that the host does not count."""
+        return None if self._captured is None else self._captured.graph
+
     def forget(self) -> None:
         """Drop what was captured."""
         self._key: tuple[Any, ...] | None = None

@@ -117,6 +117,18 @@ def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close, asse
     assert (cache.graph.num_captures, cache.graph.num_replays) == (1, 20)
 
 
+def test_a_replay_by_itself_appends_what_the_host_does_not_count(graphs, model):
+    cache = model.build_cache()
+    assert cache.graph.captured_step is None
+    cache.reserve(40)
+    run(model, cache, [20, 1, 1])
+    assert cache.rows.lengths.tolist() == [22, 22]
+    with torch.no_grad():
+        cache.graph.captured_step.replay()
+    assert cache.rows.lengths.tolist() == [23, 23]
+    assert cache.get_seq_length() == 22
+
+
 def test_returned_logits_are_the_callers(graphs, model):
     with torch.no_grad():
         cache = model(ids(2, 15)).past_key_values
