@@ -1,50 +1,71 @@
-"""`benchmark generate`: a decode step and whole calls of `generate`, beside the dense model's."""
+"""`benchmark generate`: a decode step and whole calls of `generate`, beside dense peers."""
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from leank_convert.benchmark.decode_attention import read_peers
+from leank_convert.benchmark.decode_step import GraphedDense, count_step_bytes, time_own_step
+from leank_convert.benchmark.generate_calls import generate, time_generate
 from leank_convert.benchmark.measuring import (
-    Stopwatch,
+    REPLAYED,
+    ReadBandwidth,
+    Timing,
     describe_failure,
+    measure_read_bandwidth,
     release_memory,
     silenced,
-    synchronize,
 )
-from leank_convert.benchmark.random_models import COMPILED, Setup, checked_models, random_prompt
-from leank_convert.benchmark.tables import Report, number, ratio
+from leank_convert.benchmark.random_models import (
+    COMPILED,
+    Models,
+    Setup,
+    build_all_channels,
+    checked_models,
+    name_attention,
+    random_prompt,
+)
+from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
-OURS, DYNAMIC, STATIC = "leank", "dense-dynamic", "dense-static"
-PEERS = (DYNAMIC, STATIC)
+OURS, ALL_CHANNELS, GRAPH, DYNAMIC = "leank", "all-channels", "dense-graph", "dense-dynamic"
+PEERS = (ALL_CHANNELS, GRAPH, DYNAMIC)
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
+_BANDWIDTH_ROUNDS = 21
+_REMARKS = {
+    GRAPH: "the stock step captured at exactly this length; cuDNN attends, K and V are not repeated",
+    DYNAMIC: "the stock model and its cache as they come, every kernel launched by itself",
+}
+_COLUMNS = (
+    "ms/step",
+    "in a call",
+    "byte limit",
+    "of limit",
+    "leank faster",
+    "decode s",
+    "leank faster",
+    "prefill",
+)
+_NOTES = (
+    "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
+    "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
+    "decode s: a call without its prefill, whose share of the call is the last column",
+)
 
 
 def benchmark_generate(
-    setup: Setup,
-    *,
-    cases: Sequence[tuple[int, int, int]],
-    peers: str,
-    rounds: int,
-    static_limit: float,
+    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str, rounds: int
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    Compiling the static cache's step is given up after `static_limit` seconds. If decoding is not right, the
-    JSON document that is returned has `ok` false and no cases.
+    If decoding is not right, the JSON document that is returned has `ok` false and no cases.
 
     Raises:
         LeanKError: If a case has no decode step, or something of ours does not fit on the device.
@@ -57,174 +78,150 @@ def benchmark_generate(
     named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
+    measured: dict[str, Any] = {}
     with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
-        for batch_size, num_prompt, num_new in cases if models.check["ok"] else ():
-            prompt = random_prompt(models.ours, batch_size, num_prompt)
-            sides = {OURS: _time_ours(models.ours, prompt, num_new, rounds)}
-            for name in named:
-                release_memory(setup.device)
-                try:
-                    with silenced():
-                        sides[name] = (
-                            _time_generate(models.dense, prompt, num_new, rounds)[0]
-                            if name == DYNAMIC
-                            else _time_static(models.dense, prompt, num_new, rounds, static_limit)
-                        )
-                # A peer may fail in any way: its compiler, its memory, the time limit.
-                except Exception as error:
-                    sides[name] = {"why": describe_failure(error)}
-            release_memory(setup.device)
-            ratios = {name: _ratios(sides[OURS], sides[name]) for name in named}
-            sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
-            results.append({**sizes, "sides": sides, "ratios": ratios})
-            _print_case(report, results[-1], models.attention)
-    return report.document("generate", **models.facts, cases=results)
+        if models.check["ok"]:
+            bandwidth = measure_read_bandwidth(setup.device, rounds=_BANDWIDTH_ROUNDS)
+            report.line(bandwidth.describe())
+            measured["read_bandwidth"] = asdict(bandwidth)
+            bench = _Bench(setup, models, named, bandwidth, rounds)
+            for case in cases:
+                results.append(bench.run_case(*case))
+                _print_case(report, results[-1], models.attention)
+    return report.document("generate", **models.facts, **measured, cases=results)
 
 
-def _time_ours(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
-    figures, cache = _time_generate(model, prompt, num_new, rounds)
-    graph = cache.graph
-    replayed = {"captures": graph.num_captures, "replays": graph.num_replays, "why_eager": graph.why_eager}
-    return {**figures, "graph": replayed}
+class _Bench:
+    """What all cases of one run share: the sides' models, and how right the peers are."""
+
+    def __init__(
+        self, setup: Setup, models: Models, named: Sequence[str], bandwidth: ReadBandwidth, rounds: int
+    ) -> None:
+        self._setup, self._shared, self._bandwidth, self._rounds = setup, models, bandwidth, rounds
+        self._models: dict[str, Any] = {OURS: models.ours}
+        self._checks = {OURS: models.check}
+        self._named = named
+        self._refused = {name: why for name in named if (why := self._attempt(name, self._prepare, name))}
+
+    def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
+        """Measure all sides one after the other; a peer that fails has a reason and no figures."""
+        prompt = random_prompt(self._shared.ours, batch_size, num_prompt)
+        release_memory(self._setup.device)
+        sides = {OURS: self._measure(OURS, prompt, num_new)}
+        for name in self._named:
+            release_memory(self._setup.device)
+            sides[name] = self._refused.get(name) or self._attempt(name, self._measure, name, prompt, num_new)
+        ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
+        return {
+            "batch": batch_size,
+            "prompt": num_prompt,
+            "new": num_new,
+            "sides": sides,
+            "ratios": ratios,
+        }
+
+    @staticmethod
+    def _attempt(name: str, function: Any, *arguments: Any) -> Any:
+        """Call a function of a peer, which may fail in any way: its kernels, its memory."""
+        try:
+            # What the runtime says of its own kernel is for the user.
+            with nullcontext() if name == ALL_CHANNELS else silenced():
+                return function(*arguments)
+        except Exception as error:
+            return {"why": describe_failure(error)}
+
+    def _prepare(self, name: str) -> dict[str, Any] | None:
+        """Put a peer's model together and check it; what speaks against it."""
+        shared, setup = self._shared, self._setup
+        model = GraphedDense(shared.dense) if name == GRAPH else shared.dense
+        if name == ALL_CHANNELS:
+            model = build_all_channels(shared.ours, setup)
+            if name_attention(model, setup) != shared.attention:
+                raise LeanKError("the kernel of this layout cannot be used here")
+        self._models[name], check = model, shared.truth.check(model)
+        self._checks[name] = check
+        return None if check["ok"] else {"why": "its result is wrong", "check": check}
+
+    def _measure(self, name: str, prompt: Tensor, num_new: int) -> dict[str, Any]:
+        # The first full prompt pays for memory that later ones find in the allocator.
+        model = self._models[name]
+        figures: dict[str, Any] = {}
+        if name == GRAPH:
+            figures = _replay_figures(model.time_step(prompt))
+        else:
+            generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
+            if name == DYNAMIC:
+                generate(model, prompt, 1)
+            else:
+                figures = _replay_figures(time_own_step(model, prompt))
+            figures |= time_generate(model, prompt, num_new, self._rounds)
+        whole = self._setup if name == OURS else self._setup.keeping_all()
+        # Weights are the same on all sides; the step is that of the first new token.
+        read = count_step_bytes(self._shared.ours, whole, prompt.shape[0], prompt.shape[1] + 1)
+        limit = self._bandwidth.milliseconds(sum(read.values()))
+        step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]
+        return {
+            "check": self._checks[name],
+            **figures,
+            "step_bytes": sum(read.values()),
+            "bytes_by_kind": read,
+            "byte_limit_milliseconds": limit,
+            "bandwidth_share": limit / step,
+        }
 
 
-def _time_static(
-    dense: Any, prompt: Tensor, num_new: int, rounds: int, compile_limit: float
-) -> dict[str, Any]:
-    """One static cache for all calls, so that its compiled step is compiled and captured once."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=dense.config, max_cache_len=prompt.shape[1] + num_new)
-    stats = torch._dynamo.utils.counters["stats"]
-    before = stats["unique_graphs"]
-    try:
-        with time_limit(compile_limit):
-            short = prompt[:, :_WARM_UP_PROMPT]
-            warm_up = generate(dense, short, min(_WARM_UP_TOKENS, num_new), static=cache).seconds
-        figures, _ = _time_generate(dense, prompt, num_new, rounds, static=cache)
-    finally:
-        torch._dynamo.reset()
-    return {**figures, "warm_up_seconds": warm_up, "compiled_graphs": stats["unique_graphs"] - before}
+def _replay_figures(timing: Timing) -> dict[str, Any]:
+    return {"replay_milliseconds": timing.milliseconds, "replay": asdict(timing)}
 
 
-def _time_generate(
-    model: Any, prompt: Tensor, num_new: int, rounds: int, static: Any = None
-) -> tuple[dict[str, Any], Any]:
-    """Figures of several calls, after a warm-up, and the cache of the last one."""
-    if static is None:
-        generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
-    # The first full prompt pays for memory that later ones find in the allocator.
-    generate(model, prompt, 1, static=static)
-    seconds: list[float] = []
-    steps: list[float] = []
-    cache = None
-    for _ in range(rounds):
-        cache = None  # the one before goes first
-        call = generate(model, prompt, num_new, static=static)
-        seconds.append(call.seconds)
-        steps += call.step_milliseconds
-        cache = call.cache
-        del call
-    return {
-        "rounds": rounds,
-        "step_milliseconds": median(steps),
-        "generate_seconds": median(seconds),
-        "tokens_per_second": prompt.shape[0] * num_new / median(seconds),
-    }, cache
+_COMPARED = {
+    "bytes": "step_bytes",
+    "replay": "replay_milliseconds",
+    "step": "step_milliseconds",
+    "decode": "decode_seconds",
+    "generate": "generate_seconds",
+}
 
 
-class _StepClock(LogitsProcessor):
-    """Marks the moment between a step's forward pass and the choice of its token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stopwatch = Stopwatch(device)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.stopwatch.mark()
-        return scores
+def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
+    """How many times as fast ours is, by each way of measuring that the peer has, and what bytes allow."""
+    return {name: peer[key] / ours[key] if key in peer else None for name, key in _COMPARED.items()}
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One call of `generate`: how long it took, prefill included, and from token to token; its cache."""
-
-    seconds: float
-    step_milliseconds: Sequence[float]
-    cache: Any
-
-
-def generate(model: Any, prompt: Tensor, num_new: int, *, static: Any = None) -> Generation:
-    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens; `static` is a cache to fill."""
-    clock = _StepClock(model.device)
-    given = {}
-    if static is not None:
-        static.reset()
-        given = {"past_key_values": static}
-    synchronize(model.device)
-    began = time.perf_counter()
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        min_new_tokens=num_new,
-        max_new_tokens=num_new,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        logits_processor=LogitsProcessorList([clock]),
-        **given,
-    )
-    synchronize(model.device)
-    return Generation(time.perf_counter() - began, clock.stopwatch.gaps(), output.past_key_values)
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise a `TimeoutError` in what runs inside after some seconds; only in the main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _ratios(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
-    """How many times as fast ours is, by each way of measuring."""
-    keys = {"step": "step_milliseconds", "generate": "generate_seconds"}
-    return {name: peer[key] / ours[key] if key in peer else None for name, key in keys.items()}
-
-
-def _remark(side: dict[str, Any]) -> str | None:
+def _remark(name: str, side: dict[str, Any]) -> str:
     if "why" in side:
         return f"no figures: {side['why']}"
-    if "compiled_graphs" in side:
-        # Its mask keeps `enable_gqa` out of transformers' call of SDPA.
-        seconds = f"compiled in {side['warm_up_seconds']:.0f} s"
-        compiled = seconds if side["compiled_graphs"] else "not compiled"
-        return f"step {compiled}; its mask has K and V repeated for every query head"
+    if name == GRAPH and side["replay"]["method"] != REPLAYED:
+        return f"not captured, {side['replay']['method']}"
     if "graph" not in side:
-        return None
+        return _REMARKS[name]
     why = side["graph"]["why_eager"]
-    return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps replayed"
+    return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps of a call replayed"
 
 
 def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
     rows, notes = [], []
     for name, side in case["sides"].items():
         faster = case["ratios"].get(name, {})
-        label = f"{name} ({attention})" if name == OURS and attention != COMPILED else name
-        step, tokens = number(side.get("step_milliseconds")), number(side.get("tokens_per_second"), 0)
-        rows.append([label, step, ratio(faster.get("step")), tokens, ratio(faster.get("generate"))])
-        if remark := _remark(side):
-            notes.append(f"{label}: {remark}")
+        ours = name in (OURS, ALL_CHANNELS) and attention != COMPILED
+        label = f"{name} ({attention})" if ours else name
+        by_step = faster.get("replay") or faster.get("step")
+        rows.append(
+            [
+                label,
+                *(number(side.get(key)) for key in ("replay_milliseconds", "step_milliseconds")),
+                number(side.get("byte_limit_milliseconds")),
+                share(side.get("bandwidth_share")),
+                ratio(by_step),
+                number(side.get("decode_seconds")),
+                ratio(faster.get("decode")),
+                share(side.get("prefill_share")),
+            ]
+        )
+        notes.append(f"{label}: {_remark(name, side)}")
     report.table(
         f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        ["", "ms/step", "leank faster", "tokens/s", "leank faster"],
+        ["", *_COLUMNS],
         rows,
-        [*notes, "ms/step: from token to token of a call; tokens/s: whole calls, prefill included"],
+        [*notes, *_NOTES],
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +39,6 @@ from leank_convert.benchmark.measuring import (
 from leank_convert.benchmark.random_models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
 from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.mask import ChannelMask
 
 
 def benchmark_kernel(
@@ -62,14 +61,10 @@ def benchmark_kernel(
     named = read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device)
     report = Report(setup.device, setup.describe())
     with torch.no_grad(), out_of_memory(*TOO_LARGE):
-        ways = measure_read_bandwidth(setup.device, rounds=rounds)
-        best = max(ways, key=ways.__getitem__)
-        report.line(
-            f"read bandwidth {ways[best]:,.1f} GB/s: the fastest of {len(ways)} plain reads by torch "
-            f"({best}); what is above 100% of it reads faster than any of them"
-        )
+        bandwidth = measure_read_bandwidth(setup.device, rounds=rounds)
+        report.line(bandwidth.describe())
         release_memory(setup.device)
-        bench = _Bench(setup, rounds, ways[best], report.environment.get("l2_bytes", 0))
+        bench = _Bench(setup, rounds, bandwidth.gigabytes_per_second, report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
         for batch_size, num_tokens in cases:
@@ -81,7 +76,7 @@ def benchmark_kernel(
         ok=all(case["ok"] for case in results),
         dtype=setup.dtype_name,
         kernel=bench.attention,
-        read_bandwidth={"gigabytes_per_second": ways[best], "ways": ways},
+        read_bandwidth=asdict(bandwidth),
         cases=results,
     )
 
@@ -92,8 +87,9 @@ class _Bench:
     def __init__(self, setup: Setup, rounds: int, bandwidth: float, l2_bytes: int) -> None:
         self.setup, self.rounds, self.bandwidth, self.l2_bytes = setup, rounds, bandwidth, l2_bytes
         self.generator = torch.Generator(setup.device).manual_seed(0)
-        whole = replace(setup, mask=ChannelMask(torch.ones_like(setup.mask.channel_mask)))
-        self.model, self.whole_model = (build_model(one, torch.device("meta")) for one in (setup, whole))
+        self.model, self.whole_model = (
+            build_model(one, torch.device("meta")) for one in (setup, setup.keeping_all())
+        )
         self.attention = name_attention(self.model, setup)
         if setup.is_toy:
             self.attention += " (no kernel on the CPU)"

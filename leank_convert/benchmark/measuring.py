@@ -14,8 +14,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from leank_convert.errors import LeanKError, first_line
 
 Call = Callable[[], object]
 
+REPLAYED = "CUDA graph replay"  # how most figures are measured
 # One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
 _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512
@@ -174,11 +176,20 @@ def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> T
             for _ in range(repeats):
                 one_after_another()
 
-        graph = _capture(one_after_another, batch)
-        launch, method = batch, "CUDA events, without a graph"
-        if graph is not None:
-            launch, method = graph.replay, "CUDA graph replay"
-        return summarize(_time_launches(launch, device, rounds), repeats * len(calls), method)
+        graph = None
+        with suppress(RuntimeError):
+            graph = capture(one_after_another, batch)
+        return time_replays(graph, batch, device, rounds=rounds, calls=repeats * len(calls))
+
+
+def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
+    """Time replays of what was captured, which has a `replay`; None: times the call that was not captured."""
+    if device.type != "cuda":
+        return time_whole(call, device, rounds=rounds, calls=calls)
+    launch, method = call, "CUDA events, without a graph"
+    if graph is not None:
+        launch, method = graph.replay, REPLAYED
+    return summarize(_time_launches(launch, device, rounds), calls, method)
 
 
 def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
@@ -194,7 +205,12 @@ def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1)
     return summarize(samples, calls, "wall clock")
 
 
-def _capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph | None:
+def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
+    """Capture what `batch` launches on the current CUDA device, after `warm_up` ran on the same stream.
+
+    Raises:
+        RuntimeError: If something of it cannot be captured.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -206,7 +222,7 @@ def _capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph | None:
             batch()
     except RuntimeError:
         torch.cuda.synchronize()
-        return None
+        raise
     return graph
 
 
@@ -222,8 +238,28 @@ def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[floa
     return stopwatch.gaps()
 
 
-def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, float]:
-    """Read one large buffer of random numbers in two ways, the fastest of many; GB/s of each.
+@dataclass(frozen=True)
+class ReadBandwidth:
+    """The fastest of several `ways` of reading a device's memory, in GB/s, and all of them."""
+
+    gigabytes_per_second: float
+    ways: dict[str, float]
+
+    def milliseconds(self, num_bytes: float) -> float:
+        """How long reading so many bytes takes."""
+        return num_bytes / self.gigabytes_per_second / 1e6
+
+    def describe(self) -> str:
+        """What the figure is, in one line."""
+        best = max(self.ways, key=self.ways.__getitem__)
+        return (
+            f"read bandwidth {self.gigabytes_per_second:,.1f} GB/s: the fastest of {len(self.ways)} plain "
+            f"reads by torch ({best}); what is above 100% of it reads faster than any of them"
+        )
+
+
+def measure_read_bandwidth(device: torch.device, *, rounds: int) -> ReadBandwidth:
+    """Read one large buffer of random numbers in two ways, the fastest of many.
 
     Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
     would pay for its writes. Figures are shares of the fastest way.
@@ -233,7 +269,8 @@ def measure_read_bandwidth(device: torch.device, *, rounds: int) -> dict[str, fl
         "maximum of all int32": numbers.view(torch.int32).amax,
         "maximum of all int64": numbers.view(torch.int64).amax,
     }
-    return {
+    found = {
         name: numbers.nbytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
         for name, way in ways.items()
     }
+    return ReadBandwidth(max(found.values()), found)

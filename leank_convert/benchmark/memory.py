@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from leank_convert.benchmark.generate import generate
+from leank_convert.benchmark.generate_calls import generate
 from leank_convert.benchmark.measuring import release_memory, synchronize
 from leank_convert.benchmark.random_models import COMPILED, Setup, checked_models, random_prompt
 from leank_convert.benchmark.tables import Report, number, ratio, share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,6 +76,10 @@ class Setup:
             self.mask.channel_mask[layer][list(permutation)]
             for layer, permutation in enumerate(self.layout.head_permutation)
         ]
+
+    def keeping_all(self) -> Setup:
+        """The same with a mask that keeps all channels."""
+        return replace(self, mask=ChannelMask(torch.ones_like(self.mask.channel_mask)), origin="all channels")
 
     def choose_layers(self, layers: list[int] | None) -> list[int]:
         """The layers asked for, None for all.
@@ -210,12 +214,23 @@ def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
         dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             stock_config(geometry), dtype=model.dtype, attn_implementation=attention
         )
-    dense.load_state_dict(model.state_dict(), assign=True)
+    return _share_weights(model, dense)
+
+
+def build_all_channels(model: Any, setup: Setup) -> Any:
+    """Our stack with all channels kept, over the very tensors of a LeanK model; `setup` is that one's."""
+    return _share_weights(model, build_model(setup.keeping_all(), torch.device("meta")))
+
+
+def _share_weights(model: Any, other: Any) -> Any:
+    """Give a model on the meta device the parameters of another one of its shape."""
+    # The very parameters: where one model moves its weights together, those of the others move along.
+    other.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     # Its buffers are no weights, so the meta device left them empty.
-    dense.model.rotary_emb = model.model.rotary_emb
-    empty = [name for name, tensor in (*dense.named_parameters(), *dense.named_buffers()) if tensor.is_meta]
+    other.model.rotary_emb = model.model.rotary_emb
+    empty = [name for name, tensor in (*other.named_parameters(), *other.named_buffers()) if tensor.is_meta]
     assert not empty, empty
-    return dense.eval().requires_grad_(False)
+    return other.eval().requires_grad_(False)
 
 
 def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
@@ -227,6 +242,19 @@ def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -
 
 
 @dataclass(frozen=True)
+class DenseTruth:
+    """Tokens `[B, S]`, exact dense logits of the last ones, and the dense model's own error in its dtype."""
+
+    tokens: Tensor
+    logits: Tensor
+    torch_error: float
+
+    def check(self, model: Any) -> dict[str, Any]:
+        """Hold a dense model's decoding to this, with whatever cache it has."""
+        return judge(relative_error(forced_logits(model, self.tokens), self.logits), self.torch_error)
+
+
+@dataclass(frozen=True)
 class Models:
     """Our model and the stock one on the same random weights, what ours decodes in, and how right it is."""
 
@@ -234,6 +262,7 @@ class Models:
     dense: Any
     attention: str
     check: dict[str, Any]
+    truth: DenseTruth
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -276,7 +305,7 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
             f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
             f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
         )
-        yield Models(ours, dense, attention, check)
+        yield Models(ours, dense, attention, check, DenseTruth(tokens, exact_dense, own))
 
 
 def forced_logits(model: Any, tokens: Tensor) -> Tensor:

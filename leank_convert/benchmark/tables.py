@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -72,7 +72,8 @@ class Report:
         self._console.print(title, style="bold", markup=False, soft_wrap=True)
         table = Table()
         for column in columns:
-            table.add_column(column, justify="right" if column else "left", overflow="fold")
+            justify: Literal["left", "right"] = "right" if column else "left"
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=not column)
         for row in rows:
             table.add_row(*row)
         self._console.print(table)

@@ -38,10 +38,12 @@ _DTYPE = click.option(
 )
 
 
+# Batches and lengths at which a decode step is bound by weights, by the cache, or by both.
+_GENERATED = [(batch, tokens * 1024, 128) for batch, tokens in ((64, 4), (8, 32), (4, 64), (1, 32), (1, 128))]
 # What stands where an option is left out: on a GPU, and on the CPU as a test of the command.
 _DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
     "kernel": {"cases": ([(64, 32768)], [(2, 64)]), "rounds": (21, 3)},
-    "generate": {"cases": ([(64, 4096, 128)], [(2, 40, 12)]), "rounds": (3, 3)},
+    "generate": {"cases": (_GENERATED, [(2, 40, 12)]), "rounds": (3, 3)},
     "memory": {
         "allocated": ((32768, 128), (200, 12)),
         "prefill": ((4, 32768), (2, 64)),
@@ -192,24 +194,22 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 
 @benchmark.command()
 @case_options()
-@_size_option("--case cases", "batch x prompt x new", "Repeatable. Default: 64x4kx128.", many=True)
+@_size_option(
+    "--case cases",
+    "batch x prompt x new",
+    "Repeatable. Default: 64x4kx128, 8x32kx128, 4x64kx128, 1x32kx128, 1x128kx128.",
+    many=True,
+)
 @click.option(
     "--peers",
-    default="dense-dynamic,dense-static",
+    default="all-channels,dense-graph,dense-dynamic",
     show_default=True,
     metavar="NAME,…",
-    help="The dense model's caches; or none.",
+    help="Our stack with nothing pruned; the dense model, its step as one graph, or as it comes; or none.",
 )
 @_rounds_option("3")
-@click.option(
-    "--static-limit",
-    type=FiniteRange(1, 86400),
-    default=180,
-    show_default=True,
-    help="Seconds after which compiling dense-static is given up.",
-)
 def generate(setup: Setup, **options: Any) -> dict[str, Any]:
-    """A decode step and whole `generate` calls against the dense model on the same random weights."""
+    """A decode step and whole `generate` calls against dense peers on the same random weights."""
     from leank_convert.benchmark.generate import benchmark_generate
 
     return benchmark_generate(setup, **options)

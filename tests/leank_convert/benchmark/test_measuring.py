@@ -57,7 +57,9 @@ def test_bandwidth_counts_the_bytes_of_one_buffer(monkeypatch):
         return summarize([2.0], 1, "fixed")
 
     monkeypatch.setattr(measuring, "time_calls", fixed)
-    assert set(measure_read_bandwidth(CPU, rounds=1).values()) == {(1 << 24) / 2.0 / 1e6}
+    bandwidth = measure_read_bandwidth(CPU, rounds=1)
+    assert {bandwidth.gigabytes_per_second, *bandwidth.ways.values()} == {(1 << 24) / 2.0 / 1e6}
+    assert bandwidth.milliseconds(1 << 23) == 1.0
 
 
 def test_other_devices_are_refused(monkeypatch):

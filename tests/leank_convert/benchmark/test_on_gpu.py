@@ -34,14 +34,17 @@ def test_kernel_is_timed_by_graph_replay(sizes, measured):
             assert entry.get("method") == "CUDA graph replay", entry
 
 
-def test_generate_replays_its_step_and_the_peers_run(measured):
+def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
     document = measured("generate", "--geometry", "tiny", "--case", "2x100x24")
     assert document["kernel"] == "compiled kernel"
     (case,) = document["cases"]
     ours = case["sides"]["leank"]
     assert ours["graph"]["why_eager"] is None
     assert ours["graph"]["replays"] >= 16
-    assert [side.get("why") for side in case["sides"].values()] == [None, None, None]
+    assert [side.get("why") for side in case["sides"].values()] == [None] * 4
+    for name in ("leank", "all-channels", "dense-graph"):
+        assert case["sides"][name]["replay"]["method"] == "CUDA graph replay"
+        assert case["sides"][name]["check"]["ok"]
 
 
 def test_memory_measures_peaks_and_finds_batches(measured):

@@ -90,7 +90,6 @@ _BENCHMARK = ["benchmark", "kernel", "--device", "cpu"]
         *((_BENCHMARK, option) for option in ("--rounds", "--case", "--layers")),
         (["benchmark", "train"], "--questions"),
         (["benchmark", "memory"], "--limit"),
-        (["benchmark", "generate"], "--static-limit"),
         (["benchmark", "onnx"], "--threads"),
         (["export", "testbed", "-o", "x", "--format", "onnx"], "--opset"),
     ],
