@@ -103,14 +103,14 @@ QUICK = Sizes(
     num_validation=1,
     batch_tokens=1024,
 )  # fmt: skip
-# Some 52 minutes of one H200; `times.jsonl` has what each piece took.
+# Some 60 minutes of work on H200s, two workers each; `times.jsonl` has what each piece took.
 SMOLLM2 = Sizes(
     recipe="smollm2-135m-instruct",
     overrides=("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1"),
     side_overrides=("held_out_samples=0",),
     ratios=(0.5, 0.6, 0.7, 0.8, 0.9),
     num_seeds=2,
-    l1_weights=(0.06, 0.1, 0.3),
+    l1_weights=(0.06, 0.2, 0.4),
     width_multiples=(32,),
     task_choices=(("retrieval",), ("multi_value",)),
     short_lengths=(2048, 4096),

@@ -32,12 +32,12 @@ PRUNING_RATIO = 0.7
 # As SmolLM2-135M-Instruct was trained.
 _SCHEDULE: Mapping[str, Any] = {
     "stage1": {"steps": 600, "learning_rate": 0.02, "l1_weight": 0.1},
-    "stage2": {"steps": 100, "learning_rate": 0.01},
+    "stage2": {"steps": 100, "learning_rate": 0.002, "validation_contexts": 8},
 }
 _QUESTIONS = 4
 _CPU_SCHEDULE: Mapping[str, Any] = {
     "stage1": {"steps": 280, "learning_rate": 0.04, "l1_weight": 0.1},
-    "stage2": {"steps": 40, "learning_rate": 0.02},
+    "stage2": {"steps": 40, "learning_rate": 0.004, "validation_contexts": 4},
 }
 _CPU_LENGTH = 2048
 
