@@ -138,6 +138,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     `projected` holds the query heads, then those of K, then those of V.
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    padded = -(-d // WARPGROUP) * WARPGROUP  # a reduction takes part of every thread
     batch, projected_heads, query_heads, positions = T.dynamic(
         "batch, projected_heads, query_heads, positions"
     )
@@ -175,7 +176,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             lanes = fragment((shape.max_chunks, e), "int32")
             new_value = fragment((d,), dtype)
             states = shared((d,), dtype)
-            squares = fragment((d,), "float32")
+            squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
             along = fragment((d,), "float32")
             across = fragment((d,), "float32")
@@ -198,8 +199,9 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 along[j] = T.cast(cos[T.if_then_else(positions > 1, row, 0), j], "float32")
                 across[j] = T.cast(sin[T.if_then_else(positions > 1, row, 0), j], "float32")
             if has_norm != 0:
-                for j in parallel(d):
-                    squares[j] = T.cast(states[j], "float32") * T.cast(states[j], "float32")
+                for j in parallel(padded):
+                    squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
+                    squares[j] = squares[j] * squares[j]
                 T.reduce_sum(squares, total, dim=0)
                 total[0] = T.rsqrt(total[0] / d + eps)
                 for j in parallel(d):

@@ -145,6 +145,18 @@ def test_what_decoding_launches_compiles_without_a_gpu(
     assert len(overlapping) == num_overlapping
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+@pytest.mark.parametrize(("head_dim", "chunk_size"), [(64, 32), (96, 16)])
+def test_heads_that_threads_do_not_fill_compile_without_a_gpu(head_dim, chunk_size):
+    tilelang = pytest.importorskip("tilelang")
+    from runtime.kernel_glue_leank import rope_append
+    from runtime.kernel_leank import KernelShape
+
+    shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", num_stages=2)
+    kernel = tilelang.compile(rope_append(shape, overlap=True), target={"kind": "cuda", "arch": "sm_90a"})
+    assert "AllReduce<tl::SumOp, 128" in kernel.adapter.get_device_source()
+
+
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
     name = "decode_kernels_leank"
     for copy in ("first_copy", "second_copy"):
