@@ -237,7 +237,8 @@ class DecodeKernels:
         head_dim = self.key.head_dim
         heads = projected.view(projected.shape[0], -1, head_dim)
         num_heads = heads.shape[1] - 2 * (store.head_table.shape[0] - 1)
-        query = projected.new_empty(heads.shape[0], num_heads, 1, head_dim)
+        size = (heads.shape[0], num_heads, 1, head_dim)
+        query = torch.empty(size, dtype=projected.dtype, device=projected.device)
         cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
         query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
         flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
@@ -291,7 +292,7 @@ class DecodeKernels:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up `[B, 1, I]` of both side by side `[B, 1, 2 I]`, contiguous."""
         batch_size, _, size = gate_up.shape
-        output = gate_up.new_empty(batch_size, 1, size // 2)
+        output = torch.empty(batch_size, 1, size // 2, dtype=gate_up.dtype, device=gate_up.device)
         with torch.cuda.device(gate_up.device):
             self._silu_mul(gate_up.view(batch_size, 2, -1, LANES), output.view(batch_size, -1, LANES))
         return output
