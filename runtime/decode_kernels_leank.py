@@ -19,6 +19,12 @@ from .layout_leank import StoreTensors
 TILE = 64
 """Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
 
+LANES = 8
+"""Numbers that a thread of a glue kernel loads at once, as in kernel_glue_leank: it divides all sizes."""
+
+MAX_NORMED = 16384
+"""Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
+
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
@@ -93,7 +99,8 @@ class DecodeKernels:
             generic: Take the body for older GPUs also on Hopper.
         """
         from .kernel_attention_leank import generic_attention, hopper_attention
-        from .kernel_leank import append_tokens, merge_parts
+        from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
+        from .kernel_leank import merge_parts
 
         self.key = key
         self.generic = generic
@@ -109,14 +116,11 @@ class DecodeKernels:
         # The generic body's loads past the end of a tensor must be cut off; TMA does that by itself.
         generic = generic or not hopper
         attention = generic_attention if generic else hopper_attention
-        self._attention, self._merge, self._append = _compile(
-            [
-                attention(shape),
-                merge_parts(shape, overlap=properties.major >= 9),
-                append_tokens(shape, overlap=properties.major >= 9),
-            ],
-            arch,
-            guarded=generic,
+        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
+        functions = [make(shape, overlap=properties.major >= 9) for make in others]
+        compiled = _compile([attention(shape), *functions], arch, guarded=generic)
+        self._attention, self._merge, self._append, self._rope_append, self._add_norm, self._silu_mul = (
+            compiled
         )
         self._num_queries = shape.num_queries
         with torch.inference_mode(False):
@@ -198,6 +202,99 @@ class DecodeKernels:
         output: torch.Tensor = _attend(
             self._handle, query, *store, lengths, pruned_lengths, plan, sink_size, num_slots, softmax_scale
         )
+        return output
+
+    # What follows is launched as it is, not as operators: a fused step is captured, never traced.
+    def rope_append(
+        self,
+        projected: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        store: StoreTensors,
+        lengths: torch.Tensor,
+        valid: torch.Tensor | None,
+        sink_size: int,
+        num_slots: int,
+    ) -> torch.Tensor:
+        """Rotate a column's queries and keys, and add K and V to the store, in place.
+
+        Args:
+            projected: Query heads, then those of K, then those of V `[B, 1, (H + 2 H_kv) * D]`.
+            cos: `[B or 1, 1, D]`.
+            sin: `[B or 1, 1, D]`.
+            norms: Weights `[D]` of the norms of queries and keys, and what is added under the root; None if
+                heads are not normed.
+            store: As in `append`, like the rest.
+            lengths: `[B]`.
+            valid: `[B]`.
+            sink_size: Sink slots of the window.
+            num_slots: All its slots.
+
+        Returns:
+            Queries `[B, H, 1, D]`.
+        """
+        head_dim = self.key.head_dim
+        heads = projected.view(projected.shape[0], -1, head_dim)
+        num_heads = heads.shape[1] - 2 * (store.head_table.shape[0] - 1)
+        size = (heads.shape[0], num_heads, 1, head_dim)
+        query = torch.empty(size, dtype=projected.dtype, device=projected.device)
+        cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
+        query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
+        flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
+        with torch.cuda.device(projected.device):
+            self._rope_append(
+                heads,
+                cos,
+                sin,
+                query_weight.detach(),
+                key_weight.detach(),
+                query.view(heads.shape[0], num_heads, head_dim),
+                *store.map_memory(_not_empty),
+                lengths,
+                flags,
+                sink_size,
+                num_slots - sink_size,
+                int(norms is not None),
+                eps,
+            )
+        return query
+
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what a block gave to the hidden states, and norm the sum.
+
+        Args:
+            hidden: `[B, 1, hidden]`, contiguous.
+            delta: `[B, 1, hidden]`, contiguous; None for nothing.
+            weight: Of the RMSNorm `[hidden]`.
+            eps: What is added to the mean of squares.
+
+        Returns:
+            The sum, which is `hidden` itself without a delta, and its norm, both `[B, 1, hidden]`.
+        """
+        vectors = (hidden.shape[0], -1, LANES)
+        normed = torch.empty_like(hidden)
+        summed = hidden if delta is None else torch.empty_like(hidden)
+        with torch.cuda.device(hidden.device):
+            self._add_norm(
+                hidden.view(vectors),
+                (hidden if delta is None else delta).view(vectors),
+                weight.detach().view(-1, LANES),
+                summed.view(vectors),
+                normed.view(vectors),
+                int(delta is not None),
+                eps,
+            )
+        return summed, normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up `[B, 1, I]` of both side by side `[B, 1, 2 I]`, contiguous."""
+        batch_size, _, size = gate_up.shape
+        output = torch.empty(batch_size, 1, size // 2, dtype=gate_up.dtype, device=gate_up.device)
+        with torch.cuda.device(gate_up.device):
+            self._silu_mul(gate_up.view(batch_size, 2, -1, LANES), output.view(batch_size, -1, LANES))
         return output
 
     def _launch_append(

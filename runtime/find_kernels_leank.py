@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -21,6 +21,8 @@ logger = transformers_logging.get_logger(__name__)
 _ROWS = ((1, 0), (90, 15), (333, 260))
 _SINK_SIZE, _NUM_SLOTS = 8, 80
 _SCALE = 0.3
+_EPS = 1e-5
+_HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
@@ -240,13 +242,69 @@ def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> 
 
 
 def disagreement(kernels: DecodeKernels) -> float:
-    """Return the error of kernels on a small case, relative to the output of the reference; inf for NaN."""
-    key = kernels.key
+    """Return the largest error of kernels on small cases, relative to what is expected; inf for NaN."""
+    case = _small_case(kernels.key)
+    # Neither TF32 nor autocast, which a caller may have on, touches fp64.
+    pairs = [(run_case(kernels, case, _SCALE), case.expected(_SCALE, torch.float64))]
+    pairs += _run_glue(kernels, case)
+    errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs])
+    return float(errors.nan_to_num(nan=torch.inf).max())
+
+
+def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what the kernels around attention give, and what is expected in fp64.
+
+    Queries, keys and values of `case` are taken for projections, normed and rotated before they are appended.
+    """
+    batch_size, _, _, head_dim = case.query.shape
+    dtype, device = case.query.dtype, case.query.device
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def normed(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        states = states.double()
+        return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + _EPS) * weight.double()
+
+    def rotated(states: torch.Tensor) -> torch.Tensor:
+        across = torch.cat([-states[..., head_dim // 2 :], states[..., : head_dim // 2]], dim=-1)
+        return states * cos.double()[:, None] + across * sin.double()[:, None]
+
+    angle = random(batch_size, 1, head_dim // 2).repeat(1, 1, 2).double()
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    weights = random(head_dim), random(head_dim)
+    query, keys = (
+        rotated(normed(states, weight))
+        for states, weight in zip((case.query, case.keys), weights, strict=True)
+    )
+    projected = torch.cat([case.query, case.keys, case.values], dim=1).view(batch_size, 1, -1)
+    store = case.store.map_memory(torch.clone)
+    ours = kernels.rope_append(
+        projected, cos, sin, (*weights, _EPS), store, case.lengths, None, case.sink_size, case.num_slots
+    )
+    pairs = [(ours, query)]
+    appended = replace(case, keys=keys.to(dtype)).appended()
+    pairs += [
+        (held.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0).double())
+        for held, expected in zip(store[:4], appended[:4], strict=True)
+    ]
+    hidden, delta = random(batch_size, 1, _HIDDEN_SIZE), random(batch_size, 1, _HIDDEN_SIZE)
+    weight = random(_HIDDEN_SIZE)
+    summed = hidden.double() + delta.double()
+    pairs += zip(kernels.add_norm(hidden, delta, weight, _EPS), (summed, normed(summed, weight)), strict=True)
+    pairs.append((kernels.add_norm(hidden, None, weight, _EPS)[1], normed(hidden, weight)))
+    gate, up = delta.double().chunk(2, dim=-1)
+    pairs.append((kernels.silu_mul(delta), torch.nn.functional.silu(gate) * up))
+    return pairs
+
+
+def _small_case(key: KernelKey) -> DecodeCase:
     spare = 3 if key.max_chunks > key.head_dim // key.chunk_size else 0
     half = key.head_dim // 2 // key.chunk_size * key.chunk_size
     widths = (0, key.chunk_size - spare, half + spare, key.head_dim)
     mask = torch.arange(key.head_dim).flip(0)[None] < torch.tensor(widths)[:, None]
-    case = make_case(
+    return make_case(
         mask,
         _ROWS,
         chunk_size=key.chunk_size,
@@ -256,7 +314,3 @@ def disagreement(kernels: DecodeKernels) -> float:
         dtype=key.dtype,
         device=key.device,
     )
-    # Neither TF32 nor autocast, which a caller may have on, touches fp64.
-    expected = case.expected(_SCALE, torch.float64)
-    error = float((run_case(kernels, case, _SCALE) - expected).norm() / expected.norm())
-    return error if error == error else float("inf")

@@ -1,7 +1,8 @@
-"""CUDA graph of a decode step: captured once from the model's own forward pass, replayed per token.
+"""CUDA graph of a decode step: captured once from the model's forward pass, replayed per token.
 
 A decode step of a large model is a thousand short kernels, and the host needs longer to launch them than the
-device to run them. A step of one column always does the same to the same memory (lengths live on the device,
+device to run them. Where fused_step_leank knows the model, its forward pass takes the place of the stock one,
+with fewer of them. A step of one column always does the same to the same memory (lengths live on the device,
 the cache is updated in place), so it is captured once and launched as a whole after that. A model's first
 step of a kind runs as it is, which loads and compiles what there is to load; the next one is captured. Where
 a later step differs from what was captured, it is captured anew, after such a step of its own if its kind is
@@ -15,6 +16,7 @@ new to the model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator
@@ -26,10 +28,14 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .fused_step_leank import fuse_weights, fused_forward
+
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache
 
 logger = logging.get_logger(__name__)
+
+_FIRST_OF_ITS_KIND = "the first step of its kind"
 
 # One per device and stream that models run on: cuBLAS keeps a workspace per stream.
 _CAPTURE_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -166,11 +172,20 @@ def _no_garbage_collection() -> Iterator[None]:
 class ModelState:
     """What a captured step presumes of a model: its modules, and where its weights lie.
 
+    Args:
+        model: The model.
+        device: Where its weights should lie.
+        fuse: Called where its steps can be captured: lays weights side by side, and returns whether
+            `fused_forward` serves it now.
+
     Attributes:
         why_eager: Why its steps cannot be captured; None if they can.
+        is_fused: Whether they run as `fused_forward`.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, fuse: Callable[[], bool] | None = None
+    ) -> None:
         modules = list(model.modules())
         self._model = model  # so that no other model takes its id while this counts
         self._members = [
@@ -183,7 +198,6 @@ class ModelState:
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         # Subclasses may have no address; they are refused below.
         self._tensors = [tensor for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter)]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._hooks = [
             hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
@@ -191,6 +205,8 @@ class ModelState:
         self.why_eager = _why_model_is_eager(modules, tensors, device)
         if self.why_eager is None and any(self._hooks):
             self.why_eager = "a module has forward hooks"
+        self.is_fused = self.why_eager is None and fuse is not None and fuse()
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
 
     def holds(self) -> bool:
         """Return whether modules, what they run, weights and their addresses are what they were."""
@@ -390,11 +406,14 @@ class DecodeGraph:
         name = "input_ids" if inputs["inputs_embeds"] is None else "inputs_embeds"
         given = _Inputs(name, inputs[name], inputs["position_ids"], valid)
         self.why_eager = self._why_eager(model, cache, inputs, given)
+        step = forward
+        if self.why_eager in (None, _FIRST_OF_ITS_KIND) and self._model is not None and self._model.is_fused:
+            step = functools.partial(fused_forward, model, cache)
         if self.why_eager is None and self._captured is None:
-            self._captured = self._capture(model, cache, inputs, given, forward)
+            self._captured = self._capture(model, cache, inputs, given, step)
         if self._captured is None or self.why_eager is not None:
             cache.rows.next_valid = None if valid is None else valid.to(torch.bool)
-            return forward(inputs)
+            return (forward if self._failure else step)(inputs)
         return self._replay(cache, given, self._captured)
 
     def _why_eager(self, model: Any, cache: LeanKCache, inputs: dict[str, Any], given: _Inputs) -> str | None:
@@ -418,10 +437,11 @@ class DecodeGraph:
         key = (id(model), kind, cache.addresses())
         if key != self._key or self._model is None or not self._model.holds():
             self.forget()
-            self._key, self._model = key, ModelState(model, device)
+            fuse = functools.partial(fuse_weights, model, cache, given.tokens)
+            self._key, self._model = key, ModelState(model, device, fuse)
             if kind not in model.graph_memory.captured_kinds:
                 # Libraries set themselves up in it, which is not allowed during a capture.
-                return self._model.why_eager or "the first step of its kind"
+                return self._model.why_eager or _FIRST_OF_ITS_KIND
         if self._model.why_eager is not None:
             return self._model.why_eager
         if self._captured is None and any(layer.kernels is None for layer in cache.layers):

@@ -1,4 +1,4 @@
-"""Building blocks of the decode kernels, in TileLang: tiles and who takes them, softmax, merge, append.
+"""Building blocks of the decode kernels, in TileLang: tiles and who takes them, softmax, merge.
 
 **Tiles.** The work of an attention launch is one line: row after row, in a row head after head, in a head
 tile after tile of 64 tokens, first those of pruned tokens, then those of whole ones. A tile is as long as the
@@ -378,74 +378,3 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                     output[row, query_head, j] = T.cast(0, dtype)
 
     return leank_merge
-
-
-def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
-    """Return the kernel that adds one token per row: kept channels to the store, the rest to the window.
-
-    It is the flush too: kept channels lie in the store from the start, so pruning moves nothing. `overlap` as
-    in `merge_parts`.
-    """
-    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
-    batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
-    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
-    # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
-    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
-    table_rows, flags = T.dynamic("table_rows, flags")
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
-
-    @T.prim_func
-    def leank_append(
-        keys: T.Tensor((batch, heads, d), dtype),
-        new_values: T.Tensor((batch, heads, d), dtype),
-        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
-        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
-        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
-        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
-        index: T.Tensor((layouts, all_chunks, e), "int32"),
-        table: T.Tensor((table_rows, 8), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        valid: T.Tensor((flags,), "uint8"),
-        sink_size: T.int32,
-        ring_size: T.int32,
-    ):
-        with T.Kernel(heads, batch, **threads) as (head, row):
-            token = T.alloc_var("int32")
-            slot = T.alloc_var("int32")
-            kept_chunk = T.alloc_var("int32")
-            num_kept = T.alloc_var("int32")
-            dropped_chunk = T.alloc_var("int32")
-            num_chunks = T.alloc_var("int32")
-            if overlap:
-                T.pdl_trigger()  # attention may be launched, and waits for the end of this
-            token = lengths[row] - 1
-            slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)
-            kept_chunk = table[head, 0]
-            num_kept = table[head, 1]
-            dropped_chunk = table[head, 3]
-            num_chunks = num_kept + table[head, 4]
-            if (valid[T.if_then_else(flags > 1, row, 0)] != 0) & (token >= 0):
-                for c, j in parallel(shape.max_chunks, e):
-                    if c < num_chunks:
-                        chunk = T.if_then_else(
-                            c < num_kept,
-                            kept_chunk + c,
-                            table[table_rows - 1, 0] + dropped_chunk + c - num_kept,
-                        )
-                        lane = index[T.if_then_else(layouts > 1, row, 0), chunk, j]
-                        channel = T.if_then_else(
-                            lane >= 0, keys[row, head, T.max(lane, 0) % d], T.cast(0, dtype)
-                        )
-                        if c < num_kept:
-                            kept_keys[row, kept_chunk + c, token, j] = channel
-                        else:
-                            window_keys[row, dropped_chunk + c - num_kept, slot, j] = channel
-                if num_kept > 0:
-                    for j in parallel(d):
-                        values[row, table[head, 2], token, j] = new_values[row, head, j]
-                else:
-                    for j in parallel(d):
-                        window_values[row, table[head, 5], slot, j] = new_values[row, head, j]
-
-    return leank_append

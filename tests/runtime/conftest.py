@@ -387,6 +387,31 @@ class PlainKernels:
         ):
             buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
 
+    def rope_append(self, projected, cos, sin, norms, store, lengths, valid, sink_size, num_slots):
+        heads = projected.view(len(projected), -1, 1, self.head_dim)
+        num_kv_heads = len(store.head_table) - 1
+        query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+        if norms is not None:
+            query, key = (
+                self.add_norm(x, None, w, norms[2])[1] for x, w in ((query, norms[0]), (key, norms[1]))
+            )
+        query, key = (
+            states * cos[:, None]
+            + torch.cat([-states[..., self.head_dim // 2 :], states[..., : self.head_dim // 2]], -1)
+            * sin[:, None]
+            for states in (query, key)
+        )
+        self.append(key, value, store, lengths, valid, sink_size, num_slots)
+        return query
+
+    def add_norm(self, hidden, delta, weight, eps):
+        summed = hidden if delta is None else hidden + delta
+        return summed, weight * summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + eps)
+
+    def silu_mul(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
     def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):
         kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         lengths = plan - pruned_lengths  # a plan of another step shows

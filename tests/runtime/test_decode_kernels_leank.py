@@ -112,7 +112,7 @@ def test_the_plan_counts_every_row_by_itself():
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
     ("generation", "instructions", "num_overlapping"),
-    [((9, 0), ("wgmma_ss", "tma_load"), 2), ((8, 0), ("mma", "cp_async"), 0)],
+    [((9, 0), ("wgmma_ss", "tma_load"), 5), ((8, 0), ("mma", "cp_async"), 0)],
     ids=["Hopper", "Ampere"],
 )
 def test_what_decoding_launches_compiles_without_a_gpu(
@@ -137,12 +137,24 @@ def test_what_decoding_launches_compiles_without_a_gpu(
 
     monkeypatch.setattr(tilelang, "compile", compiled)
     DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4))
-    assert len(sources) == 3
+    assert len(sources) == 6
     (attention,) = (source for source in sources if "leank_attention" in source)
     assert all(instruction in attention for instruction in instructions)
     # Launches overlap where the GPU has that.
     overlapping = [source for source in sources if "cudaGridDependencySynchronize" in source]
     assert len(overlapping) == num_overlapping
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+@pytest.mark.parametrize(("head_dim", "chunk_size"), [(64, 32), (96, 16)])
+def test_heads_that_threads_do_not_fill_compile_without_a_gpu(head_dim, chunk_size):
+    tilelang = pytest.importorskip("tilelang")
+    from runtime.kernel_glue_leank import rope_append
+    from runtime.kernel_leank import KernelShape
+
+    shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", num_stages=2)
+    kernel = tilelang.compile(rope_append(shape, overlap=True), target={"kind": "cuda", "arch": "sm_90a"})
+    assert "AllReduce<tl::SumOp, 128" in kernel.adapter.get_device_source()
 
 
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The kernels on TileLang's CPU target, against the reference."""
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -8,10 +9,11 @@ import torch
 
 tilelang = pytest.importorskip("tilelang")
 
-from runtime.decode_kernels_leank import KernelKey, plan_tiles  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
 from runtime.find_kernels_leank import disagreement, make_case, run_case  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
-from runtime.kernel_leank import KernelShape, append_tokens, merge_parts  # noqa: E402
+from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
+from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 32, 2, 8, 88
@@ -41,11 +43,19 @@ def _not_empty(tensor):
 class CpuKernels:
     """`DecodeKernels` on the CPU: the generic body, any number of program instances."""
 
-    def __init__(self, attention, merge, append, num_programs):
+    def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, num_programs):
         self.compiled = attention, merge, append
+        self._rope_append, self._add_norm, self._silu_mul = rope_append, add_norm, silu_mul
         self.num_programs = num_programs
+        self.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
+        self._all_valid = torch.ones(1, dtype=torch.uint8)
 
     plan = staticmethod(plan_tiles)
+    rope_append, add_norm, silu_mul = (
+        DecodeKernels.rope_append,
+        DecodeKernels.add_norm,
+        DecodeKernels.silu_mul,
+    )
 
     def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
         valid = torch.ones(len(lengths), dtype=torch.uint8) if valid is None else valid.view(torch.uint8)
@@ -66,12 +76,20 @@ class CpuKernels:
         return output[:, :, None]
 
 
+@pytest.fixture(autouse=True)
+def no_device_to_choose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     functions = (
         generic_attention(SHAPE, cpu=True),
         merge_parts(SHAPE, cpu=True),
         append_tokens(SHAPE, cpu=True),
+        rope_append(SHAPE, cpu=True),
+        add_norm(SHAPE, cpu=True),
+        silu_mul(SHAPE, cpu=True),
     )
     return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
 
@@ -189,8 +207,72 @@ def test_rows_that_keep_channels_of_their_own(compiled):
 
 def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(compiled):
     kernels = CpuKernels(*compiled, 4)
-    kernels.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert disagreement(kernels) < 1e-5
     kernels.compiled = (*compiled[:1], lambda *args: None, compiled[2])
     assert not disagreement(kernels) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["_rope_append", "_add_norm", "_silu_mul"])
+def test_the_check_on_first_use_notices_every_kernel(name, compiled):
+    kernels = CpuKernels(*compiled, 4)
+    setattr(kernels, name, lambda *args: None)
+    assert not disagreement(kernels) < 1e-2
+
+
+def rotated(states, cos, sin):
+    across = torch.cat([-states[..., D // 2 :], states[..., : D // 2]], dim=-1)
+    return states * cos + across * sin
+
+
+def normed(states, weight, eps):
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+@pytest.mark.parametrize("has_norm", [False, True], ids=["as they are", "normed"])
+@pytest.mark.parametrize("positions", ["one for all", "one each"])
+@pytest.mark.parametrize("rows", [ROWS, [(500, 413)], [(1, 0), (88, 0), (0, 0)]], ids=len)
+def test_rope_append_rotates_and_writes_the_new_token_and_nothing_else(rows, positions, has_norm, compiled):
+    case = case_of((0, 16, 40, 64), rows)
+    valid = torch.arange(len(rows)) % 3 != 1
+    generator = torch.Generator().manual_seed(5)
+    cos, sin = torch.randn(2, 1 if positions == "one for all" else len(rows), 1, D, generator=generator)
+    weights = torch.randn(2, D, generator=generator)
+    projected = torch.cat([case.query, case.keys, case.values], dim=1).view(len(rows), 1, -1)
+    store = case.store.map_memory(torch.clone)
+    query = CpuKernels(*compiled, 1).rope_append(
+        projected, cos, sin, (*weights, 0.1) if has_norm else None, store, case.lengths, valid, SINK, SLOTS
+    )
+    expected = [
+        rotated(normed(states, weight, 0.1) if has_norm else states, cos[:, None], sin[:, None])
+        for states, weight in ((case.query.double(), weights[0]), (case.keys.double(), weights[1]))
+    ]
+    torch.testing.assert_close(query, expected[0].float())
+    appended = replace(case, keys=expected[1].float()).appended()
+    for tensor, before, after in zip(store[:4], case.store[:4], appended[:4], strict=True):
+        stays = (before == after) | (before.isnan() & after.isnan()) | ~valid[:, None, None, None]
+        assert torch.equal(tensor[stays].nan_to_num(9e9), before[stays].nan_to_num(9e9))
+        torch.testing.assert_close(tensor[~stays], after[~stays])
+
+
+@pytest.mark.parametrize("size", [8, 264, 4096, 4104, 16384])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_add_norm(num_rows, size, compiled):
+    kernels, generator = CpuKernels(*compiled, 1), torch.Generator().manual_seed(size)
+    hidden, delta = torch.randn(2, num_rows, 1, size, generator=generator)
+    weight, before = torch.randn(size, generator=generator), hidden.clone()
+    summed, ours = kernels.add_norm(hidden, delta, weight, 0.1)
+    assert torch.equal(summed, hidden + delta)
+    torch.testing.assert_close(ours, normed(summed.double(), weight, 0.1).float())
+    same, ours = kernels.add_norm(hidden, None, weight, 0.1)
+    assert same is hidden and torch.equal(hidden, before)
+    torch.testing.assert_close(ours, normed(hidden.double(), weight, 0.1).float())
+
+
+@pytest.mark.parametrize("size", [8, 1032, 14336])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_silu_mul(num_rows, size, compiled):
+    gate_up = torch.randn(num_rows, 1, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(CpuKernels(*compiled, 1).silu_mul(gate_up), expected.float())

@@ -1,0 +1,222 @@
+"""The forward pass of one new column with all between its matrix products fused.
+
+Of a decode step's thousand kernels most add, norm, rotate and copy a few thousand numbers each. Here a layer
+is four matrix products, attention, and four kernels of decode_kernels_leank: q, k and v are one product, gate
+and up another. Their weights lie side by side in one piece of memory for that: the model's own Parameters
+become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
+was there before.
+
+It computes what the stock classes of the four families compute, with their rounding, and serves no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .decode_kernels_leank import LANES, MAX_NORMED
+
+if TYPE_CHECKING:
+    from .cache_leank import LeanKCache
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_STOCK_PACKAGES = ("torch", "transformers")
+
+
+def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
+    """Lay the weights of fused products side by side, where `fused_forward` can serve a model.
+
+    One layer after the other, so that no more than one layer's are held twice.
+
+    Args:
+        model: A model of stock modules without hooks, all on one device.
+        cache: What it decodes on, split; its layers' kernels are chosen here.
+        tokens: Ids `[B, 1]` or embeddings `[B, 1, hidden]` of a step.
+
+    Returns:
+        Whether it can, with weights as they lie now.
+    """
+    base = model.base_model
+    dtype = base.embed_tokens.weight.dtype
+    if tokens.is_floating_point() and tokens.dtype != dtype:
+        return False
+    if not _is_known(base) or any(parameter.dtype != dtype for parameter in model.parameters()):
+        return False
+    config, device = base.config, base.embed_tokens.weight.device
+    for layer in cache.layers:
+        heads = (0, config.num_attention_heads, 1, layer.layout.head_dim)
+        layer.choose_kernels(torch.empty(heads, dtype=dtype, device=device))
+        if layer.kernels is None:
+            return False
+    try:
+        for layer in base.layers:
+            copied = [_join(parts) for parts in _fused_parameters(layer)]
+            if any(copied) and device.type == "cuda":
+                torch.cuda.empty_cache()  # no later layer fits where this one's parts lay
+    except torch.OutOfMemoryError:
+        return False  # the stock forward pass needs no more than there is
+    return all(_joined(parts) is not None for layer in base.layers for parts in _fused_parameters(layer))
+
+
+def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
+    """Run one column through a model whose weights are fused, on a cache that is split and has room.
+
+    Args:
+        model: What `fuse_weights` served.
+        cache: The cache; `rows.next_valid` says which rows' columns are real.
+        inputs: Arguments of the model's forward pass. Of one column all logits are kept, whatever
+            `logits_to_keep` says of 0 and 1.
+
+    Returns:
+        What the model's forward pass returns.
+    """
+    base, head = model.base_model, model.get_output_embeddings()
+    embeds, positions = inputs["inputs_embeds"], inputs["position_ids"]
+    hidden = (base.embed_tokens(inputs["input_ids"]) if embeds is None else embeds).contiguous()
+    if positions is None:
+        positions = torch.full((1, 1), cache.rows.num_columns, device=hidden.device)
+    cos, sin = base.rotary_emb(hidden, position_ids=positions)
+    kernels, delta = cache.layers[0].kernels, None
+    assert kernels is not None
+    for layer, stored in zip(base.layers, cache.layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
+        projected = _linear(normed, (attention.q_proj, attention.k_proj, attention.v_proj))
+        attended = _attend(cache, stored, attention, projected, cos, sin)
+        hidden, normed = kernels.add_norm(
+            hidden, attention.o_proj(attended), *_norm(layer.post_attention_layernorm)
+        )
+        delta = mlp.down_proj(kernels.silu_mul(_linear(normed, (mlp.gate_proj, mlp.up_proj))))
+    _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
+    if head is None:
+        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
+    return CausalLMOutputWithPast(logits=head(normed), past_key_values=cache)
+
+
+def _attend(
+    cache: LeanKCache,
+    stored: Any,
+    attention: Any,
+    projected: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Append a layer's new token and attend, as `AttentionHandle.attend` does `[B, 1, H * D]`."""
+    step = cache.rows.step(stored.num_columns, projected.shape[0], 1, None, projected.device)
+    stored.num_columns += 1
+    append = step.append
+    assert append is not None
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    query = stored.kernels.rope_append(
+        projected,
+        cos,
+        sin,
+        norms,
+        stored.store.tensors,
+        append.lengths,
+        None if append.valid is None else append.valid[:, 0],
+        append.sink_size,
+        append.num_slots,
+    )
+    attended: torch.Tensor = stored.attend(query, append, attention.scaling)
+    return attended.view(attended.shape[0], 1, -1)
+
+
+def _is_known(base: Any) -> bool:
+    """Return whether a model without its head is built as the four families are, and no class was patched."""
+    config, layers = base.config, base.layers
+    family = type(layers[0]).__name__.removesuffix("DecoderLayer")
+    norm, linear = f"{family}RMSNorm", nn.Linear
+    expected: dict[str, Any] = {
+        "": f"{family}DecoderLayer",
+        "input_layernorm": norm,
+        "self_attn": f"{family}Attention",
+        **{f"self_attn.{name}_proj": linear for name in "qkvo"},
+        **(dict.fromkeys(_HEAD_NORMS, norm) if family == "Qwen3" else {}),
+        "post_attention_layernorm": norm,
+        "mlp": f"{family}MLP",
+        **{f"mlp.{name}_proj": linear for name in ("gate", "up", "down")},
+        "mlp.act_fn": "SiLUActivation",
+    }
+    return (
+        family in _FAMILIES
+        and len(layers) == config.num_hidden_layers
+        and all(_structure(layer) == expected for layer in layers)
+        and (type(base.norm).__name__, type(base.rotary_emb).__name__) == (norm, f"{family}RotaryEmbedding")
+        and 2 * base.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
+        and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+        and config.hidden_size <= MAX_NORMED
+        and all(layer.self_attn.layer_idx == index for index, layer in enumerate(layers))
+        # Somebody else's function, put into a stock class.
+        and all(
+            type(part).forward.__module__.startswith(_STOCK_PACKAGES) for part in [*base.layers.modules()][1:]
+        )
+    )
+
+
+def _structure(layer: nn.Module) -> dict[str, Any]:
+    """Return the modules of a layer by name: linear ones by class, others by its name."""
+    kinds = {name: type(module) for name, module in layer.named_modules()}
+    names = {name: kind if kind is nn.Linear else kind.__name__ for name, kind in kinds.items()}
+    return {name: "SiLUActivation" if kind == "SiLU" else kind for name, kind in names.items()}
+
+
+def _norm(module: Any) -> tuple[torch.Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _fused_parameters(layer: Any) -> list[list[nn.Parameter]]:
+    """Return the Parameters of a layer that must lie side by side; a bias that others lack stays alone."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
+    found = [[getattr(module, name) for module in group] for group in groups for name in ("weight", "bias")]
+    return [parts for parts in found if any(part is not None for part in parts)]
+
+
+def _join(parts: Sequence[nn.Parameter | None]) -> bool:
+    """Lay Parameters side by side in new memory; return whether that was to be done and could be."""
+    present = [part for part in parts if part is not None]
+    if len({id(part) for part in present}) < len(parts) or _joined(parts) is not None:
+        return False
+    # In the mode that the Parameters were made in, whatever it is now: they are to stay what they are.
+    with torch.inference_mode(present[0].is_inference()), torch.no_grad():
+        whole = torch.cat([part.data for part in present])
+        start = 0
+        for part in present:
+            part.data = whole[start : start + part.shape[0]]
+            start += part.shape[0]
+    return True
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return Parameters as one tensor, a view of them, if they lie side by side; else None."""
+    first, whole = parts[0], 0
+    if first is None:
+        return None
+    storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        if (
+            part is None
+            or not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+            or part.data_ptr() != start
+        ):
+            return None
+        whole, start = whole + part.shape[0], start + part.nbytes
+    return first.data.as_strided((whole, *first.shape[1:]), first.stride())
+
+
+def _linear(states: torch.Tensor, modules: Sequence[nn.Linear]) -> torch.Tensor:
+    """Apply linear modules whose weights lie side by side, as one."""
+    weight = _joined([module.weight for module in modules])
+    assert weight is not None
+    bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
+    return functional.linear(states, weight, bias)

@@ -1,0 +1,315 @@
+"""What a decode step does around attention and between its matrix products, in TileLang.
+
+    leank_append        K and V of the new token to store and window: one block a head of a row
+    leank_rope_append   the same, and before it queries and keys rotated: one block a head of a row
+    leank_add_norm      hidden + delta, and its RMSNorm: one block a row
+    leank_silu_mul      silu(gate) * up
+
+They round where the stock classes do: every operation there ends in the model's dtype, and so does it here.
+Sums of squares are fp32's, in another order than torch's. What is compiled depends on `KernelShape` alone;
+rows and sizes are dynamic. With `overlap` a kernel is launched while the one before it ends, which no GPU
+before Hopper can; until it has waited for that one it reads nothing that a step writes.
+"""
+
+# No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
+from typing import Any
+
+try:
+    import tilelang.language as T  # noqa: N812
+except ImportError as error:
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
+
+from .kernel_leank import WARPGROUP, KernelShape
+
+LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
+MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
+_NORM_THREADS = 512
+
+
+# Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
+KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW = range(6)
+PLACE_SIZE = 6
+
+
+@T.macro
+def find_lanes(
+    parallel: Any, place: Any, lanes: Any, head: Any, row: Any, num_heads: Any, index: Any, table: Any
+) -> None:
+    """Set `place` to where a head's chunks lie, and `lanes` to the channel of each of their lanes."""
+    for i in T.serial(PLACE_SIZE):
+        place[i] = table[head, i]
+    for c, j in parallel(lanes.shape[0], lanes.shape[1]):
+        # A head with fewer chunks reads no further than the last.
+        lanes[c, j] = index[
+            T.if_then_else(index.shape[0] > 1, row, 0),
+            T.min(
+                T.if_then_else(
+                    c < place[NUM_KEPT],
+                    place[KEPT] + c,
+                    table[num_heads, 0] + place[DROPPED] + c - place[NUM_KEPT],
+                ),
+                index.shape[1] - 1,
+            ),
+            j,
+        ]
+
+
+@T.macro
+def store_token(
+    parallel: Any, place: Any, lanes: Any, row: Any, token: Any, keys: Any, key_row: Any, key_head: Any,
+    new_value: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any, sink_size: Any,
+    ring_size: Any,
+) -> None:  # fmt: skip
+    """Add a head's new token to one row: kept channels to the store, the rest to the window.
+
+    It is the flush too: kept channels lie in the store from the start, so pruning moves nothing.
+    """
+    slot = T.alloc_var("int32")
+    slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)
+    for c, j in parallel(lanes.shape[0], lanes.shape[1]):
+        if c < place[NUM_KEPT] + place[NUM_DROPPED]:
+            channel = T.if_then_else(
+                lanes[c, j] >= 0,
+                keys[key_row, key_head, T.max(lanes[c, j], 0) % keys.shape[2]],
+                T.cast(0, keys.dtype),
+            )
+            if c < place[NUM_KEPT]:
+                kept_keys[row, place[KEPT] + c, token, j] = channel
+            else:
+                window_keys[row, place[DROPPED] + c - place[NUM_KEPT], slot, j] = channel
+    if place[NUM_KEPT] > 0:
+        for j in parallel(new_value.shape[0]):
+            values[row, place[VALUE_ROW], token, j] = new_value[j]
+    else:
+        for j in parallel(new_value.shape[0]):
+            window_values[row, place[WINDOW_ROW], slot, j] = new_value[j]
+
+
+def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel that adds one token per row to store and window; `overlap`: attention follows it."""
+    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
+    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
+    # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
+    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
+    table_rows, flags = T.dynamic("table_rows, flags")
+    fragment = T.alloc_local if cpu else T.alloc_fragment
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": WARPGROUP}
+
+    @T.prim_func
+    def leank_append(
+        keys: T.Tensor((batch, heads, d), dtype),
+        new_values: T.Tensor((batch, heads, d), dtype),
+        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
+        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
+        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
+        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        index: T.Tensor((layouts, all_chunks, e), "int32"),
+        table: T.Tensor((table_rows, 8), "int32"),
+        lengths: T.Tensor((batch,), "int32"),
+        valid: T.Tensor((flags,), "uint8"),
+        sink_size: T.int32,
+        ring_size: T.int32,
+    ):
+        with T.Kernel(heads, batch, **threads) as (head, row):
+            place = T.alloc_local((PLACE_SIZE,), "int32")
+            lanes = fragment((shape.max_chunks, e), "int32")
+            new_value = fragment((d,), dtype)
+            token = T.alloc_var("int32")
+            if overlap:
+                T.pdl_trigger()  # attention may be launched, and waits for the end of this
+            token = lengths[row] - 1
+            for j in parallel(d):
+                new_value[j] = new_values[row, head, j]
+            find_lanes(parallel, place, lanes, head, row, heads, index, table)
+            if (valid[T.if_then_else(flags > 1, row, 0)] != 0) & (token >= 0):
+                store_token(
+                    parallel, place, lanes, row, token, keys, row, head, new_value, kept_keys, values,
+                    window_keys, window_values, sink_size, ring_size,
+                )  # fmt: skip
+
+    return leank_append
+
+
+def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel from projections to attention: heads normed where the model does, rotated, appended.
+
+    `projected` holds the query heads, then those of K, then those of V.
+    """
+    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    padded = -(-d // WARPGROUP) * WARPGROUP  # a reduction takes part of every thread
+    batch, projected_heads, query_heads, positions = T.dynamic(
+        "batch, projected_heads, query_heads, positions"
+    )
+    kept, dropped = T.dynamic("kept, dropped")
+    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
+    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
+    table_rows, flags = T.dynamic("table_rows, flags")
+    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": WARPGROUP}
+
+    @T.prim_func
+    def leank_rope_append(
+        projected: T.Tensor((batch, projected_heads, d), dtype),
+        cos: T.Tensor((positions, d), dtype),
+        sin: T.Tensor((positions, d), dtype),
+        query_weight: T.Tensor((d,), dtype),
+        key_weight: T.Tensor((d,), dtype),
+        query: T.Tensor((batch, query_heads, d), dtype),
+        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
+        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
+        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
+        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        index: T.Tensor((layouts, all_chunks, e), "int32"),
+        table: T.Tensor((table_rows, 8), "int32"),
+        lengths: T.Tensor((batch,), "int32"),
+        valid: T.Tensor((flags,), "uint8"),
+        sink_size: T.int32,
+        ring_size: T.int32,
+        has_norm: T.int32,
+        eps: T.float32,
+    ):
+        with T.Kernel(query_heads + table_rows - 1, batch, **threads) as (head, row):
+            place = T.alloc_local((PLACE_SIZE,), "int32")
+            lanes = fragment((shape.max_chunks, e), "int32")
+            new_value = fragment((d,), dtype)
+            states = shared((d,), dtype)
+            squares = fragment((padded,), "float32")
+            total = fragment((1,), "float32")
+            along = fragment((d,), "float32")
+            across = fragment((d,), "float32")
+            rotated = fragment((d,), dtype)
+            key = shared((1, 1, d), dtype)
+            token = T.alloc_var("int32")
+            is_real = T.alloc_var("int32")
+            # Loads first, so that none waits for another; a query head makes no use of some of them.
+            find_lanes(
+                parallel, place, lanes, T.max(head - query_heads, 0), row, table_rows - 1, index, table
+            )
+            if overlap:
+                T.pdl_trigger()  # attention may be launched, and waits for the end of this
+                T.pdl_sync()
+            token = lengths[row] - 1
+            is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0)], "int32")
+            for j in parallel(d):
+                states[j] = projected[row, head, j]
+                new_value[j] = projected[row, head + table_rows - 1, j]
+                along[j] = T.cast(cos[T.if_then_else(positions > 1, row, 0), j], "float32")
+                across[j] = T.cast(sin[T.if_then_else(positions > 1, row, 0), j], "float32")
+            if has_norm != 0:
+                for j in parallel(padded):
+                    squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
+                    squares[j] = squares[j] * squares[j]
+                T.reduce_sum(squares, total, dim=0)
+                total[0] = T.rsqrt(total[0] / d + eps)
+                for j in parallel(d):
+                    states[j] = T.cast(T.cast(states[j], "float32") * total[0], dtype) * T.if_then_else(
+                        head < query_heads, query_weight[j], key_weight[j]
+                    )
+            # In fp32 and rounded by hand: a product in the dtype could be fused with the sum.
+            for j in parallel(d):
+                along[j] = T.cast(T.cast(T.cast(states[j], "float32") * along[j], dtype), "float32")
+            for j in parallel(d):
+                across[j] = T.cast(
+                    T.cast(T.cast(states[(j + d // 2) % d], "float32") * across[j], dtype), "float32"
+                )
+            for j in parallel(d):
+                rotated[j] = T.cast(along[j] + T.if_then_else(j < d // 2, -across[j], across[j]), dtype)
+            if head < query_heads:
+                for j in parallel(d):
+                    query[row, head, j] = rotated[j]
+            else:
+                if (is_real != 0) & (token >= 0):
+                    for j in parallel(d):
+                        key[0, 0, j] = rotated[j]
+                    store_token(
+                        parallel, place, lanes, row, token, key, 0, 0, new_value, kept_keys, values,
+                        window_keys, window_values, sink_size, ring_size,
+                    )  # fmt: skip
+
+    return leank_rope_append
+
+
+def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel that adds what a block of the model gave to the hidden states, and norms the sum.
+
+    Without a delta (`has_delta` is 0) it norms the hidden states, and writes no sum.
+    """
+    dtype = shape.dtype
+    rows, vectors = T.dynamic("rows, vectors")
+    fragment = T.alloc_local if cpu else T.alloc_fragment
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": _NORM_THREADS}
+
+    @T.prim_func
+    def leank_add_norm(
+        hidden: T.Tensor((rows, vectors, LANES), dtype),
+        delta: T.Tensor((rows, vectors, LANES), dtype),
+        weight: T.Tensor((vectors, LANES), dtype),
+        summed: T.Tensor((rows, vectors, LANES), dtype),
+        normed: T.Tensor((rows, vectors, LANES), dtype),
+        has_delta: T.int32,
+        eps: T.float32,
+    ):
+        with T.Kernel(rows, **threads) as row:
+            weights = fragment((MAX_ROW,), dtype)
+            states = fragment((MAX_ROW,), dtype)
+            deltas = fragment((MAX_ROW,), dtype)
+            squares = fragment((MAX_ROW,), "float32")
+            total = fragment((1,), "float32")
+            for j in parallel(MAX_ROW):
+                if j // LANES < vectors:
+                    weights[j] = weight[j // LANES, j % LANES]
+            if overlap:
+                T.pdl_sync()
+            for j in parallel(MAX_ROW):
+                if j // LANES < vectors:
+                    states[j] = hidden[row, j // LANES, j % LANES]
+                else:
+                    states[j] = T.cast(0, dtype)
+            if has_delta != 0:
+                for j in parallel(MAX_ROW):
+                    if j // LANES < vectors:
+                        deltas[j] = delta[row, j // LANES, j % LANES]
+                for j in parallel(MAX_ROW):
+                    if j // LANES < vectors:
+                        states[j] = states[j] + deltas[j]
+                        summed[row, j // LANES, j % LANES] = states[j]
+            for j in parallel(MAX_ROW):
+                squares[j] = T.cast(states[j], "float32") * T.cast(states[j], "float32")
+            T.reduce_sum(squares, total, dim=0)
+            total[0] = T.rsqrt(total[0] / T.cast(vectors * LANES, "float32") + eps)
+            for j in parallel(MAX_ROW):
+                if j // LANES < vectors:
+                    normed[row, j // LANES, j % LANES] = (
+                        T.cast(T.cast(states[j], "float32") * total[0], dtype) * weights[j]
+                    )
+
+    return leank_add_norm
+
+
+def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel of a gated activation: gate and up side by side in, their product out."""
+    dtype = shape.dtype
+    rows, vectors = T.dynamic("rows, vectors")
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": WARPGROUP}
+
+    @T.prim_func
+    def leank_silu_mul(
+        gate_up: T.Tensor((rows, 2, vectors, LANES), dtype),
+        output: T.Tensor((rows, vectors, LANES), dtype),
+    ):
+        with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
+            if overlap:
+                T.pdl_sync()
+            for i, j in parallel(WARPGROUP, LANES):
+                if block * WARPGROUP + i < vectors:
+                    gate = T.cast(gate_up[row, 0, block * WARPGROUP + i, j], "float32")
+                    output[row, block * WARPGROUP + i, j] = (
+                        T.cast(gate / (1.0 + T.exp(-gate)), dtype) * gate_up[row, 1, block * WARPGROUP + i, j]
+                    )
+
+    return leank_silu_mul

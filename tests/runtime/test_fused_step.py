@@ -1,0 +1,245 @@
+"""The fused forward pass: where it serves, what it computes, and what it leaves of a model's weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from runtime import graph_leank
+from runtime.fused_step_leank import fused_forward
+from runtime.modeling_leank import LeanKLlamaModel
+
+WIDTHS = [[0, 3, 16], [4, 8, 8]]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+
+@pytest.fixture
+def fused_steps(graphs, monkeypatch):
+    """Fused forward passes that ran, warm-ups and captures, as a list."""
+    steps: list[object] = []
+
+    def noted(*arguments: object) -> object:
+        steps.append(arguments)
+        return fused_forward(*arguments)
+
+    monkeypatch.setattr(graph_leank, "fused_forward", noted)
+    return steps
+
+
+@pytest.fixture
+def build(model_pair, some_masks):
+    def build(family="Llama", **config):
+        model = model_pair(some_masks(WIDTHS), family, **config).leank
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # which are 1 or 0 in a new model
+                torch.nn.init.normal_(parameter, 0.5)
+        return model
+
+    return build
+
+
+def ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def decode(model, cache, prompt=15, steps=12, rows=2, mask=None, embeds=False, keep=0):
+    """Logits of all decode steps."""
+    tokens, logits = ids(rows, prompt + steps), []
+    with torch.no_grad():
+        for stop in range(prompt, prompt + steps + 1):
+            start = stop - 1 if logits else 0
+            new = tokens[:, start:stop]
+            inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
+            if mask is not None:
+                inputs["attention_mask"] = mask[:, :stop]
+                inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=keep).logits[:, -1:])
+    return torch.cat(logits[1:], 1)
+
+
+def padded(length: int) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :7] = mask[1, 20] = 0
+    return mask
+
+
+def compare(model, assert_close, **how):
+    """Hold replayed steps to the stock forward pass, in logits and in what the caches hold."""
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, stock = decode(model, cache, **how), decode(model, plain, **how)
+    assert cache.graph.num_replays > 0 and plain.graph.num_replays == 0
+    real = slice(None) if how.get("mask") is None else how["mask"][:, 15:].bool()
+    assert_close(model, ours[real], stock[real])
+    for name in ("num_columns", "max_length"):
+        assert getattr(cache.rows, name) == getattr(plain.rows, name)
+    for name in ("lengths", "pruned_lengths"):
+        assert torch.equal(getattr(cache.rows, name), getattr(plain.rows, name))
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        assert layer.num_columns == other.num_columns
+        for held, expected in zip(layer.store.tensors, other.store.tensors, strict=True):
+            torch.testing.assert_close(held, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"rows": 3}, {"mask": padded(27)}, {"embeds": True}, {"keep": 1}], ids=str
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_step_gives_what_the_stock_step_gives(family, how, fused_steps, build, assert_close):
+    compare(build(family), assert_close, **how)
+    assert len(fused_steps) == 2  # the warm-up and the capture
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, {"rms_norm_eps": 0.1}],
+    ids=str,
+)
+def test_variants_of_a_family(config, fused_steps, build, assert_close):
+    compare(build(**config), assert_close)
+    assert len(fused_steps) == 2
+
+
+def test_rows_that_keep_channels_of_their_own(fused_steps, build, some_masks, assert_close):
+    model = build()
+    results = []
+    for use_graphs in (True, False):
+        cache = model.build_cache(prune="deferred", use_graphs=use_graphs)
+        with torch.no_grad():
+            model(ids(2, 15), past_key_values=cache)
+            for index, layer in enumerate(cache.layers):
+                masks = [some_masks(WIDTHS, seed=seed)[index] for seed in (1, 2)]
+                layer.set_channel_mask(torch.stack(masks))
+            results.append([model(ids(2, 1), past_key_values=cache).logits for _ in range(6)])
+    assert_close(model, *(torch.cat(logits, 1) for logits in results))
+    assert len(fused_steps) == 2
+
+
+def test_a_model_without_a_head(fused_steps, build):
+    whole = build()
+    model = LeanKLlamaModel(whole.config).eval()
+    model.load_state_dict(whole.model.state_dict())
+    caches = model.build_cache(), model.build_cache(use_graphs=False)
+    with torch.no_grad():
+        for count in (15, 1, 1, 1):
+            ours, stock = (model(ids(2, count), past_key_values=cache).last_hidden_state for cache in caches)
+            torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
+    assert len(fused_steps) == 2
+
+
+def patch_class(layer, monkeypatch):
+    forward = type(layer.mlp).forward
+    monkeypatch.setattr(type(layer.mlp), "forward", lambda *args: forward(*args))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, _: setattr(layer, "mlp", torch.nn.Identity()),
+        lambda layer, _: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
+        lambda layer, _: setattr(layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))),
+        lambda layer, _: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
+        patch_class,
+    ],
+    ids=["no MLP", "another activation", "a bias of its own", "one weight twice", "a patched class"],
+)
+def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, assert_close, monkeypatch):
+    model = build()
+    change(model.model.layers[1], monkeypatch)
+    compare(model, assert_close)
+    assert not fused_steps
+
+
+def test_sizes_that_threads_do_not_divide_take_the_stock_forward_pass(fused_steps, build, assert_close):
+    compare(build(intermediate_size=42), assert_close)
+    assert not fused_steps
+
+
+def storages(model) -> int:
+    """Bytes that a model's parameters hold."""
+    found = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage()
+        for parameter in model.parameters()
+    }
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path, assert_close):
+    model = build(family)
+    before, held = {name: value.clone() for name, value in model.state_dict().items()}, storages(model)
+    parameters = dict(model.named_parameters())
+    decode(model, model.build_cache())
+    assert len(fused_steps) == 2 and storages(model) == held
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    attention = model.model.layers[0].self_attn
+    query, value = attention.q_proj.weight, attention.v_proj.weight
+    assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    copied = copy.deepcopy(model)
+    for other in (model, copied, loaded):
+        assert before.keys() == other.state_dict().keys()
+        assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    compare(copied, assert_close)
+    place = query.data_ptr()
+    compare(model, assert_close)
+    assert query.data_ptr() == place  # not laid side by side again
+    with torch.no_grad():
+        query.mul_(2)
+    compare(model, assert_close)
+    model.to(torch.float64)
+    assert storages(model) == 2 * held
+
+
+def test_models_that_share_parameters_share_fused_ones(fused_steps, build, assert_close):
+    model = build()
+    compare(model, assert_close)
+    other = LeanKLlamaModel(model.config).eval()
+    for name, parameter in model.model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        setattr(other.get_submodule(owner), leaf, parameter)
+    held = storages(model)
+    with torch.no_grad():
+        cache = other.build_cache()
+        for count in (15, 1, 1):
+            other(ids(2, count), past_key_values=cache)
+    assert storages(model) == held and len(fused_steps) == 4
+    model.train()
+    model(ids(1, 5), labels=ids(1, 5)).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build, assert_close):
+    model = build()
+    with torch.inference_mode():
+        decode(model, model.build_cache())
+    assert fused_steps and not any(parameter.is_inference() for parameter in model.parameters())
+    model.train()
+    model(ids(1, 5), labels=ids(1, 5)).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    compare(model.eval(), assert_close)
+
+
+def test_a_model_made_in_inference_mode(fused_steps, build, assert_close):
+    with torch.inference_mode():
+        model = build()
+        compare(model, assert_close)
+    assert fused_steps
+
+
+def test_without_memory_to_lay_weights_side_by_side_steps_run_as_before(
+    fused_steps, build, assert_close, monkeypatch
+):
+    model = build()
+    cat = torch.cat
+
+    def without_memory(tensors, *args, **kwargs):
+        if isinstance(tensors, list) and tensors[0].shape == (96, 48):
+            raise torch.OutOfMemoryError("no memory")
+        return cat(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", without_memory)
+    compare(model, assert_close)
+    assert not fused_steps
