@@ -99,7 +99,7 @@ class DecodeKernels:
             generic: Take the body for older GPUs also on Hopper.
         """
         from .kernel_attention_leank import generic_attention, hopper_attention
-        from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
+        from .kernel_glue_leank import add_norm, append_tokens, linear, rope_append, silu_mul
         from .kernel_leank import merge_parts
 
         self.key = key
@@ -116,12 +116,17 @@ class DecodeKernels:
         # The generic body's loads past the end of a tensor must be cut off; TMA does that by itself.
         generic = generic or not hopper
         attention = generic_attention if generic else hopper_attention
-        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
+        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul, linear)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
-        compiled = _compile([attention(shape), *functions], arch, guarded=generic)
-        self._attention, self._merge, self._append, self._rope_append, self._add_norm, self._silu_mul = (
-            compiled
-        )
+        (
+            self._attention,
+            self._merge,
+            self._append,
+            self._rope_append,
+            self._add_norm,
+            self._silu_mul,
+            self._linear,
+        ) = _compile([attention(shape), *functions], arch, guarded=generic)
         self._num_queries = shape.num_queries
         with torch.inference_mode(False):
             self._all_valid = torch.ones(1, dtype=torch.uint8, device=key.device)
@@ -295,6 +300,25 @@ class DecodeKernels:
         output = torch.empty(batch_size, 1, size // 2, dtype=gate_up.dtype, device=gate_up.device)
         with torch.cuda.device(gate_up.device):
             self._silu_mul(gate_up.view(batch_size, 2, -1, LANES), output.view(batch_size, -1, LANES))
+        return output
+
+    def linear(
+        self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a linear module's output `[B, 1, n]`, by a kernel of ours for one row.
+
+        Args:
+            states: `[B, 1, m]`, contiguous.
+            weight: `[n, m]`, contiguous.
+            bias: `[n]`.
+        """
+        if states.shape[0] > 1 or bias is not None:
+            return torch.nn.functional.linear(states, weight, bias)
+        output = states.new_empty(1, 1, weight.shape[0])
+        with torch.cuda.device(states.device):
+            self._linear(
+                states.view(-1, LANES), weight.detach().view(weight.shape[0], -1, LANES), output.view(-1)
+            )
         return output
 
     def _launch_append(

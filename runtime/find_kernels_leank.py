@@ -23,6 +23,7 @@ _SINK_SIZE, _NUM_SLOTS = 8, 80
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
+_NUM_OUTPUTS = 9  # the last block of a product has a row less
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
@@ -296,6 +297,8 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     pairs.append((kernels.add_norm(hidden, None, weight, _EPS)[1], normed(hidden, weight)))
     gate, up = delta.double().chunk(2, dim=-1)
     pairs.append((kernels.silu_mul(delta), torch.nn.functional.silu(gate) * up))
+    matrix = random(_NUM_OUTPUTS, _HIDDEN_SIZE)
+    pairs.append((kernels.linear(hidden[:1], matrix), hidden[:1].double() @ matrix.double().T))
     return pairs
 
 

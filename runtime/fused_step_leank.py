@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .decode_kernels_leank import LANES, MAX_NORMED
+from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels
 
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache
@@ -87,12 +87,12 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
     for layer, stored in zip(base.layers, cache.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
-        projected = _linear(normed, (attention.q_proj, attention.k_proj, attention.v_proj))
+        projected = _linear(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
         attended = _attend(cache, stored, attention, projected, cos, sin)
-        hidden, normed = kernels.add_norm(
-            hidden, attention.o_proj(attended), *_norm(layer.post_attention_layernorm)
-        )
-        delta = mlp.down_proj(kernels.silu_mul(_linear(normed, (mlp.gate_proj, mlp.up_proj))))
+        delta = _linear(kernels, attended, attention.o_proj)
+        hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
+        gated = kernels.silu_mul(_linear(kernels, normed, mlp.gate_proj, mlp.up_proj))
+        delta = _linear(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
     if head is None:
         return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
@@ -214,9 +214,9 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return first.data.as_strided((whole, *first.shape[1:]), first.stride())
 
 
-def _linear(states: torch.Tensor, modules: Sequence[nn.Linear]) -> torch.Tensor:
+def _linear(kernels: DecodeKernels, states: torch.Tensor, *modules: nn.Linear) -> torch.Tensor:
     """Apply linear modules whose weights lie side by side, as one."""
     weight = _joined([module.weight for module in modules])
     assert weight is not None
     bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
-    return functional.linear(states, weight, bias)
+    return kernels.linear(states, weight, bias)

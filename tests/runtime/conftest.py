@@ -412,6 +412,9 @@ class PlainKernels:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
+    def linear(self, states, weight, bias=None):
+        return torch.nn.functional.linear(states, weight, bias)
+
     def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):
         kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
         lengths = plan - pruned_lengths  # a plan of another step shows

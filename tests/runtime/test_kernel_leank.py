@@ -12,7 +12,7 @@ tilelang = pytest.importorskip("tilelang")
 from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
 from runtime.find_kernels_leank import disagreement, make_case, run_case  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
-from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
+from runtime.kernel_glue_leank import add_norm, append_tokens, linear, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 
@@ -43,18 +43,20 @@ def _not_empty(tensor):
 class CpuKernels:
     """`DecodeKernels` on the CPU: the generic body, any number of program instances."""
 
-    def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, num_programs):
+    def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, linear, num_programs):
         self.compiled = attention, merge, append
         self._rope_append, self._add_norm, self._silu_mul = rope_append, add_norm, silu_mul
+        self._linear = linear
         self.num_programs = num_programs
         self.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
         self._all_valid = torch.ones(1, dtype=torch.uint8)
 
     plan = staticmethod(plan_tiles)
-    rope_append, add_norm, silu_mul = (
+    rope_append, add_norm, silu_mul, linear = (
         DecodeKernels.rope_append,
         DecodeKernels.add_norm,
         DecodeKernels.silu_mul,
+        DecodeKernels.linear,
     )
 
     def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
@@ -90,6 +92,7 @@ def compiled(tmp_path_factory):
         rope_append(SHAPE, cpu=True),
         add_norm(SHAPE, cpu=True),
         silu_mul(SHAPE, cpu=True),
+        linear(SHAPE, cpu=True),
     )
     return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
 
@@ -213,7 +216,7 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(com
     assert not disagreement(kernels) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["_rope_append", "_add_norm", "_silu_mul"])
+@pytest.mark.parametrize("name", ["_rope_append", "_add_norm", "_silu_mul", "_linear"])
 def test_the_check_on_first_use_notices_every_kernel(name, compiled):
     kernels = CpuKernels(*compiled, 4)
     setattr(kernels, name, lambda *args: None)
@@ -276,3 +279,13 @@ def test_silu_mul(num_rows, size, compiled):
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(CpuKernels(*compiled, 1).silu_mul(gate_up), expected.float())
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 8), (5, 1032), (96, 2048), (33, 4104)])
+def test_linear(num_rows, size, compiled):
+    generator = torch.Generator().manual_seed(size)
+    states, weight = (
+        torch.randn(shape, generator=generator) for shape in ((1, 1, size), (num_rows, size))
+    )
+    expected = torch.nn.functional.linear(states.double(), weight.double())
+    torch.testing.assert_close(CpuKernels(*compiled, 1).linear(states, weight), expected.float())
