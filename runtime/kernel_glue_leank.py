@@ -264,6 +264,8 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             deltas = fragment((MAX_ROW,), dtype)
             squares = fragment((MAX_ROW,), "float32")
             total = fragment((1,), "float32")
+            if overlap:
+                T.pdl_trigger()  # a product of ours may follow, and begin to load its weights
             for j in parallel(MAX_ROW):
                 if j // LANES < vectors:
                     weights[j] = weight[j // LANES, j % LANES]
@@ -309,6 +311,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
             if overlap:
+                T.pdl_trigger()
                 T.pdl_sync()
             for i, j in parallel(WARPGROUP, LANES):
                 if block * WARPGROUP + i < vectors:
@@ -335,7 +338,7 @@ def load_weight(parallel: Any, loaded: Any, weight: Any, first_row: Any, step: A
 def linear(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel of a matrix product for one token, which reads each weight once and adds in fp32.
 
-    With `overlap` the first weights, which no step writes, are on their way before the kernel ahead has ended.
+    With `overlap` the first weights, which no step writes, are on their way before the last kernel has ended.
     """
     dtype = shape.dtype
     rows, vectors = T.dynamic("rows, vectors")

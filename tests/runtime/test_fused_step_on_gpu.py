@@ -49,7 +49,7 @@ def random(*shape, dtype, seed=0):
 
 
 def assert_rounds_alike(ours, stock, share):
-    """At most this share of the numbers are rounded otherwise, and those by a place in each of two roundings."""
+    """At most this share of the numbers are rounded otherwise: before the last product, and after it."""
     differ = ours != stock
     assert differ.float().mean() <= share
     tiny = torch.finfo(ours.dtype).tiny

@@ -284,8 +284,6 @@ def test_silu_mul(num_rows, size, compiled):
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 8), (5, 1032), (96, 2048), (33, 4104)])
 def test_linear(num_rows, size, compiled):
     generator = torch.Generator().manual_seed(size)
-    states, weight = (
-        torch.randn(shape, generator=generator) for shape in ((1, 1, size), (num_rows, size))
-    )
+    states, weight = (torch.randn(shape, generator=generator) for shape in ((1, 1, size), (num_rows, size)))
     expected = torch.nn.functional.linear(states.double(), weight.double())
     torch.testing.assert_close(CpuKernels(*compiled, 1).linear(states, weight), expected.float())
