@@ -317,7 +317,7 @@ class DecodeKernels:
         output = states.new_empty(1, 1, weight.shape[0])
         with torch.cuda.device(states.device):
             self._linear(
-                states.view(-1, LANES), weight.detach().view(weight.shape[0], -1, LANES), output.view(-1)
+                states.view(1, -1, LANES), weight.detach().view(weight.shape[0], -1, LANES), output.view(-1)
             )
         return output
 

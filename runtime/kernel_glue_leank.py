@@ -4,7 +4,7 @@
     leank_rope_append   the same, and before it queries and keys rotated: one block a head of a row
     leank_add_norm      hidden + delta, and its RMSNorm: one block a row
     leank_silu_mul      silu(gate) * up
-    leank_linear        a matrix product for one token: one block a pair of the weight's rows
+    leank_linear        a matrix product for one token: one block a row of the weight
 
 They round where the stock classes do: every operation there ends in the model's dtype, and so does it here.
 Sums of squares are fp32's, in another order than torch's. What is compiled depends on `KernelShape` alone;
@@ -26,14 +26,19 @@ LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so tha
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
-# Of a block of `leank_linear`: rows of the weight, and vectors of each that a thread loads at once. Twice as
-# much is in flight, in registers; with more rows fewer blocks fit on a multiprocessor.
-_LINEAR_ROWS = 2
-_UNROLL = 2
+_UNROLL = (
+    2  # vectors of a weight's row that a thread of `leank_linear` loads at once; as many are on their way
+)
 
 # Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
 KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW = range(6)
 PLACE_SIZE = 6
+
+
+def padded_chunks(shape: KernelShape) -> int:
+    """Chunks of a head that fill threads evenly, which TileLang finds no layout without."""
+    step = max(WARPGROUP // shape.chunk_size, 1)
+    return -(-shape.max_chunks // step) * step
 
 
 @T.macro
@@ -119,7 +124,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
     ):
         with T.Kernel(heads, batch, **threads) as (head, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
-            lanes = fragment((shape.max_chunks, e), "int32")
+            lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
             token = T.alloc_var("int32")
             if overlap:
@@ -178,7 +183,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     ):
         with T.Kernel(query_heads + table_rows - 1, batch, **threads) as (head, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
-            lanes = fragment((shape.max_chunks, e), "int32")
+            lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
             states = shared((d,), dtype)
             squares = fragment((padded,), "float32")
@@ -324,15 +329,13 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
 
 
 @T.macro
-def load_weight(parallel: Any, loaded: Any, weight: Any, first_row: Any, step: Any) -> None:
-    """Load some vectors of a block's rows; zeros stand for what is behind a row's end."""
-    for u, r, i, j in parallel(loaded.shape[0], loaded.shape[1], loaded.shape[2], loaded.shape[3]):
-        if (step * _UNROLL + u) * WARPGROUP + i < weight.shape[1]:
-            loaded[u, r, i, j] = weight[
-                T.min(first_row + r, weight.shape[0] - 1), (step * _UNROLL + u) * WARPGROUP + i, j
-            ]
+def load_vectors(parallel: Any, loaded: Any, matrix: Any, row: Any, step: Any) -> None:
+    """Load some vectors of a row; zeros stand for what is behind its end."""
+    for u, i, j in parallel(loaded.shape[0], loaded.shape[1], loaded.shape[2]):
+        if (step * _UNROLL + u) * WARPGROUP + i < matrix.shape[1]:
+            loaded[u, i, j] = matrix[row, (step * _UNROLL + u) * WARPGROUP + i, j]
         else:
-            loaded[u, r, i, j] = T.cast(0, weight.dtype)
+            loaded[u, i, j] = T.cast(0, matrix.dtype)
 
 
 def linear(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
@@ -348,40 +351,34 @@ def linear(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
 
     @T.prim_func
     def leank_linear(
-        states: T.Tensor((vectors, LANES), dtype),
+        states: T.Tensor((1, vectors, LANES), dtype),
         weight: T.Tensor((rows, vectors, LANES), dtype),
         output: T.Tensor((rows,), dtype),
     ):
-        with T.Kernel(T.ceildiv(rows, _LINEAR_ROWS), **threads) as block:
-            weights = fragment((_UNROLL, _LINEAR_ROWS, WARPGROUP, LANES), dtype)
-            ahead = fragment((_UNROLL, _LINEAR_ROWS, WARPGROUP, LANES), dtype)
+        with T.Kernel(rows, **threads) as row:
+            weights = fragment((_UNROLL, WARPGROUP, LANES), dtype)
+            ahead = fragment((_UNROLL, WARPGROUP, LANES), dtype)
             inputs = fragment((_UNROLL, WARPGROUP, LANES), dtype)
-            partial = fragment((_LINEAR_ROWS, WARPGROUP), "float32")
-            sums = fragment((_LINEAR_ROWS,), "float32")
+            partial = fragment((WARPGROUP,), "float32")
+            total = fragment((1,), "float32")
             if overlap:
                 T.pdl_trigger()  # the next kernel may begin to load, and waits for the end of this
-            load_weight(parallel, ahead, weight, block * _LINEAR_ROWS, 0)
+            load_vectors(parallel, ahead, weight, row, 0)
             T.fill(partial, 0)
             if overlap:
                 T.pdl_sync()
             for step in T.serial(T.ceildiv(vectors, WARPGROUP * _UNROLL)):
-                for u, r, i, j in parallel(_UNROLL, _LINEAR_ROWS, WARPGROUP, LANES):
-                    weights[u, r, i, j] = ahead[u, r, i, j]
-                load_weight(parallel, ahead, weight, block * _LINEAR_ROWS, step + 1)
                 for u, i, j in parallel(_UNROLL, WARPGROUP, LANES):
-                    if (step * _UNROLL + u) * WARPGROUP + i < vectors:
-                        inputs[u, i, j] = states[(step * _UNROLL + u) * WARPGROUP + i, j]
-                    else:
-                        inputs[u, i, j] = T.cast(0, dtype)
+                    weights[u, i, j] = ahead[u, i, j]
+                load_vectors(parallel, ahead, weight, row, step + 1)
+                load_vectors(parallel, inputs, states, 0, step)
                 for u in T.unroll(_UNROLL):
                     for j in T.unroll(LANES):
-                        for r, i in parallel(_LINEAR_ROWS, WARPGROUP):
-                            partial[r, i] += T.cast(weights[u, r, i, j], "float32") * T.cast(
+                        for i in parallel(WARPGROUP):
+                            partial[i] += T.cast(weights[u, i, j], "float32") * T.cast(
                                 inputs[u, i, j], "float32"
                             )
-            T.reduce_sum(partial, sums, dim=1)
-            for r in parallel(_LINEAR_ROWS):
-                if block * _LINEAR_ROWS + r < rows:
-                    output[block * _LINEAR_ROWS + r] = T.cast(sums[r], dtype)
+            T.reduce_sum(partial, total, dim=0)
+            output[row] = T.cast(total[0], dtype)
 
     return leank_linear

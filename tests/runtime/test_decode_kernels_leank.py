@@ -146,14 +146,16 @@ def test_what_decoding_launches_compiles_without_a_gpu(
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
-@pytest.mark.parametrize(("head_dim", "chunk_size"), [(64, 32), (96, 16)])
+@pytest.mark.parametrize(("head_dim", "chunk_size"), [(64, 32), (96, 16), (128, 32), (256, 16)])
 def test_heads_that_threads_do_not_fill_compile_without_a_gpu(head_dim, chunk_size):
     tilelang = pytest.importorskip("tilelang")
-    from runtime.kernel_glue_leank import rope_append
+    from runtime.kernel_glue_leank import append_tokens, rope_append
     from runtime.kernel_leank import KernelShape
 
     shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", num_stages=2)
-    kernel = tilelang.compile(rope_append(shape, overlap=True), target={"kind": "cuda", "arch": "sm_90a"})
+    target = {"kind": "cuda", "arch": "sm_90a"}
+    tilelang.compile(append_tokens(shape, overlap=True), target=target)
+    kernel = tilelang.compile(rope_append(shape, overlap=True), target=target)
     assert "AllReduce<tl::SumOp, 128" in kernel.adapter.get_device_source()
 
 

@@ -176,10 +176,8 @@ def test_a_fused_step_is_few_kernels(build):
     cache.reserve(200)
     decode(model, cache, 8)
     token = ids(3, 1)
-    with (
-        torch.no_grad(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
-    ):
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         model(token, past_key_values=cache)
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -203,7 +201,7 @@ def test_nothing_is_compiled_again_for_another_batch_length_or_size(build, monke
 
 
 def test_fused_weights_are_held_once(build):
-    model = build(layers=4, hidden_size=1024, intermediate_size=8192)
+    model = build(layers=4, hidden_size=1536, intermediate_size=8192)
     before = torch.cuda.memory_allocated()
     cache = model.build_cache()
     with torch.no_grad():
