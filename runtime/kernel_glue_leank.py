@@ -269,8 +269,6 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             deltas = fragment((MAX_ROW,), dtype)
             squares = fragment((MAX_ROW,), "float32")
             total = fragment((1,), "float32")
-            if overlap:
-                T.pdl_trigger()  # a product of ours may follow, and begin to load its weights
             for j in parallel(MAX_ROW):
                 if j // LANES < vectors:
                     weights[j] = weight[j // LANES, j % LANES]
@@ -316,7 +314,6 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
             if overlap:
-                T.pdl_trigger()
                 T.pdl_sync()
             for i, j in parallel(WARPGROUP, LANES):
                 if block * WARPGROUP + i < vectors:

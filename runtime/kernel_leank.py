@@ -322,8 +322,6 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             earlier_top = T.alloc_var("float32")
             weight = T.alloc_var("float32")
             sum_of_weights = T.alloc_var("float32", init=0.0)
-            if overlap:
-                T.pdl_trigger()  # a product of ours may follow, and begin to load its weights
             num_heads = table_rows - 1
             head = query_head // g
             stretch_bounds(span, 0, programs, num_heads, table, plan, batch)
