@@ -183,7 +183,7 @@ def test_a_fused_step_is_few_kernels(build):
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     for name, count in (("rope_append", layers), ("add_norm", 2 * layers + 1), ("silu_mul", layers)):
         assert sum(f"leank_{name}" in event for event in names) == count
-    # Four kernels of ours, attention and merge; cuBLAS splits products of a model as small as this in several.
+    # Four kernels of ours, attention and merge; cuBLAS splits products of so small a model in several.
     assert len(names) <= 20 * layers + 80, sorted(names)
 
 
