@@ -86,12 +86,12 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 class GraphedStep:
     """A step of the stock model `[B, 1]` behind what a cache holds, captured on a GPU; it may run repeatedly.
 
-    cuDNN attends there. It is told how many tokens there are by shapes alone, and a mask over room to spare
-    would cost time, so a step is captured at exactly its length.
+    `backend` attends there. It is told how many tokens there are by shapes alone, and a mask over room to
+    spare would cost time, so a step is captured at exactly its length.
     """
 
-    def __init__(self, dense: Any, token: Tensor, cache: Cache) -> None:
-        self._dense, self._token, self._cache = dense, token, cache
+    def __init__(self, dense: Any, token: Tensor, cache: Cache, backend: SDPBackend) -> None:
+        self._dense, self._token, self._cache, self._backend = dense, token, cache, backend
         self._length = cache.get_seq_length()
         self._position = torch.full((1, 1), self._length, device=token.device)
         self._on_gpu = token.device.type == "cuda"
@@ -114,7 +114,7 @@ class GraphedStep:
         for layer in self._cache.layers:
             assert isinstance(layer, PreallocatedLayer)
             layer.length = self._length
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self._on_gpu else nullcontext():
+        with sdpa_kernel(self._backend) if self._on_gpu else nullcontext():
             output = self._dense(self._token, position_ids=self._position, past_key_values=self._cache)
         logits: Tensor = output.logits
         return logits
@@ -126,19 +126,22 @@ class GraphedStep:
 class GraphedDense:
     """The stock model over a preallocated cache, called like a model; each of its steps is a graph."""
 
-    def __init__(self, dense: Any) -> None:
-        self._dense = dense
+    def __init__(self, dense: Any, backend: SDPBackend) -> None:
+        self._dense, self._backend = dense, backend
 
     def __call__(self, input_ids: Tensor, past_key_values: Cache | None = None, **options: Any) -> Any:
         """Run a prompt `[B, S]`, or a step `[B, 1]` behind one."""
         if past_key_values is not None:
-            logits = GraphedStep(self._dense, input_ids, past_key_values).run()
+            logits = GraphedStep(self._dense, input_ids, past_key_values, self._backend).run()
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         capacity = input_ids.shape[1] + _ROOM
         cache = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
         return self._dense(input_ids, past_key_values=cache, **options)
 
     def time_step(self, prompt: Tensor) -> Timing:
-        """Time the step behind a prompt `[B, S]`."""
-        cache = self(prompt, logits_to_keep=1).past_key_values
-        return GraphedStep(self._dense, prompt[:, -1:], cache).time()
+        """Time the step of a prompt's last token, which sees the whole prompt `[B, S]` and no more.
+
+        Kernels are at their best where S is a round number.
+        """
+        cache = self(prompt[:, :-1], logits_to_keep=1).past_key_values
+        return GraphedStep(self._dense, prompt[:, -1:], cache, self._backend).time()

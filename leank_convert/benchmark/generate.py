@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from leank_convert.benchmark.decode_attention import read_peers
 from leank_convert.benchmark.decode_step import GraphedDense, count_step_bytes, time_own_step
@@ -33,14 +34,18 @@ from leank_convert.benchmark.random_models import (
 from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
-OURS, ALL_CHANNELS, GRAPH, DYNAMIC = "leank", "all-channels", "dense-graph", "dense-dynamic"
-PEERS = (ALL_CHANNELS, GRAPH, DYNAMIC)
+OURS, ALL_CHANNELS, DYNAMIC = "leank", "all-channels", "dense-dynamic"
+GRAPHS = {
+    "dense-graph-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "dense-graph-flash": SDPBackend.FLASH_ATTENTION,
+}
+PEERS = (ALL_CHANNELS, *GRAPHS, DYNAMIC)
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
 _BANDWIDTH_ROUNDS = 21
 _REMARKS = {
-    GRAPH: "the stock step captured at exactly this length; cuDNN attends, K and V are not repeated",
+    **dict.fromkeys(GRAPHS, "the stock step captured at exactly this length, by one of torch's backends"),
     DYNAMIC: "the stock model and its cache as they come, every kernel launched by itself",
 }
 _COLUMNS = (
@@ -133,7 +138,7 @@ class _Bench:
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
         shared, setup = self._shared, self._setup
-        model = GraphedDense(shared.dense) if name == GRAPH else shared.dense
+        model = GraphedDense(shared.dense, GRAPHS[name]) if name in GRAPHS else shared.dense
         if name == ALL_CHANNELS:
             model = build_all_channels(shared.ours, setup)
             if name_attention(model, setup) != shared.attention:
@@ -146,7 +151,7 @@ class _Bench:
         # The first full prompt pays for memory that later ones find in the allocator.
         model = self._models[name]
         figures: dict[str, Any] = {}
-        if name == GRAPH:
+        if name in GRAPHS:
             figures = _replay_figures(model.time_step(prompt))
         else:
             generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
@@ -191,7 +196,7 @@ def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | Non
 def _remark(name: str, side: dict[str, Any]) -> str:
     if "why" in side:
         return f"no figures: {side['why']}"
-    if name == GRAPH and side["replay"]["method"] != REPLAYED:
+    if name in GRAPHS and side["replay"]["method"] != REPLAYED:
         return f"not captured, {side['replay']['method']}"
     if "graph" not in side:
         return _REMARKS[name]

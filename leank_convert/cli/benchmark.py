@@ -202,7 +202,7 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 )
 @click.option(
     "--peers",
-    default="all-channels,dense-graph,dense-dynamic",
+    default="all-channels,dense-graph-cudnn,dense-graph-flash,dense-dynamic",
     show_default=True,
     metavar="NAME,…",
     help="Our stack with nothing pruned; the dense model, its step as one graph, or as it comes; or none.",

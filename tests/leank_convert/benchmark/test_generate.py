@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.nn.attention import SDPBackend
 
 from leank_convert.benchmark import decode_step, generate
 from leank_convert.benchmark.decode_step import GraphedDense, count_step_bytes
@@ -19,7 +20,7 @@ from leank_convert.benchmark.random_models import (
 )
 from leank_convert.cli import main
 
-SIDES = ["leank", "all-channels", "dense-graph", "dense-dynamic"]
+SIDES = ["leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash", "dense-dynamic"]
 # Of the tiny shape in bfloat16: q, k, v, o, gate, up, down and two norms of each layer, last norm and head.
 LAYER = (64 * 512 + 2 * 64 * 256 + 512 * 64 + 3 * 64 * 96 + 2 * 64) * 2
 WEIGHTS = 2 * LAYER + (64 + 64 * 128) * 2
@@ -59,17 +60,17 @@ def test_all_peers_are_measured_on_the_same_weights_beside_their_byte_limits():
         step = side["step_milliseconds" if name == "dense-dynamic" else "replay_milliseconds"]
         assert side["bandwidth_share"] == pytest.approx(limit / step)
         assert side["bytes_by_kind"]["weights"] == WEIGHTS
-        if name != "dense-graph":
+        if "graph" not in name:
             assert side["tokens_per_second"] == pytest.approx(2 * 6 / side["generate_seconds"])
             assert side["decode_seconds"] < side["generate_seconds"]
             assert 0 < side["prefill_share"] < 1
             assert side["rounds"] == 2
     assert sides["all-channels"]["step_bytes"] == WEIGHTS + 2 * 41 * DENSE_TOKEN
-    assert "generate_seconds" not in sides["dense-graph"]
+    assert "generate_seconds" not in sides["dense-graph-cudnn"]
     assert "replay" not in sides["dense-dynamic"]
     assert case["ratios"] == {name: compare(sides["leank"], sides[name]) for name in SIDES[1:]}
     assert "leank (plain torch)" in table
-    assert "dense-graph: not captured, wall clock" in table
+    assert "dense-graph-flash: not captured, wall clock" in table
 
 
 def test_ratios_are_those_of_figures_that_both_have():
@@ -109,15 +110,15 @@ def test_all_channels_and_the_graphed_step_are_the_dense_model_on_its_very_param
     tokens = random_prompt(model, 2, 60)
     expected = forced_logits(dense, tokens)
     assert not torch.allclose(forced_logits(model, tokens), expected, atol=1e-3)
-    for peer in (whole, GraphedDense(dense)):
+    for peer in (whole, GraphedDense(dense, SDPBackend.CUDNN_ATTENTION)):
         torch.testing.assert_close(forced_logits(peer, tokens), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_may_be_repeated(tiny):
     *_, dense = tiny
     tokens = random_prompt(dense, 2, 30)
-    cache = GraphedDense(dense)(tokens[:, :-1]).past_key_values
-    step = decode_step.GraphedStep(dense, tokens[:, -1:], cache)
+    cache = GraphedDense(dense, SDPBackend.CUDNN_ATTENTION)(tokens[:, :-1]).past_key_values
+    step = decode_step.GraphedStep(dense, tokens[:, -1:], cache, SDPBackend.CUDNN_ATTENTION)
     first = step.run()
     step.time()
     assert torch.equal(step.run(), first)
@@ -138,11 +139,11 @@ def test_a_peer_that_fails_or_is_wrong_has_a_reason_and_no_figures(monkeypatch):
     document, table = run("--case", "2x40x4", "--case", "1x30x4")
     for case in document["cases"]:
         assert case["sides"]["all-channels"] == {"why": "no room for a graph"}
-        graphed = case["sides"]["dense-graph"]
+        graphed = case["sides"]["dense-graph-cudnn"]
         assert graphed["why"] == "its result is wrong"
         assert not graphed["check"]["ok"]
         assert "replay_milliseconds" not in graphed
-        assert set(case["ratios"]["dense-graph"].values()) == {None}
+        assert set(case["ratios"]["dense-graph-cudnn"].values()) == {None}
         assert case["sides"]["dense-dynamic"]["step_milliseconds"] > 0
     assert "all-channels (plain torch): no figures: no room for a graph\n" in table
 
@@ -156,7 +157,7 @@ def test_a_peer_that_fails_in_one_case_is_measured_in_the_next(monkeypatch):
         return right(self, prompt)
 
     monkeypatch.setattr(GraphedDense, "time_step", too_long)
-    document, _ = run("--case", "2x40x4", "--case", "1x30x4", "--peers", "dense-graph")
-    long, short = (case["sides"]["dense-graph"] for case in document["cases"])
+    document, _ = run("--case", "2x40x4", "--case", "1x30x4", "--peers", "dense-graph-cudnn")
+    long, short = (case["sides"]["dense-graph-cudnn"] for case in document["cases"])
     assert long == {"why": "No available kernel"}
     assert short["replay_milliseconds"] > 0

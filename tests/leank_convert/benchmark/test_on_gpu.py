@@ -41,8 +41,8 @@ def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
     ours = case["sides"]["leank"]
     assert ours["graph"]["why_eager"] is None
     assert ours["graph"]["replays"] >= 16
-    assert [side.get("why") for side in case["sides"].values()] == [None] * 4
-    for name in ("leank", "all-channels", "dense-graph"):
+    assert [side.get("why") for side in case["sides"].values()] == [None] * 5
+    for name in ("leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash"):
         assert case["sides"][name]["replay"]["method"] == "CUDA graph replay"
         assert case["sides"][name]["check"]["ok"]
 
