@@ -114,8 +114,9 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values = {**model.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
-    # Of a format-1 checkpoint the masks are tensors of the model.
-    weights = {key: value for key, value in model.state_dict().items() if not key.endswith(".channel_mask")}
+    # The very parameters, which decoding may lay elsewhere. A format-1 checkpoint's masks are tensors too.
+    tensors = model.state_dict(keep_vars=True)
+    weights = {key: value for key, value in tensors.items() if not key.endswith(".channel_mask")}
     dense.load_state_dict(weights, assign=True)
     # Its own is made of the config, which often names fewer of the tokens that end a turn.
     dense.generation_config = copy.deepcopy(model.generation_config)
