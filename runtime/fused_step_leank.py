@@ -4,18 +4,21 @@ Of a decode step's thousand kernels most add, norm, rotate and copy a few thousa
 is four matrix products, attention, and four kernels of decode_kernels_leank: q, k and v are one product, gate
 and up another. Their weights lie side by side in one piece of memory for that: the model's own Parameters
 become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
-was there before.
+was there before (`own_storages`).
 
 It computes what the stock classes of the four families compute, with their rounding, and serves no others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _STOCK_PACKAGES = ("torch", "transformers")
+_PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_LOCK = threading.Lock()  # a model may decode in several threads
 
 
 def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
@@ -45,7 +50,7 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
     dtype = base.embed_tokens.weight.dtype
     if tokens.is_floating_point() and tokens.dtype != dtype:
         return False
-    if not _is_known(base) or any(parameter.dtype != dtype for parameter in model.parameters()):
+    if not _is_known(model) or any(parameter.dtype != dtype for parameter in model.parameters()):
         return False
     config, device = base.config, base.embed_tokens.weight.device
     for layer in cache.layers:
@@ -54,10 +59,13 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
         if layer.kernels is None:
             return False
     try:
-        for layer in base.layers:
-            copied = [_join(parts) for parts in _fused_parameters(layer)]
-            if any(copied) and device.type == "cuda":
-                torch.cuda.empty_cache()  # no later layer fits where this one's parts lay
+        with _LOCK:
+            for layer in base.layers:
+                copied = [_join(parts) for parts in _fused_parameters(layer)]
+                if any(copied) and device.type == "cuda":
+                    # No later layer fits where this one's parts lay. Refused while another thread captures.
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.empty_cache()
     except torch.OutOfMemoryError:
         return False  # the stock forward pass needs no more than there is
     return all(_joined(parts) is not None for layer in base.layers for parts in _fused_parameters(layer))
@@ -129,8 +137,27 @@ def _attend(
     return attended.view(attended.shape[0], 1, -1)
 
 
-def _is_known(base: Any) -> bool:
-    """Return whether a model without its head is built as the four families are, and no class was patched."""
+def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Give fused weights in a model's `state_dict`, whose hook this is, a storage each over the same memory.
+
+    Who saves tensors of one storage keeps the first (accelerate), refuses (safetensors' `save_model`), or
+    writes all of it for a part of it (`torch.save`).
+    """
+    fused = {name for names in _PRODUCTS for name in names if len(names) > 1}
+    for name, tensor in state_dict.items():
+        if (
+            type(tensor) is torch.Tensor  # a Parameter is to stay the model's own
+            and tensor.device.type in ("cpu", "cuda")
+            and name.startswith(prefix)
+            and not fused.isdisjoint(name.split(".")[-2:-1])
+            and tensor.untyped_storage().nbytes() != tensor.nbytes
+        ):
+            state_dict[name] = from_dlpack(to_dlpack(tensor))
+
+
+def _is_known(model: Any) -> bool:
+    """Return whether a model is built as the four families are, and no class was patched."""
+    base = model.base_model
     config, layers = base.config, base.layers
     family = type(layers[0]).__name__.removesuffix("DecoderLayer")
     norm, linear = f"{family}RMSNorm", nn.Linear
@@ -154,11 +181,19 @@ def _is_known(base: Any) -> bool:
         and config.hidden_size % LANES == config.intermediate_size % LANES == 0
         and config.hidden_size <= MAX_NORMED
         and all(layer.self_attn.layer_idx == index for index, layer in enumerate(layers))
-        # Somebody else's function, put into a stock class.
+        and all(_is_stock(type(part)) for part in [*base.layers.modules()][1:])
         and all(
-            type(part).forward.__module__.startswith(_STOCK_PACKAGES) for part in [*base.layers.modules()][1:]
+            _is_stock(kind)
+            for part in (model, base)
+            for kind in type(part).__mro__
+            if kind.__name__ in (f"{family}Model", f"{family}ForCausalLM")
         )
     )
+
+
+def _is_stock(kind: Any) -> bool:
+    """Return whether a stock class still runs its own forward pass, not what somebody else put into it."""
+    return str(kind.forward.__module__).split(".")[0] in _STOCK_PACKAGES
 
 
 def _structure(layer: nn.Module) -> dict[str, Any]:
@@ -173,18 +208,20 @@ def _norm(module: Any) -> tuple[torch.Tensor, float]:
 
 
 def _fused_parameters(layer: Any) -> list[list[nn.Parameter]]:
-    """Return the Parameters of a layer that must lie side by side; a bias that others lack stays alone."""
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj))
+    """Return the Parameters of a layer, those of a product together; a bias that others lack stays alone."""
+    modules = {**layer.self_attn._modules, **layer.mlp._modules}
+    groups = [[modules[name] for name in names] for names in _PRODUCTS]
     found = [[getattr(module, name) for module in group] for group in groups for name in ("weight", "bias")]
     return [parts for parts in found if any(part is not None for part in parts)]
 
 
 def _join(parts: Sequence[nn.Parameter | None]) -> bool:
-    """Lay Parameters side by side in new memory; return whether that was to be done and could be."""
+    """Lay Parameters one behind the other in new memory; return whether that was to be done and could be."""
     present = [part for part in parts if part is not None]
     if len({id(part) for part in present}) < len(parts) or _joined(parts) is not None:
         return False
+    if len({part.is_inference() for part in present}) > 1:
+        return False  # a tensor of one mode cannot be a view of one of the other
     # In the mode that the Parameters were made in, whatever it is now: they are to stay what they are.
     with torch.inference_mode(present[0].is_inference()), torch.no_grad():
         whole = torch.cat([part.data for part in present])

@@ -266,6 +266,8 @@ def why_step_is_eager(model: Any, inputs: dict[str, Any], tokens: torch.Tensor) 
         is_plain = _PLAIN_ARGUMENTS.get(name)
         if value is not None if is_plain is None else not is_plain(value):
             return f"argument {name}"
+    if inputs["input_ids"] is not None and inputs["inputs_embeds"] is not None:
+        return "both input_ids and inputs_embeds are given"
     position_ids = inputs["position_ids"]
     if position_ids is not None and position_ids.device != tokens.device:
         return "position_ids are on another device"

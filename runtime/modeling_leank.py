@@ -42,6 +42,7 @@ from .configuration_leank import (
     check_prune,
     read_settings,
 )
+from .fused_step_leank import own_storages
 from .graph_leank import GraphMemory
 from .layer_leank import ATTENTION_NAME
 
@@ -69,6 +70,7 @@ class LeanKMixin:
         read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.graph_memory = GraphMemory()
+        self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
@@ -128,25 +134,33 @@ def test_a_model_without_a_head(fused_steps, build):
     assert len(fused_steps) == 2
 
 
-def patch_class(layer, monkeypatch):
-    forward = type(layer.mlp).forward
-    monkeypatch.setattr(type(layer.mlp), "forward", lambda *args: forward(*args))
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda layer, _: setattr(layer, "mlp", torch.nn.Identity()),
-        lambda layer, _: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
-        lambda layer, _: setattr(layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))),
-        lambda layer, _: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
-        patch_class,
+        lambda layer: setattr(layer, "mlp", torch.nn.Identity()),
+        lambda layer: setattr(layer.mlp, "act_fn", torch.nn.GELU()),
+        lambda layer: setattr(layer.self_attn.q_proj, "bias", torch.nn.Parameter(torch.ones(96))),
+        lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
     ],
-    ids=["no MLP", "another activation", "a bias of its own", "one weight twice", "a patched class"],
+    ids=["no MLP", "another activation", "a bias of its own", "one weight twice"],
 )
-def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, assert_close, monkeypatch):
+def test_other_models_take_the_stock_forward_pass(change, fused_steps, build, assert_close):
     model = build()
-    change(model.model.layers[1], monkeypatch)
+    change(model.model.layers[1])
+    compare(model, assert_close)
+    assert not fused_steps
+
+
+@pytest.mark.parametrize("patched", [LlamaMLP, LlamaModel, LlamaForCausalLM])
+@pytest.mark.parametrize("package", ["tests", "transformers_modules"])
+def test_a_patched_class_is_run(patched, package, fused_steps, build, assert_close, monkeypatch):
+    model, forward = build(), patched.forward
+
+    def other(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    other.__module__ = f"{package}.patches"
+    monkeypatch.setattr(patched, "forward", other)
     compare(model, assert_close)
     assert not fused_steps
 
@@ -191,6 +205,85 @@ def test_fused_weights_are_the_models_own(family, fused_steps, build, tmp_path, 
     compare(model, assert_close)
     model.to(torch.float64)
     assert storages(model) == 2 * held
+
+
+def test_who_saves_fused_weights_saves_each_once(fused_steps, build, tmp_path, assert_close):
+    def size(tensors):
+        torch.save(tensors, file := io.BytesIO())
+        return file.tell()
+
+    model = build("Qwen2")
+    before, names = size(model.state_dict()), [*model.state_dict()]
+    compare(model, assert_close)
+    assert fused_steps
+    state = model.state_dict()
+    assert [*state] == names and size(state) == before
+    # What accelerate tells tensors apart by, and drops all of but one.
+    storages = [tensor.untyped_storage() for tensor in state.values()]
+    assert len({(storage.data_ptr(), storage.nbytes()) for storage in storages}) == len(names)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
+    for name, tensor in state.items():
+        tensor.mul_(1.5)  # still the model's own memory
+        assert torch.equal(model.get_parameter(name), tensor)
+    assert all(value is model.get_parameter(name) for name, value in model.state_dict(keep_vars=True).items())
+
+
+def test_threads_that_decode_at_once_lay_weights_side_by_side_once(fused_steps, build, monkeypatch):
+    model, cat, laid, errors = build(), torch.cat, [], []
+    both = threading.Barrier(2)
+
+    def slow_cat(tensors, *args, **kwargs):
+        if tensors[0].shape == (96, 48):
+            laid.append(tensors)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+        return cat(tensors, *args, **kwargs)
+
+    def work():
+        try:
+            decode(model, model.build_cache(), steps=3)
+        except Exception as error:
+            errors.append(error)
+
+    monkeypatch.setattr(torch, "cat", slow_cat)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(laid) == len(WIDTHS)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_weights_that_lie_transposed(name, fused_steps, build, assert_close):
+    model = build()
+    linear = model.model.layers[1].get_submodule(name)
+    linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
+    compare(model, assert_close)
+    assert len(fused_steps) == 2
+
+
+def test_a_weight_of_inference_mode_among_others(fused_steps, build, assert_close):
+    model = build()
+    with torch.inference_mode():
+        key = model.model.layers[0].self_attn.k_proj
+        key.weight = torch.nn.Parameter(key.weight.clone(), requires_grad=False)
+    compare(model, assert_close)
+    assert not fused_steps
+
+
+def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, build):
+    model, token = build(), ids(2, 1)
+    cache, embeds = model.build_cache(), model.get_input_embeddings()(token).detach()
+    with torch.no_grad():
+        model(ids(2, 15), past_key_values=cache)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+                model(token, inputs_embeds=embeds, past_key_values=cache)
+            model(inputs_embeds=embeds, past_key_values=cache)
+    assert cache.graph.num_replays == 2
 
 
 def test_models_that_share_parameters_share_fused_ones(fused_steps, build, assert_close):
