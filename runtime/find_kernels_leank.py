@@ -23,7 +23,7 @@ _SINK_SIZE, _NUM_SLOTS = 8, 80
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
-_NUM_OUTPUTS = 9  # the last block of a product has a row less
+_NUM_OUTPUTS = 9
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own

@@ -203,6 +203,7 @@ class ModelState:
         ]
         self._attributes = [vars(module) for module in modules[1:]]
         self.why_eager = _why_model_is_eager(modules, tensors, device)
+        self._intercepted = self._is_intercepted()
         if self.why_eager is None and any(self._hooks):
             self.why_eager = "a module has forward hooks"
         self.is_fused = self.why_eager is None and fuse is not None and fuse()
@@ -215,9 +216,12 @@ class ModelState:
             len(values) == len(self._values)
             and all(map(operator.is_, values, self._values))
             and [tensor.data_ptr() for tensor in self._tensors] == self._pointers
-            and not any(self._hooks)
-            and not any("forward" in attributes for attributes in self._attributes)
+            and self._is_intercepted() == self._intercepted
         )
+
+    def _is_intercepted(self) -> tuple[bool, bool]:
+        """Return whether modules have hooks, and whether some have a forward pass of their own."""
+        return any(self._hooks), any("forward" in attributes for attributes in self._attributes)
 
 
 def _why_model_is_eager(

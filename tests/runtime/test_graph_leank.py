@@ -249,6 +249,24 @@ class TestInvalidation:
         cache = changed(replace, 0)
         assert "has a forward of its own" in cache.graph.why_eager
 
+    @pytest.mark.parametrize("what", ["hook", "forward"])
+    def test_what_is_taken_away_again(self, what, graphs, model, changed, assert_close):
+        norm, handles = model.model.norm, []
+
+        def put(cache):
+            if what == "hook":
+                handles.append(norm.register_forward_hook(lambda *_: None))
+            else:
+                norm.forward = norm.forward
+
+        cache = changed(put, 0)
+        for handle in handles:
+            handle.remove()
+        vars(norm).pop("forward", None)
+        for seed in range(3):
+            step(model, cache, seed)
+        assert cache.graph.why_eager is None and cache.graph.num_replays == 2 + 3
+
     def test_another_model_of_the_same_masks(self, graphs, model, model_pair, some_masks, assert_close):
         other = model_pair(some_masks(WIDTHS), seed=5).leank
         cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
