@@ -152,7 +152,8 @@ def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
             and not fused.isdisjoint(name.split(".")[-2:-1])
             and tensor.untyped_storage().nbytes() != tensor.nbytes
         ):
-            state_dict[name] = from_dlpack(to_dlpack(tensor))
+            with torch.inference_mode(tensor.is_inference()):  # whatever the mode is now
+                state_dict[name] = from_dlpack(to_dlpack(tensor))
 
 
 def _is_known(model: Any) -> bool:

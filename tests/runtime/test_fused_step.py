@@ -308,7 +308,9 @@ def test_weights_fused_in_inference_mode_can_be_trained(fused_steps, build, asse
     model = build()
     with torch.inference_mode():
         decode(model, model.build_cache())
-    assert fused_steps and not any(parameter.is_inference() for parameter in model.parameters())
+        state = model.state_dict()
+    assert fused_steps
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *state.values()))
     model.train()
     model(ids(1, 5), labels=ids(1, 5)).loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()

@@ -214,3 +214,9 @@ def test_fused_weights_are_held_once(build):
     assert torch.cuda.max_memory_allocated() < held + layer + 2**22
     del cache
     assert torch.cuda.memory_allocated() < before + 2**22
+    state, weights = model.state_dict(), dict(model.named_parameters())
+    storages = [tensor.untyped_storage() for tensor in state.values()]
+    assert len({(storage.data_ptr(), storage.nbytes()) for storage in storages}) == len(state)
+    assert all(state[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
+    assert all(torch.equal(state[name], weight) for name, weight in weights.items())
+    assert torch.cuda.memory_allocated() < before + 2**22
