@@ -161,7 +161,7 @@ class _Bench:
                 figures = _replay_figures(time_own_step(model, prompt))
             figures |= time_generate(model, prompt, num_new, self._rounds)
         whole = self._setup if name == OURS else self._setup.keeping_all()
-        # Weights are the same on all sides; the step is the first new token's. Graphed ones see one token less.
+        # Weights are the same on all sides; the step is the first new token's. (Graphed ones see one less.)
         read = count_step_bytes(self._shared.ours, whole, prompt.shape[0], prompt.shape[1] + 1)
         limit = self._bandwidth.milliseconds(sum(read.values()))
         step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]
