@@ -26,9 +26,8 @@ LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so tha
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
 
-_UNROLL = (
-    2  # vectors of a weight's row that a thread of `leank_linear` loads at once; as many are on their way
-)
+# Vectors of a weight's row that a thread of `leank_linear` loads at once; as many are on their way.
+_UNROLL = 2
 
 # Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
 KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW = range(6)

@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from leank_convert.benchmark.decode_attention import count_attention_bytes, pruned_length
 from leank_convert.benchmark.measuring import Timing, capture, time_replays
 from leank_convert.benchmark.random_models import Setup
+
+# SDPA, for which transformers makes no mask: it knows none for this name. For SDPA's own, release 5.17 makes
+# one while a graph is captured, though a single query needs none, and repeats K and V because there is one.
+UNMASKED_SDPA = "leank_benchmark_sdpa"
+AttentionInterface.register(UNMASKED_SDPA, sdpa_attention_forward)
 
 _REPLAYS = 20
 # What a cache has room for behind the prompt: steps that lead to a capture, and replays that append.
@@ -124,7 +131,12 @@ class GraphedStep:
 
 
 class GraphedDense:
-    """The stock model over a preallocated cache, called like a model; each of its steps is a graph."""
+    """The stock model over a preallocated cache, called like a model; each of its steps is a graph.
+
+    Args:
+        dense: The stock model, loaded with `UNMASKED_SDPA`: its rows have no padding.
+        backend: What attends in steps.
+    """
 
     def __init__(self, dense: Any, backend: SDPBackend) -> None:
         self._dense, self._backend = dense, backend
@@ -139,9 +151,6 @@ class GraphedDense:
         return self._dense(input_ids, past_key_values=cache, **options)
 
     def time_step(self, prompt: Tensor) -> Timing:
-        """Time the step of a prompt's last token, which sees the whole prompt `[B, S]` and no more.
-
-        Kernels are at their best where S is a round number.
-        """
-        cache = self(prompt[:, :-1], logits_to_keep=1).past_key_values
+        """Time the step behind a prompt `[B, S]`."""
+        cache = self(prompt, logits_to_keep=1).past_key_values
         return GraphedStep(self._dense, prompt[:, -1:], cache, self._backend).time()

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from leank_convert.benchmark.decode_attention import read_peers
-from leank_convert.benchmark.decode_step import GraphedDense, count_step_bytes, time_own_step
+from leank_convert.benchmark.decode_step import (
+    UNMASKED_SDPA,
+    GraphedDense,
+    count_step_bytes,
+    time_own_step,
+)
 from leank_convert.benchmark.generate_calls import generate, time_generate
 from leank_convert.benchmark.measuring import (
     REPLAYED,
@@ -27,6 +32,7 @@ from leank_convert.benchmark.random_models import (
     Models,
     Setup,
     build_all_channels,
+    build_dense,
     checked_models,
     name_attention,
     random_prompt,
@@ -138,7 +144,10 @@ class _Bench:
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
         shared, setup = self._shared, self._setup
-        model = GraphedDense(shared.dense, GRAPHS[name]) if name in GRAPHS else shared.dense
+        model = shared.dense
+        if name in GRAPHS:
+            dense = build_dense(shared.ours, setup.geometry, UNMASKED_SDPA)
+            model = GraphedDense(dense, GRAPHS[name])
         if name == ALL_CHANNELS:
             model = build_all_channels(shared.ours, setup)
             if name_attention(model, setup) != shared.attention:
@@ -161,7 +170,7 @@ class _Bench:
                 figures = _replay_figures(time_own_step(model, prompt))
             figures |= time_generate(model, prompt, num_new, self._rounds)
         whole = self._setup if name == OURS else self._setup.keeping_all()
-        # Weights are the same on all sides; the step is the first new token's. (Graphed ones see one less.)
+        # Weights are the same on all sides; the step is that of the first new token.
         read = count_step_bytes(self._shared.ours, whole, prompt.shape[0], prompt.shape[1] + 1)
         limit = self._bandwidth.milliseconds(sum(read.values()))
         step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]

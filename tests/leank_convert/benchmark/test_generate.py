@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
 
 from leank_convert.benchmark import decode_step, generate
-from leank_convert.benchmark.decode_step import GraphedDense, count_step_bytes
+from leank_convert.benchmark.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes
 from leank_convert.benchmark.generate import compare
 from leank_convert.benchmark.random_models import (
     build_all_channels,
@@ -112,6 +112,22 @@ def test_all_channels_and_the_graphed_step_are_the_dense_model_on_its_very_param
     assert not torch.allclose(forced_logits(model, tokens), expected, atol=1e-3)
     for peer in (whole, GraphedDense(dense, SDPBackend.CUDNN_ATTENTION)):
         torch.testing.assert_close(forced_logits(peer, tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_graphed_step_has_no_mask_and_does_not_repeat_keys(tiny, monkeypatch):
+    setup, model, _ = tiny
+    # As transformers' releases decide while a graph is captured, which none is here.
+    monkeypatch.setattr("transformers.masking_utils._ignore_causal_mask_sdpa", lambda *_, **__: False)
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, key, value, attn_mask=None, **options):
+        seen.append((key.shape[1], attn_mask))
+        return attend(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    dense = build_dense(model, setup.geometry, UNMASKED_SDPA)
+    forced_logits(GraphedDense(dense, SDPBackend.FLASH_ATTENTION), random_prompt(model, 2, 30))
+    assert set(seen) == {(setup.geometry.facts.num_key_value_heads, None)}
 
 
 def test_a_step_may_be_repeated(tiny):

@@ -54,41 +54,33 @@ def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path)
     assert differed, "the last mask was the best one: the test shows nothing"
 
 
-def test_an_interrupted_run_takes_the_same_masks(recipe, retriever_folder, tmp_path, monkeypatch):
+# The 65th loss lies in the second half of the first stage 2, validation contexts included.
+@pytest.mark.parametrize(
+    ("owner", "name", "place", "error"),
+    [
+        (graphs, "distil", 65, torch.OutOfMemoryError("CUDA out of memory.")),
+        *(
+            (Validation, "loss", place, LeanKError("memory does not suffice for it"))
+            for place in (1, 6, 11, 12)
+        ),
+    ],
+    ids=["a step", "stage 1's comparison", "one within", "the last", "the next ratio's"],
+)
+def test_an_interrupted_run_takes_the_same_masks(
+    owner, name, place, error, recipe, retriever_folder, tmp_path, monkeypatch
+):
     whole = train(retriever_folder, recipe, tmp_path / "whole")
-    right, calls = graphs.distil, 0
+    right, calls = getattr(owner, name), 0
 
     def failing(*given, **options):
         nonlocal calls
         calls += 1
-        if calls == 65:  # in the second half of the first stage 2, validation contexts included
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if calls == place:
+            raise error
         return right(*given, **options)
 
-    monkeypatch.setattr(graphs, "distil", failing)
+    monkeypatch.setattr(owner, name, failing)
     with pytest.raises(LeanKError, match="memory does not suffice for"):
-        train(retriever_folder, recipe, tmp_path / "interrupted")
-    resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
-    for ratio, mask in whole.items():
-        assert torch.equal(resumed[ratio].scaling_factors, mask.scaling_factors)
-
-
-@pytest.mark.parametrize("place", [1, 6, 11, 12], ids=["stage 1's", "within", "last", "the next ratio's"])
-def test_a_run_that_ends_in_a_comparison_goes_on_to_the_same_masks(
-    place, recipe, retriever_folder, tmp_path, monkeypatch
-):
-    whole = train(retriever_folder, recipe, tmp_path / "whole")
-    right, calls = Validation.loss, 0
-
-    def failing(*given):
-        nonlocal calls
-        calls += 1
-        if calls == place:
-            raise LeanKError("memory does not suffice")
-        return right(*given)
-
-    monkeypatch.setattr(Validation, "loss", failing)
-    with pytest.raises(LeanKError, match="memory does not suffice"):
         train(retriever_folder, recipe, tmp_path / "interrupted")
     resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
     for ratio, mask in whole.items():
