@@ -25,6 +25,12 @@ LANES = 8
 MAX_NORMED = 16384
 """Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
 
+MAX_DRAFT = 32
+"""Most new tokens of a row that kernels decode at once."""
+
+# Columns of the matrix products that attention is compiled for.
+_QUERIES = (8, 16, 32, 64)
+
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
@@ -44,6 +50,8 @@ class KernelKey:
         num_groups: Query heads per KV head.
         chunk_size: Channels of a chunk.
         max_chunks: `ChunkLayout.max_chunks` of the layer.
+        num_queries: Queries of a KV head, those of all its new tokens, that one launch takes: 8, 16, 32, 64.
+        load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
     """
 
     device: torch.device
@@ -52,30 +60,38 @@ class KernelKey:
     num_groups: int
     chunk_size: int
     max_chunks: int
+    num_queries: int
+    load_tokens: int = TILE
 
 
-def plan_tiles(
-    lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int
-) -> torch.Tensor:
+def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
+    """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
+    wanted = num_columns * num_groups
+    if wanted > 16:
+        # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        wanted = min(wanted, 64 if head_dim <= 128 and room > 1 << 17 else 32)
+    return next(size for size in _QUERIES if size >= wanted)
+
+
+def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torch.Tensor:
     """Count the tiles of pruned and of whole tokens before each row, and in all rows.
 
-    Once per step, for all layers; asks the device nothing.
+    Once per step, for all layers; asks the device nothing. Tiles that lie wholly among tokens that all
+    columns see pruned are pruned ones, all others are whole ones.
 
     Args:
-        lengths: Tokens per row `[B]`, int32.
-        pruned_lengths: Pruned ones among them `[B]`, int32.
-        sink_size: Sink slots of the window.
-        num_slots: All its slots.
+        seen: Tokens of its row that a column sees `[B, d]`, int32.
+        pruned: Pruned ones among them `[B, d]`, int32.
+        sink_size: Tokens at the front that are never pruned.
 
     Returns:
         `[B + 1, 2]`, int32.
     """
-    ring_size = num_slots - sink_size
-    recent = (lengths - sink_size - pruned_lengths).clamp(min=0)
-    run = torch.minimum(recent, ring_size - pruned_lengths % ring_size)
-    runs = torch.stack([lengths.clamp(max=sink_size), run, recent - run])
-    whole = ((runs + (TILE - 1)) // TILE).sum(0)
-    counts = torch.stack([(pruned_lengths + (TILE - 1)) // TILE, whole], dim=1).cumsum(0, dtype=torch.int32)
+    num_tiles = (seen[:, -1] + (TILE - 1)) // TILE
+    first = -(-sink_size // TILE)
+    num_pruned = ((pruned[:, 0] + sink_size) // TILE - first).clamp(min=0)
+    counts = torch.stack([num_pruned, num_tiles - num_pruned], dim=1).cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(counts, (0, 0, 1, 0))
 
 
@@ -127,9 +143,12 @@ class DecodeKernels:
             self._silu_mul,
             self._linear,
         ) = _compile([attention(shape), *functions], arch, guarded=generic)
-        self._num_queries = shape.num_queries
         with torch.inference_mode(False):
-            self._all_valid = torch.ones(1, dtype=torch.uint8, device=key.device)
+            self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
+            self._no_rows = {
+                size: torch.zeros(1, 1, TILE, size, dtype=key.dtype, device=key.device)
+                for size in (key.chunk_size, key.head_dim)
+            }
         self._handle = len(_kernels)
         _kernels.append(self)
         self.seconds = time.perf_counter() - started
@@ -159,53 +178,51 @@ class DecodeKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         store: StoreTensors,
-        lengths: torch.Tensor,
+        seen: torch.Tensor,
         valid: torch.Tensor | None,
-        sink_size: int,
-        num_slots: int,
     ) -> None:
-        """Add one token per row to the store, in place.
+        """Add new tokens to the store, in place: that of column j is token `seen[:, j] - 1` of its row.
 
         Args:
-            keys: `[B, H_kv, 1, D]`.
-            values: `[B, H_kv, 1, D]`.
-            store: What it is added to.
-            lengths: Tokens per row, the new one counted `[B]`, int32.
-            valid: Rows whose token is real `[B]`, bool; None if all are.
-            sink_size: Sink slots of the window.
-            num_slots: All its slots; those that no row has reached need not be there.
+            keys: `[B, H_kv, d, D]`.
+            values: `[B, H_kv, d, D]`.
+            store: What they are added to.
+            seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
+            valid: Columns that are no padding `[B, d]`, bool; None if all are.
         """
-        _append(self._handle, keys, values, *store, lengths, valid, sink_size, num_slots)
+        _append(self._handle, keys, values, *store, seen, valid)
 
     def attend(
         self,
         query: torch.Tensor,
         store: StoreTensors,
-        lengths: torch.Tensor,
-        pruned_lengths: torch.Tensor,
+        seen: torch.Tensor,
+        pruned: torch.Tensor,
         plan: torch.Tensor,
         *,
         sink_size: int,
-        num_slots: int,
         softmax_scale: float,
     ) -> torch.Tensor:
-        """Attend with one column to what is stored; memory that no token has reached may hold anything.
+        """Attend to what is stored, the columns' own tokens among it.
+
+        Token i of a row is visible to column j if i < `seen[:, j]`. It is whole if i < `sink_size` or
+        i >= `sink_size + pruned[:, j]`; of others a column sees kept channels alone. Memory of no visible
+        token may hold anything.
 
         Args:
-            query: `[B, H, 1, D]`.
+            query: `[B, H, d, D]`.
             store: What is attended to.
-            lengths: Tokens per row `[B]`, int32.
-            pruned_lengths: Pruned ones among them `[B]`, int32.
-            plan: What `plan_tiles` made of these lengths.
-            sink_size: Sink slots of the window.
-            num_slots: All its slots; those that no row has reached need not be there.
+            seen: Tokens of its row that a column sees, never fewer than the column before `[B, d]`, int32.
+            pruned: Pruned ones among them, never fewer than in the column before `[B, d]`, int32.
+            plan: What `plan_tiles` made of them.
+            sink_size: Tokens at the front that are never pruned.
             softmax_scale: Factor on the logits.
 
         Returns:
-            `[B, H, 1, D]`.
+            `[B, H, d, D]`; columns of padding hold numbers without meaning.
         """
         output: torch.Tensor = _attend(
-            self._handle, query, *store, lengths, pruned_lengths, plan, sink_size, num_slots, softmax_scale
+            self._handle, query, *store, seen, pruned, plan, sink_size, softmax_scale
         )
         return output
 
@@ -217,10 +234,8 @@ class DecodeKernels:
         sin: torch.Tensor,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
         store: StoreTensors,
-        lengths: torch.Tensor,
+        seen: torch.Tensor,
         valid: torch.Tensor | None,
-        sink_size: int,
-        num_slots: int,
     ) -> torch.Tensor:
         """Rotate a column's queries and keys, and add K and V to the store, in place.
 
@@ -231,10 +246,8 @@ class DecodeKernels:
             norms: Weights `[D]` of the norms of queries and keys, and what is added under the root; None if
                 heads are not normed.
             store: As in `append`, like the rest.
-            lengths: `[B]`.
-            valid: `[B]`.
-            sink_size: Sink slots of the window.
-            num_slots: All its slots.
+            seen: `[B, 1]`.
+            valid: `[B, 1]`.
 
         Returns:
             Queries `[B, H, 1, D]`.
@@ -246,7 +259,6 @@ class DecodeKernels:
         query = torch.empty(size, dtype=projected.dtype, device=projected.device)
         cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
         query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
-        flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
         with torch.cuda.device(projected.device):
             self._rope_append(
                 heads,
@@ -255,11 +267,9 @@ class DecodeKernels:
                 query_weight.detach(),
                 key_weight.detach(),
                 query.view(heads.shape[0], num_heads, head_dim),
-                *store.map_memory(_not_empty),
-                lengths,
-                flags,
-                sink_size,
-                num_slots - sink_size,
+                *self._arguments(store),
+                seen,
+                self._flags(valid),
                 int(norms is not None),
                 eps,
             )
@@ -326,62 +336,62 @@ class DecodeKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         store: StoreTensors,
-        lengths: torch.Tensor,
+        seen: torch.Tensor,
         valid: torch.Tensor | None,
-        sink_size: int,
-        num_slots: int,
     ) -> None:
-        flat = (keys.shape[0], -1, self.key.head_dim)
-        flags = self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
         with torch.cuda.device(keys.device):
             self._append(
-                keys.view(flat),
-                values.view(flat),
-                *store.map_memory(_not_empty),
-                lengths,
-                flags,
-                sink_size,
-                num_slots - sink_size,
+                keys.contiguous(),
+                values.contiguous(),
+                *self._arguments(store),
+                seen,
+                self._flags(valid),
             )
 
     def _launch_attend(
         self,
         query: torch.Tensor,
         store: StoreTensors,
-        lengths: torch.Tensor,
-        pruned_lengths: torch.Tensor,
+        seen: torch.Tensor,
+        pruned: torch.Tensor,
         plan: torch.Tensor,
         sink_size: int,
-        num_slots: int,
         softmax_scale: float,
     ) -> torch.Tensor:
-        batch_size, num_heads, _, head_dim = query.shape
-        part = (self.num_programs, 2, self._num_queries)
-        parts = torch.empty(*part, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(part, dtype=torch.float32, device=query.device)
-        output = torch.empty_like(query)
-        flat_output = output.view(batch_size, num_heads, head_dim)
+        num_columns, num_queries = query.shape[2], self.key.num_queries
+        num_launches = -(-num_columns // (num_queries // self.key.num_groups))
+        at_once = -(-num_columns // num_launches)
+        query = query.contiguous()
+        output = torch.empty_like(query)  # contiguous
+        arguments = self._arguments(store)
+        part = (self.num_programs, 2, num_queries)
         with torch.cuda.device(query.device):
-            self._attention(
-                query.view(batch_size, num_heads, head_dim),
-                *store.map_memory(_not_empty),
-                lengths,
-                pruned_lengths,
-                plan,
-                parts,
-                lse,
-                flat_output,
-                sink_size,
-                num_slots - sink_size,
-                softmax_scale * _LOG2_E,
-            )
-            self._merge(store.head_table, plan, parts, lse, flat_output)
+            for first in range(0, num_columns, at_once):
+                columns = first, min(at_once, num_columns - first)
+                parts = torch.empty(*part, query.shape[3], dtype=torch.float32, device=query.device)
+                lse = torch.empty(part, dtype=torch.float32, device=query.device)
+                self._attention(
+                    query,
+                    *arguments,
+                    seen,
+                    pruned,
+                    plan,
+                    parts,
+                    lse,
+                    output,
+                    *columns,
+                    sink_size,
+                    softmax_scale * _LOG2_E,
+                )
+                self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
 
+    def _arguments(self, store: StoreTensors) -> StoreTensors:
+        """Return a store with a page in the place of pools without rows: TMA wants an address."""
+        return store.map_memory(lambda pool: pool if pool.shape[1] else self._no_rows[pool.shape[3]])
 
-def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a placeholder for a tensor of no rows, which no kernel reads: TMA wants an address."""
-    return tensor if tensor.shape[1] else tensor.new_empty(tensor.shape[0], 1, TILE, tensor.shape[3])
+    def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
+        return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
 
 
 def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
@@ -430,15 +440,18 @@ def _quiet() -> Iterator[None]:
 
 
 # torch's operators take tensors one by one: this is the one place where the store's are written out.
+_NUM_TENSORS = len(StoreTensors._fields)
+
+
 @torch.library.custom_op(
     f"{_LIBRARY}::append",
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
     schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
-    "Tensor lengths, Tensor? valid, int sink_size, int num_slots) -> ()",
+    "Tensor page_table, Tensor window_table, Tensor seen, Tensor? valid) -> ()",
 )
 def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
-    store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]
+    store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
     _kernels[kernels]._launch_append(keys, values, store, *rest)
 
 
@@ -446,11 +459,11 @@ def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_r
     f"{_LIBRARY}::attend",
     mutates_args=(),
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
-    "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor lengths, Tensor pruned_lengths, "
-    "Tensor plan, int sink_size, int num_slots, float softmax_scale) -> Tensor",
+    "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor page_table, Tensor window_table, "
+    "Tensor seen, Tensor pruned, Tensor plan, int sink_size, float softmax_scale) -> Tensor",
 )
 def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
-    store, rest = StoreTensors(*store_and_rest[:6]), store_and_rest[6:]
+    store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
     return _kernels[kernels]._launch_attend(query, store, *rest)
 
 
@@ -461,4 +474,4 @@ def _append_nothing(*arguments: object) -> None:
 
 @_attend.register_fake
 def _shape_of_output(kernels: int, query: torch.Tensor, *arguments: object) -> torch.Tensor:
-    return torch.empty_like(query)
+    return torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import logging as transformers_logging
 
-from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels, KernelKey
+from .decode_kernels_leank import KERNEL_DTYPES, TILE, DecodeKernels, KernelKey, queries_at_once
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 from .step_leank import window_tokens
@@ -37,17 +37,21 @@ def find_kernels(
     num_groups: int,
     chunk_size: int,
     max_chunks: int,
+    num_columns: int = 1,
+    load_tokens: int = TILE,
 ) -> DecodeKernels | None:
     """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
 
     The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
-    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s.
+    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s, and
+    the new tokens of a row, at most `MAX_DRAFT`.
     """
     if device.type != "cuda":
         return None
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
-    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks)
+    num_queries = queries_at_once(num_columns, num_groups, head_dim, device)
+    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
     if key not in _found:
         with _LOCK:
             if key not in _found:

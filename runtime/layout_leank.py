@@ -22,16 +22,19 @@ import torch
 class StoreTensors(NamedTuple):
     """The memory of one layer and what says how to read it, as append and attention take them.
 
-    There are as many window slots as the store has room for tokens, but no more than sink and ring have: so a
-    slot that is not there yet belongs to a token that is not either.
+    A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
+    and V lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used
+    again. The first dimension of the four pools may be strided.
 
     Attributes:
-        kept_keys: Kept channels of all tokens `[B, C, capacity, E]`.
-        values: V of heads that see pruned tokens, all tokens `[B, H_values, capacity, D]`.
-        window_keys: Dropped channels of sink and recent tokens `[B, C_dropped, slots, E]`.
-        window_values: V of heads of width 0, sink and recent tokens `[B, H_window, slots, D]`.
+        kept_keys: Kept channels of every token `[pages, C, P, E]`.
+        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
+        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
         chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
         head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
+        page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
+        window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
     """
 
     kept_keys: torch.Tensor
@@ -40,6 +43,8 @@ class StoreTensors(NamedTuple):
     window_values: torch.Tensor
     chunk_index: torch.Tensor
     head_table: torch.Tensor
+    page_table: torch.Tensor
+    window_table: torch.Tensor
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""
