@@ -111,12 +111,15 @@ class LeanKCache(Cache):
             torch.OutOfMemoryError: If memory does not suffice; what was reserved before stays.
         """
         check_size("num_columns", num_columns)
-        before, self.rows.num_reserved = self.rows.num_reserved, num_columns
+        rows = self.rows
+        before = rows.num_reserved, rows.tables
+        rows.num_reserved = num_columns
         try:
+            rows.reserve()
             for layer in self.layers:
-                layer.reserve()
+                layer.make_room()
         except BaseException:
-            self.rows.num_reserved = before
+            rows.num_reserved, rows.tables = before
             raise
 
     def takes_one_column(self, num_columns: int) -> bool:
@@ -126,8 +129,9 @@ class LeanKCache(Cache):
     def prepare_step(self) -> None:
         """Make what a decode step of one column writes writable, and room for it."""
         self.rows.counters()
+        self.rows.make_room(1)
         for layer in self.layers:
-            layer.prepare_step()
+            layer.make_room()
 
     def addresses(self) -> tuple[int, ...]:
         """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
@@ -159,8 +163,7 @@ class LeanKCache(Cache):
         batch_sizes = [cache._batch_size() or 0 for cache in caches]
         lengths = first.rows.lengths
         device = first.layers[0].device if lengths is None else lengths.device
-        rows = RowState.concatenate([cache.rows for cache in caches], batch_sizes, device)
-        rows.num_reserved = num_reserved
+        rows = RowState.concatenate([cache.rows for cache in caches], batch_sizes, device, num_reserved)
         joined = cls.__new__(cls)
         Cache.__init__(
             joined,
@@ -342,7 +345,7 @@ class LeanKCache(Cache):
             self._select(torch.arange(batch_size)[indices.cpu()])
 
     def _select(self, rows: torch.Tensor) -> None:
-        self.rows.select(rows)
+        rows = self.rows.select(rows)
         for layer in self.layers:
             layer.select(rows)
 

@@ -13,7 +13,6 @@ from transformers.utils import logging as transformers_logging
 from .decode_kernels_leank import KERNEL_DTYPES, TILE, DecodeKernels, KernelKey, queries_at_once
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
-from .step_leank import window_tokens
 
 logger = transformers_logging.get_logger(__name__)
 

@@ -128,10 +128,8 @@ def _attend(
         sin,
         norms,
         stored.store.tensors,
-        append.lengths,
-        None if append.valid is None else append.valid[:, 0],
-        append.sink_size,
-        append.num_slots,
+        append.seen,
+        append.valid,
     )
     attended: torch.Tensor = stored.attend(query, append, attention.scaling)
     return attended.view(attended.shape[0], 1, -1)

@@ -17,13 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .decode_kernels_leank import DecodeKernels
+from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
 from .find_kernels_leank import find_kernels
 from .layout_leank import ChunkLayout, order_channels
 from .reference_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
-from .store_leank import CacheMemory, ChunkStore, capacity_for, pending_memory, store_memory
+from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
 
 ATTENTION_NAME = "leank"
 
@@ -168,14 +168,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)
-        capacity = capacity_for(step.split.num_tokens, step.split.num_reserved)
-        self.store = ChunkStore(self.layout, index, self.rows.num_slots, keys.shape[0], capacity, keys)
+        self.store = ChunkStore(self.layout, index, step.split.tables, keys)
         self.store.write_prompt(keys, values, step.split)
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
     ) -> torch.Tensor:
-        """Append new tokens and attend; one token is appended first, several attend first.
+        """Append new tokens and attend.
 
         Args:
             query: `[B, H, d, D]`.
@@ -191,29 +190,23 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert store is not None and append is not None
         if not store.is_writable:
             store.copy_memory()
-        store.make_room(append.capacity, append.num_reserved)
+        store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
-        self.choose_kernels(query)
-        if append.columns is None and self.kernels is not None:
-            valid = None if append.valid is None else append.valid[:, 0]
-            self.kernels.append(
-                key.contiguous(),
-                value.contiguous(),
-                store.tensors,
-                append.lengths,
-                valid,
-                append.sink_size,
-                append.num_slots,
-            )
-            return self._attend(query, append, softmax_scale, self.kernels)
+        kernels = self._kernels_for(query)
+        if append.columns is None:
+            self.kernels = kernels
+        if kernels is not None:
+            kernels.append(key, value, store.tensors, append.seen, append.valid)
+            return self._attend(query, append, softmax_scale, kernels)
         if append.valid is not None:
             padding = ~append.valid[:, None, :, None]
             key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
         if append.columns is None:
             store.append(key, value, append)
-            return self._attend(query, append, softmax_scale, None)
-        out = self._attend(query, append, softmax_scale, None, key, value)
+            return self._attend_plainly(query, append, softmax_scale)
+        # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
+        out = self._attend_plainly(query, append, softmax_scale, key, value)
         if out.requires_grad:
             store.copy_memory()  # the backward pass needs what was attended to
         store.append(key, value, append)
@@ -239,8 +232,9 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
+        num_columns = query.shape[2]
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
-        if wants_gradients or query.dtype != self.store.kept_keys.dtype:
+        if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.kept_keys.dtype:
             return None
         return find_kernels(
             query.device,
@@ -249,40 +243,46 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             num_groups=query.shape[1] // len(self.layout.widths),
             chunk_size=self.layout.chunk_size,
             max_chunks=self.layout.max_chunks,
+            num_columns=num_columns,
         )
 
     def _attend(
+        self, query: torch.Tensor, append: Append, softmax_scale: float, kernels: DecodeKernels | None
+    ) -> torch.Tensor:
+        """Attend by these kernels, in plain torch without any."""
+        assert self.store is not None
+        if kernels is None:
+            return self._attend_plainly(query, append, softmax_scale)
+        return kernels.attend(
+            query.detach().contiguous(),
+            self.store.tensors,
+            append.seen,
+            append.pruned,
+            append.plan(kernels.plan),
+            sink_size=append.sink_size,
+            softmax_scale=softmax_scale,
+        )
+
+    def _attend_plainly(
         self,
         query: torch.Tensor,
         append: Append,
         softmax_scale: float,
-        kernels: DecodeKernels | None,
         new_keys: torch.Tensor | None = None,
         new_values: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend by these kernels; in plain torch without any, then also to new tokens not stored yet."""
+        """Attend in plain torch, also to new tokens that are not stored yet."""
         assert self.store is not None
-        if kernels is not None:
-            return kernels.attend(
-                query.detach().contiguous(),
-                self.store.tensors,
-                append.lengths,
-                append.pruned_lengths,
-                append.plan(kernels.plan),
-                sink_size=append.sink_size,
-                num_slots=append.num_slots,
-                softmax_scale=softmax_scale,
-            )
+        columns = append.columns
         with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
             return decode_attention(
                 query,
                 self.store.tensors,
-                append.lengths,
-                append.pruned_lengths,
+                append.seen if columns is None else columns.stored,
+                append.pruned if columns is None else columns.stored_pruned,
                 layout=self.layout,
                 sink_size=append.sink_size,
-                num_slots=append.num_slots,
-                max_length=append.max_length,
+                max_length=append.max_length if columns is None else columns.max_stored,
                 softmax_scale=softmax_scale,
                 new_keys=new_keys,
                 new_values=new_values,
@@ -290,19 +290,12 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 view=append.view,
             )
 
-    def prepare_step(self) -> None:
-        """Make what a decode step of one column writes writable, with room for it; the layer is split."""
-        store, rows = self.store, self.rows
-        assert store is not None
-        if not store.is_writable:
-            store.copy_memory()
-        store.make_room(rows.max_length + 1, rows.reserved_tokens(rows.num_columns))
-
-    def reserve(self) -> None:
-        """Grow to what the rows have reserved, where the prompt is split already."""
-        if self.store is not None:
-            num_tokens = self.rows.reserved_tokens(self.rows.num_columns)
-            self.store.make_room(num_tokens, num_tokens)
+    def make_room(self) -> None:
+        """Make what is stored writable, with the pages that the rows have now, where the prompt is split."""
+        if self.store is not None and self.rows.tables is not None:
+            if not self.store.is_writable:
+                self.store.copy_memory()
+            self.store.move_to(self.rows.tables)
 
     @classmethod
     def concatenate(cls, layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
@@ -330,8 +323,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         else:
             indices = [store.chunk_index for store in stores]
             index = _cat_rows(indices, sizes) if per_row else indices[0]
-            num_tokens = max(rows.max_length, rows.reserved_tokens(rows.num_columns))
-            joined.store = ChunkStore.concatenate(stores, index, capacity_for(num_tokens, num_tokens))
+            assert rows.tables is not None
+            joined.store = ChunkStore.concatenate(stores, index, rows.tables)
         for layer in layers:
             layer.pending = layer.store = None
         return joined
@@ -340,7 +333,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def batch_size(self) -> int | None:
         """Rows, None while the layer is empty."""
         if self.store is not None:
-            return self.store.kept_keys.shape[0]
+            return len(self.store.tables.runs)
         return self.pending[0].shape[0] if self.pending is not None else None
 
     def memory(self) -> CacheMemory:
@@ -379,7 +372,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             rows = rows.to(keys.device)
             self.pending = (keys.index_select(0, rows), values.index_select(0, rows))
         if self.store is not None:
-            self.store.select(rows.to(self.store.kept_keys.device))
+            assert self.rows.tables is not None
+            self.store.select(rows, self.rows.tables)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` columns; `LeanKCache.crop` checks that they are still whole."""

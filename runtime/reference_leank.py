@@ -9,21 +9,22 @@ from __future__ import annotations
 import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
-from .step_leank import StoredView, stored_view
+from .step_leank import StoredView, view_tables
 
 # Queries are cut into blocks whose scores stay under this many numbers (256 MB of fp32).
 _MAX_SCORES = 1 << 26
+# As many queries of a head pay for a copy of its K and V in one piece; fewer take a product per page.
+_FEW_QUERIES = 64
 
 
 def decode_attention(
     query: torch.Tensor,
     store: StoreTensors,
-    lengths: torch.Tensor,
-    pruned_lengths: torch.Tensor,
+    seen: torch.Tensor,
+    pruned: torch.Tensor,
     *,
     layout: ChunkLayout,
     sink_size: int,
-    num_slots: int,
     max_length: int,
     softmax_scale: float,
     new_keys: torch.Tensor | None = None,
@@ -33,24 +34,23 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attend to sink, pruned and recent tokens, and to new tokens where given.
 
-    Memory beyond `lengths` must be finite, its value does not matter. A row of length 0 gets finite
-    numbers without meaning.
+    Pages that hold no token must be finite if they are read, their values do not matter. A column that sees
+    nothing gets finite numbers without meaning.
 
     Args:
-        query: `[B, H, Q, D]`. Without new keys every query sees all `lengths` tokens.
+        query: `[B, H, Q, D]`.
         store: What is stored; its `head_table` is not looked at.
-        lengths: Stored tokens per row `[B]`.
-        pruned_lengths: Pruned ones among them `[B]`.
+        seen: Stored tokens of its row that a column sees `[B, Q]`; `[B, 1]` if all see the same.
+        pruned: Pruned ones among them, of the same shape.
         layout: How the layer's channels are cut into chunks.
-        sink_size: Sink slots of the window; its other slots are the ring.
-        num_slots: All its slots; those that no row has reached need not be there.
-        max_length: Upper bound of `lengths`, known to the host.
+        sink_size: Tokens at the front that are never pruned.
+        max_length: Upper bound of `seen`, known to the host.
         softmax_scale: Factor on the logits.
         new_keys: Keys of the query tokens themselves, not stored yet, all channels `[B, H_kv, Q, D]`:
             query i sees new tokens 0 … i at full width. Zero where `new_valid` is False.
         new_values: Their V `[B, H_kv, Q, D]`.
         new_valid: Real tokens among them `[B, Q]`; None without padding.
-        view: `stored_view` of these lengths, where it is at hand.
+        view: Where the stored tokens lie, where it is at hand; else it is read from the store's tables.
 
     Returns:
         `[B, H, Q, D]` in the dtype of `query`.
@@ -59,15 +59,15 @@ def decode_attention(
     num_kv_heads = len(layout.widths)
     num_groups = num_heads // num_kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
-
-    stored_k = store.kept_keys[:, :, :max_length].to(dtype).transpose(-1, -2)
-    stored_v = store.values[:, :, :max_length].to(dtype)
     if view is None:
-        view = stored_view(lengths, pruned_lengths, sink_size, num_slots, max_length)
-    hidden_slots, slot_tokens = view.hidden_slots, view.slot_tokens
-    num_reached = hidden_slots.shape[-1]
-    window_k = store.window_keys[:, :, :num_reached].to(dtype).transpose(-1, -2)
-    window_v = store.window_values[:, :, :num_reached].to(dtype)
+        view = view_tables(store, seen, pruned, sink_size, max_length)
+    stored_k, stored_v = (
+        _pages(pool, view.pages, view.num_pages, batch_size, dtype) for pool in (store.kept_keys, store.values)
+    )
+    window_k, window_v = (
+        _pages(pool, view.window_pages, view.num_window_pages, batch_size, dtype)
+        for pool in (store.window_keys, store.window_values)
+    )
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
     columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
@@ -78,23 +78,28 @@ def decode_attention(
         .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
-    num_seen = max_length + (0 if new_keys is None else num_queries)
-    rows_per_query = batch_size * max(chunks.shape[1], num_kv_heads) * num_groups * num_seen
-    block_size = max(1, _MAX_SCORES // max(rows_per_query, 1))
+    page_size = stored_k.shape[3]
+    num_seen = view.num_pages * page_size + (0 if new_keys is None else num_queries)
+    per_token = max(chunks.shape[1], num_kv_heads * -(-head_dim // page_size))
+    block_size = max(1, _MAX_SCORES // max(batch_size * per_token * num_groups * num_seen, 1))
     blocks = []
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
         block = chunks[:, :, :, start:stop].flatten(2, 3)  # [B, C + C_dropped, G * q, E]
         kept, dropped = block[:, : layout.num_kept_chunks], block[:, layout.num_kept_chunks :]
-        window_scores = _sum_chunks(dropped @ window_k, layout, kept=False)
-        scores = _sum_chunks(kept @ stored_k, layout, kept=True)
-        window_scores = window_scores.masked_fill(hidden_slots, 0)
+        window_scores = _page_scores(dropped, window_k, layout, kept=False)
+        scores = _page_scores(kept, stored_k, layout, kept=True)
+        hidden_tokens, hidden_places = (
+            _of_columns(mask, num_groups, start, stop) for mask in (view.hidden_tokens, view.hidden_places)
+        )
+        place_tokens = view.place_tokens[:, 0]
+        window_scores = window_scores.masked_fill(hidden_places, 0)
         if layout.num_dropped_chunks and layout.value_heads:
             share = window_scores[:, _head_index(layout.value_heads, num_kv_heads)]
-            scores.scatter_add_(3, slot_tokens.expand_as(share), share)
+            scores.scatter_add_(3, place_tokens.expand_as(share), share)
         lowest = torch.finfo(dtype).min
-        scores = scores.masked_fill(view.hidden_tokens, lowest)
-        window_scores = window_scores.masked_fill(hidden_slots, lowest)
+        scores = scores.masked_fill(hidden_tokens, lowest)
+        window_scores = window_scores.masked_fill(hidden_places, lowest)
         new_scores = None
         if new_keys is not None:
             new_scores = _new_scores(scaled[:, :, :, start:stop], new_keys, new_valid, start)
@@ -102,6 +107,46 @@ def decode_attention(
         blocks.append(attended.view(batch_size, num_kv_heads, num_groups, stop - start, head_dim))
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)  # [B, H_kv, G, Q, D]
     return out.flatten(1, 2).to(query.dtype)
+
+
+def _pages(
+    pool: torch.Tensor, pages: torch.Tensor | None, count: int, batch_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Take pages of every row `[B, n, chunks or heads, P, E or D]`, as they lie where they are in order."""
+    if pages is None:
+        return pool[: batch_size * count].view(batch_size, count, *pool.shape[1:]).to(dtype)
+    return pool.index_select(0, pages.flatten()).view(*pages.shape, *pool.shape[1:]).to(dtype)
+
+
+def _of_columns(mask: torch.Tensor, num_groups: int, start: int, stop: int) -> torch.Tensor:
+    """Bring a mask `[B, 1, 1, q, n]` to scores' `[B, 1, 1 or G * q, n]`."""
+    if mask.shape[3] == 1:
+        return mask[:, 0]
+    return mask[:, :, :, start:stop].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
+
+
+def _page_scores(
+    query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool
+) -> torch.Tensor:
+    """Score pages: `[B, chunks, G * q, E]` against `[B, n, chunks, P, E]` gives `[B, heads, G * q, n * P]`."""
+    if query.shape[2] < _FEW_QUERIES:
+        scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
+    else:
+        scores = (query @ _in_order(keys).transpose(-1, -2)).unflatten(3, (-1, keys.shape[3]))
+    return _sum_chunks(scores, layout, kept=kept).flatten(3)
+
+
+def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Weigh pages: `[B, heads, G * q, n * P]` by `[B, n, heads, P, D]` gives `[B, heads, G * q, D]`."""
+    if weights.shape[2] < _FEW_QUERIES:
+        paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
+        return (paged @ values).sum(1)
+    return weights @ _in_order(values)
+
+
+def _in_order(pages: torch.Tensor) -> torch.Tensor:
+    """Copy pages `[B, n, heads, P, D]` to tokens one after the other `[B, heads, n * P, D]`."""
+    return pages.transpose(1, 2).flatten(2, 3)
 
 
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
@@ -116,8 +161,7 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
         start, stop = bucket.kept if kept else bucket.dropped
         per_head = bucket.kept_per_head if kept else bucket.dropped_per_head
         if per_head:
-            chunks = partial[:, start:stop]
-            parts.append(chunks.view(batch_size, bucket.num_heads, per_head, *partial.shape[2:]).sum(2))
+            parts.append(partial[:, start:stop].unflatten(1, (bucket.num_heads, per_head)).sum(2))
         elif not kept:
             parts.append(partial.new_zeros(batch_size, bucket.num_heads, *partial.shape[2:]))
     if not parts:
@@ -169,11 +213,11 @@ def _attend_regions(
         if part_scores is window_scores:
             part_scores = part_scores[:, select]
         if new_scores is None or new_values is None:
-            part = part_scores.softmax(-1) @ part_v
+            part = _weigh(part_scores.softmax(-1), part_v)
         else:
             num_stored = part_scores.shape[-1]
             weights = torch.cat([part_scores, new_scores[:, select]], dim=-1).softmax(-1)
-            part = weights[..., :num_stored] @ part_v
+            part = _weigh(weights[..., :num_stored], part_v)
             part += weights[..., num_stored:] @ new_values[:, select].to(part.dtype)
         parts.append((heads, select, part))
     if len(parts) == 1:

@@ -11,18 +11,20 @@ by flush_size first. Nothing is moved, so the rule is arithmetic on n and p, for
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
 the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
-counters stay where they are and are updated in place, so that a captured decode step finds them.
+counters stay where they are and are updated in place, so that a captured decode step finds them. The host knows
+at most how long each row is, and gives it pages for that before a step needs them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from .step_leank import Append, Columns, Split, Step, window_tokens
+from .decode_kernels_leank import MAX_DRAFT
+from .pages_leank import PageTables, pages_of, spread_pages
+from .step_leank import Append, Columns, Split, Step
 
 # Numbers for tensors that were allocated: none is given twice, so an old one never looks current.
 _ADDRESSES = itertools.count(1)
@@ -73,7 +75,8 @@ class RowState:
         lengths: Real tokens per row `[B]`, int32, updated in place; None while empty or pending.
         pruned_lengths: Pruned tokens per row `[B]`, int32, updated in place; None while empty or pending.
         addresses: A new number whenever these two become other tensors.
-        max_length: Upper bound of `lengths` (host).
+        bounds: Upper bound of each row's length (host).
+        tables: Pages of the rows, with room for `bounds`; None while empty or pending.
         padding: Real columns `[B, columns]`, any dtype, true where real; columns beyond its last one are
             real in all rows. None where there was no padding.
         next_valid: Which rows' next column is real `[B, 1]`, bool, for a pass of one column that is given no
@@ -96,7 +99,8 @@ class RowState:
         self.lengths: torch.Tensor | None = None
         self.pruned_lengths: torch.Tensor | None = None
         self.addresses = new_address()
-        self.max_length = 0
+        self.bounds: list[int] = []
+        self.tables: PageTables | None = None
         self.padding: torch.Tensor | None = None
         self.next_valid: torch.Tensor | None = None
         # The step that the layers are making, and the one whose last column attends.
@@ -104,9 +108,14 @@ class RowState:
         self._attended: Step | None = None
 
     @property
-    def num_slots(self) -> int:
-        """Slots of a full window buffer: sink, then a ring of recent_size + flush_size."""
-        return self.sink_size + self.recent_size + self.flush_size
+    def max_length(self) -> int:
+        """Upper bound of the longest row's length, at least 1 (host)."""
+        return max([*self.bounds, 1])
+
+    @property
+    def ring_size(self) -> int:
+        """Most tokens behind the sink that are whole at a time, a draft's among them."""
+        return self.recent_size + self.flush_size + MAX_DRAFT
 
     @property
     def is_split(self) -> bool:
@@ -167,31 +176,51 @@ class RowState:
         num_decode = num_columns - num_prefill
         split = append = None
         if num_columns == 1 and self.is_split and attention_mask is None:
-            append = self._append_one(self.next_valid, start + 1)
+            append = self._append_one(self.next_valid, 1)
         else:
             padding = self._extended_padding(attention_mask, start + num_columns)
             if not self.is_split and (num_decode or split_now or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
             if num_decode == 1:
-                append = self._append_one(None if padding is None else padding[:, -1:], start + num_columns)
+                append = self._append_one(None if padding is None else padding[:, -1:], num_columns)
             elif num_decode:
-                append = self._append(start + num_prefill, num_decode, padding)
+                append = self._append(start + num_prefill, num_decode, num_columns, padding)
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
         step = Step(start, num_prefill, num_decode, split, append)
         self._remember(step)
         return step.to(device)
 
-    def reserved_tokens(self, num_columns: int) -> int:
-        """Return the tokens that the longest of rows of `num_columns` columns will have, 0 if unknown."""
-        to_come = self.num_reserved - num_columns
-        return self.max_length + to_come if to_come >= 0 and self.num_reserved else 0
+    def make_room(self, count: int, num_columns: int | None = None) -> PageTables:
+        """Return tables with pages for `count` more tokens in every row, the present ones if they have them.
+
+        Args:
+            count: Tokens.
+            num_columns: Columns that the cache will hold then, so many more than now if None.
+        """
+        lengths = [length + count for length in self.bounds]
+        if self.tables is None or not self.tables.fits(lengths):
+            to_come = self.num_reserved - (self.num_columns + count if num_columns is None else num_columns)
+            self.tables = self._lay_out(lengths, to_come if self.num_reserved else -1)
+        return self.tables
+
+    def reserve(self) -> None:
+        """Have pages for all columns that are reserved, where the prompt is split."""
+        if self.tables is not None:
+            self.make_room(max(self.num_reserved - self.num_columns, 0))
+
+    def _lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
+        """Return tables for rows of `lengths` and `to_come` tokens, more than there are if that is negative."""
+        sizes = self.sink_size, self.ring_size
+        if to_come < 0:
+            return PageTables(spread_pages(lengths, *sizes), *sizes)
+        return PageTables(pages_of([length + to_come for length in lengths]), *sizes)
 
     def advance(self) -> None:
         """Count one column that a replayed decode step has added; its tensors were advanced on the device."""
         self.num_columns += 1
-        self.max_length += 1
+        self.bounds = [length + 1 for length in self.bounds]
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -205,9 +234,7 @@ class RowState:
         """
         if self._attended is None:
             assert self.lengths is not None and self.pruned_lengths is not None
-            append = self._make_append(
-                None, self.lengths, self.pruned_lengths, self.max_length, self.num_columns
-            )
+            append = self._make_append(None, self.lengths[:, None], self.pruned_lengths[:, None])
             self._attended = Step(self.num_columns, 0, 1, None, append)
         moved = self._attended.to(device).append
         assert moved is not None
@@ -244,22 +271,22 @@ class RowState:
         self, batch_size: int, num_columns: int, padding: torch.Tensor | None, device: torch.device
     ) -> Split:
         if padding is None:
+            self.bounds = [num_columns] * batch_size
             lengths = torch.full((batch_size,), num_columns, dtype=torch.int32, device=device)
-            order = valid = None
-            num_tokens = num_columns
+            order = None
         else:
             padding = padding[:, :num_columns].to(device)
             lengths = padding.sum(1, dtype=torch.int32)
-            num_tokens = max(int(lengths.max()), 1)
-            order = torch.argsort((~padding).to(torch.int8), dim=1, stable=True)[:, :num_tokens]
-            valid = torch.arange(num_tokens, device=device) < lengths[:, None]
-        tokens = window_tokens(lengths, self.sink_size, self.num_slots, num_tokens)
+            self.bounds = lengths.tolist()
+            order = torch.argsort((~padding).to(torch.int8), dim=1, stable=True)[:, : self.max_length]
         self.lengths = lengths
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
         self.addresses = new_address()
-        self.max_length = num_tokens
-        reserved = self.reserved_tokens(num_columns)
-        return Split(order, valid, num_tokens, reserved, tokens.clamp(min=0).long(), tokens >= 0)
+        tables = self.make_room(0, num_columns)
+        kept, window = (
+            pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds)
+        )
+        return Split(order, lengths.clone(), kept, window, tables)
 
     def counters(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return lengths and pruned lengths of split rows, as tensors that can be written."""
@@ -270,12 +297,13 @@ class RowState:
         return self.lengths, self.pruned_lengths
 
     def _append_one(self, valid: torch.Tensor | None, num_columns: int) -> Append:
-        """Append one column, which then attends to the cache with itself in it: a decode step.
+        """Append one column, the last of `num_columns`, which then attends to the cache with itself in it.
 
-        No host number but `max_length` and `num_columns` changes, and the counters are written in place: this
-        is what a captured step replays.
+        No host number but `bounds` and `num_columns` changes, and the counters are written in place: this is
+        what a captured step replays.
         """
         lengths, pruned = self.counters()
+        self.make_room(1, self.num_columns + num_columns)
         if valid is None:
             new = lengths + 1
         else:
@@ -291,73 +319,67 @@ class RowState:
             new_pruned = torch.where(begins, new, new_pruned)
         lengths.copy_(new)
         pruned.copy_(new_pruned)
-        self.max_length += 1
-        return self._make_append(valid, lengths, attended, self.max_length, num_columns)
+        self.bounds = [length + 1 for length in self.bounds]
+        return self._make_append(valid, lengths[:, None], attended[:, None])
 
-    def _append(self, start: int, num_columns: int, padding: torch.Tensor | None) -> Append:
-        """Append several columns, which attend to the cache as it was, and causally to one another.
+    def _append(self, start: int, count: int, num_columns: int, padding: torch.Tensor | None) -> Append:
+        """Append the last `count` of `num_columns` columns: they attend to the cache as it was, and causally
+        to one another.
 
-        First where each column goes in the append-only store (`positions`: real tokens in order behind the
-        row's last one, padding behind those), then which of them every window slot takes, then the counters.
+        First where each column goes in its row (`positions`: real tokens in order behind the row's last one,
+        padding behind those), then which of them the window takes, then the counters.
         """
         lengths, pruned_lengths = self.counters()
+        tables = self.make_room(count, self.num_columns + num_columns)
         # What the columns attend to; the counters go on.
         old, pruned, device = lengths.clone(), pruned_lengths.clone(), lengths.device
-        columns = torch.arange(num_columns, dtype=torch.int32, device=device)
+        columns = torch.arange(count, dtype=torch.int32, device=device)
+        attended = pruned
         if padding is None:
             valid = None
-            new = old + num_columns
+            new = old + count
             positions = old[:, None] + columns
+            seen = positions + 1
             new_pruned = self._pruned_after_append(new, pruned)
         else:
-            valid = padding[:, start : start + num_columns].to(device)
-            counts = valid.sum(1, dtype=torch.int32)
+            valid = padding[:, start : start + count].to(device)
+            rank = valid.cumsum(1, dtype=torch.int32)
+            counts = rank[:, -1]
             new = old + counts
-            rank = valid.cumsum(1, dtype=torch.int32) - 1
+            seen = old[:, None] + rank
             # Padding takes the positions after the row's real tokens, each its own.
-            positions = old[:, None] + torch.where(valid, rank, counts[:, None] + columns - rank - 1)
+            positions = torch.where(valid, seen - 1, new[:, None] + columns - rank)
             # A row whose input so far was padding alone has its prefill now.
             new_pruned = torch.where(
                 old == 0,
                 pruned_after_prefill(new, self.sink_size, self.recent_size),
                 self._pruned_after_append(new, pruned),
             )
-        max_length, capacity = self.max_length, self.max_length + num_columns
-        # A slot takes a new token where the one that it must hold in the end was not there before.
-        tokens = window_tokens(new, self.sink_size, self.num_slots, capacity)
-        source = (tokens - old[:, None]).clamp(min=0).long()
-        attended = pruned
-        if valid is not None:
-            # From a row's n-th new token to the column that it lies in.
-            source = torch.argsort((~valid).to(torch.int8), dim=1, stable=True).gather(1, source)
             # A row that gets one token decodes it as it would alone: its flush comes first.
             attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)
-        placed = Columns(positions.long(), source, tokens >= old[:, None])
+        window_columns = None
+        if count > MAX_DRAFT:
+            # No two tokens of the last pages share a place in the ring, and those before are pruned by now.
+            number, last = positions // tables.page_size, (new[:, None] - 1) // tables.page_size
+            taken = (number < tables.num_sink) | (number > last - tables.num_ring)
+            taken = taken & (positions < new[:, None])
+            # No decode step, so the device may be asked.
+            window_columns = torch.stack(taken.nonzero(as_tuple=True))
         lengths.copy_(new)
         pruned_lengths.copy_(new_pruned)
-        # Several padded columns at once are no decode step, so the device may be asked for the exact bound.
-        self.max_length = capacity if valid is None else max(int(new.max()), 1)
-        append = self._make_append(valid, old, attended, max_length, start + num_columns)
-        return replace(append, capacity=capacity, columns=placed)
+        placed = Columns(positions.long(), old[:, None], attended[:, None], self.max_length, window_columns)
+        self.bounds = [length + count for length in self.bounds] if valid is None else new.tolist()
+        return self._make_append(valid, seen, attended[:, None].repeat(1, count), placed)
 
     def _make_append(
         self,
         valid: torch.Tensor | None,
-        lengths: torch.Tensor,
-        pruned_lengths: torch.Tensor,
-        max_length: int,
-        num_columns: int,
+        seen: torch.Tensor,
+        pruned: torch.Tensor,
+        columns: Columns | None = None,
     ) -> Append:
-        return Append(
-            valid=valid,
-            lengths=lengths,
-            pruned_lengths=pruned_lengths,
-            max_length=max_length,
-            capacity=max_length,
-            num_reserved=self.reserved_tokens(num_columns),
-            sink_size=self.sink_size,
-            num_slots=self.num_slots,
-        )
+        assert self.tables is not None
+        return Append(valid, seen, pruned, self.max_length, self.sink_size, self.tables, columns)
 
     def _pruned_after_append(self, new: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
         return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
@@ -387,29 +409,46 @@ class RowState:
                     f"most recent_size + 1 tokens, here {self.recent_size + 1}"
                 )
             old.copy_(lengths)
-            self.max_length = max(int(lengths.max()), 1)
+            self.bounds = lengths.tolist()
         self.num_columns = kept
         self.forget_step()
         self.padding = None if padding is None else padding[:, :kept]
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep the given rows, in that order, repeats allowed."""
+    def select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keep the given rows, in that order, repeats allowed; return them as `page_sources` takes them.
+
+        The tables stay where the number of rows does and each row has room for what becomes of it.
+        """
         self.forget_step()
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.padding.device))
-        if self.lengths is not None and self.pruned_lengths is not None:
-            rows = rows.to(self.lengths.device)
-            selected = [tensor.index_select(0, rows) for tensor in (self.lengths, self.pruned_lengths)]
-            if selected[0].shape == self.lengths.shape:
-                for counter, values in zip(self.counters(), selected, strict=True):
-                    counter.copy_(values)
-            else:
-                self.lengths, self.pruned_lengths = selected
-                self.addresses = new_address()
+        if self.lengths is None or self.pruned_lengths is None or self.tables is None:
+            return rows
+        moved = rows.to(self.lengths.device)
+        selected = [tensor.index_select(0, moved) for tensor in (self.lengths, self.pruned_lengths)]
+        if selected[0].shape == self.lengths.shape:
+            for counter, values in zip(self.counters(), selected, strict=True):
+                counter.copy_(values)
+        else:
+            self.lengths, self.pruned_lengths = selected
+            self.addresses = new_address()
+        is_same = len(rows) == len(self.bounds)
+        if is_same and self.tables.is_even and min(self.bounds) == max(self.bounds):
+            return rows  # whichever they are: beams need not wait for the device
+        taken = rows.tolist()
+        runs = [self.tables.runs[row] for row in taken]
+        self.bounds = [self.bounds[row] for row in taken]
+        if not is_same or not self.tables.fits(self.bounds):
+            self.tables = PageTables(runs, self.sink_size, self.ring_size)
+        return torch.tensor(taken)
 
     @classmethod
     def concatenate(
-        cls, parts: Sequence[RowState], batch_sizes: Sequence[int], device: torch.device
+        cls,
+        parts: Sequence[RowState],
+        batch_sizes: Sequence[int],
+        device: torch.device,
+        num_reserved: int = 0,
     ) -> RowState:
         """Return the rows of several states in order; fewer columns than others become left padding.
 
@@ -417,6 +456,7 @@ class RowState:
             parts: States of which all are split, or all pending.
             batch_sizes: Rows of each.
             device: Where lengths and padding of the result lie.
+            num_reserved: Columns that memory is to be allocated for; 0 for what is there.
         """
         first = parts[0]
         joined = cls(first.sink_size, first.recent_size, first.flush_size, first.prune)
@@ -425,8 +465,11 @@ class RowState:
             lengths = [part.counters() for part in parts]
             joined.lengths = torch.cat([counters[0].to(device) for counters in lengths])
             joined.pruned_lengths = torch.cat([counters[1].to(device) for counters in lengths])
-        joined.max_length = max(part.max_length for part in parts)
+        joined.num_reserved = num_reserved
         joined.num_columns = max(part.num_columns for part in parts)
+        if first.is_split:
+            joined.bounds = [length for part in parts for length in part.bounds]
+            joined.tables = joined._lay_out(joined.bounds, max(num_reserved - joined.num_columns, 0))
         if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
             joined.padding = torch.cat(
                 [

@@ -12,28 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-
-def window_tokens(lengths: torch.Tensor, sink_size: int, num_slots: int, max_length: int) -> torch.Tensor:
-    """Say which token every slot of the window buffer holds.
-
-    Token i lies in slot i while i < sink_size, else in slot sink_size + (i - sink_size) mod ring size,
-    so a slot holds the last token that maps to it. Slots that no row has reached need not be there.
-
-    Args:
-        lengths: Tokens per row `[B]`.
-        sink_size: Slots at the front that are never overwritten.
-        num_slots: Sink and ring slots together.
-        max_length: Upper bound of `lengths` (host).
-
-    Returns:
-        Token numbers, -1 for a slot not written yet `[B, min(num_slots, max_length)]`.
-    """
-    ring_size = num_slots - sink_size
-    slots = torch.arange(min(num_slots, max_length), device=lengths.device, dtype=lengths.dtype)
-    last = lengths[:, None] - 1
-    rounds = (last - slots).div(ring_size, rounding_mode="floor")
-    tokens = torch.where(slots < sink_size, slots.expand_as(rounds), slots + rounds * ring_size)
-    return torch.where(slots <= last, tokens, -1)
+from .layout_leank import StoreTensors
+from .pages_leank import PageTables
 
 
 @dataclass(frozen=True)
@@ -42,63 +22,138 @@ class Split:
 
     Attributes:
         order: Columns of each row's real tokens, in order, padding last `[B, n]`; None without padding.
-        valid: Where `order` names a real token `[B, n]`; None without padding.
-        num_tokens: n, the longest row (host).
-        num_reserved: Tokens that the longest row will have; 0 if unknown (host).
-        window_source: Token that every window slot takes `[B, slots]`, as far as tokens reach.
-        window_fresh: Where a slot takes one `[B, slots]`.
+        lengths: Tokens of every row `[B]`.
+        kept_pages: Row, number in the row and page of every page that is filled `[3, pages]`.
+        window_pages: The same in the window `[3, window_pages]`.
+        tables: Pages of all rows.
     """
 
     order: torch.Tensor | None
-    valid: torch.Tensor | None
-    num_tokens: int
-    num_reserved: int
-    window_source: torch.Tensor
-    window_fresh: torch.Tensor
+    lengths: torch.Tensor
+    kept_pages: torch.Tensor
+    window_pages: torch.Tensor
+    tables: PageTables
 
 
 @dataclass(frozen=True)
 class StoredView:
-    """Which stored tokens one query column sees, as masks; what the plain torch path needs of a step.
+    """Where stored tokens lie and which of them query columns see; what the plain torch path needs of a step.
+
+    Masks are `[B, 1, 1, q, …]`, q being 1 where all columns see the same.
 
     Attributes:
-        hidden_tokens: Tokens of the append-only store beyond a row's length `[B, 1, 1, n]`.
-        hidden_slots: Window slots without a token in sink or recent `[B, 1, 1, slots]`.
-        slot_tokens: The token of every other slot, 0 in hidden ones `[B, 1, 1, slots]`.
+        pages: Pages of every row `[B, n]`; None where a pool is `[B, n]` of them as it lies, or begins so.
+        num_pages: n (host).
+        hidden_tokens: Tokens that a column does not see `[B, 1, 1, q, n * P]`.
+        window_pages: Window pages of every row `[B, m]`; None as with `pages`.
+        num_window_pages: m (host).
+        hidden_places: Places of those that hold no whole token `[B, 1, 1, q, m * P]`.
+        place_tokens: The token of every other place, any token in others `[B, 1, 1, 1, m * P]`.
     """
 
+    pages: torch.Tensor | None
+    num_pages: int
     hidden_tokens: torch.Tensor
-    hidden_slots: torch.Tensor
-    slot_tokens: torch.Tensor
+    window_pages: torch.Tensor | None
+    num_window_pages: int
+    hidden_places: torch.Tensor
+    place_tokens: torch.Tensor
 
 
-def stored_view(
-    lengths: torch.Tensor, pruned_lengths: torch.Tensor, sink_size: int, num_slots: int, max_length: int
+def view_tables(
+    store: StoreTensors, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int, max_length: int
 ) -> StoredView:
-    """Say what rows of `lengths` `[B]` tokens, `pruned_lengths` `[B]` of them pruned, show to a query."""
-    tokens = window_tokens(lengths, sink_size, num_slots, max_length)
-    whole = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
+    """Say what columns see of a store, from its tables alone.
+
+    Args:
+        store: The store.
+        seen: Tokens that a column sees `[B, q]`.
+        pruned: Pruned ones among them `[B, q]`.
+        sink_size: Tokens at the front that are never pruned.
+        max_length: Upper bound of `seen` (host).
+    """
+    page_size, window_size = store.kept_keys.shape[2], store.window_keys.shape[2]
+    count, num_window = -(-max_length // page_size), -(-max_length // window_size)
+    pages = store.page_table[:, :count].long()
+    windows = store.window_table[:, :num_window].long()
+    numbers = torch.arange(num_window, device=seen.device).expand_as(windows)
+    view = _stored_view(seen, pruned, sink_size, pages, count, page_size, windows, numbers, window_size)
+    # Elsewhere tables may hold anything.
+    used = ~view.hidden_tokens.all(3).view(len(seen), count, page_size).all(-1)
+    held = ~view.hidden_places.all(3).view(len(seen), num_window, window_size).all(-1)
+    return replace(view, pages=torch.where(used, pages, 0), window_pages=torch.where(held, windows, 0))
+
+
+def view_runs(
+    tables: PageTables, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int, max_length: int
+) -> StoredView:
+    """Say what columns see of a store with these tables, of whose window it is known what it holds.
+
+    Args:
+        tables: Tables of the store.
+        seen: As in `view_tables`, like the rest.
+        pruned: `[B, q]`.
+        sink_size: Sink.
+        max_length: Upper bound.
+    """
+    count = -(-max_length // tables.page_size)
+    numbers = tables.window_numbers(seen[:, -1])
+    pages = windows = None
+    run = tables.runs[0]
+    if len(tables.runs) > 1 and tables.is_even and 4 * run <= 5 * count:
+        count = run  # what is beyond is less than what a copy of the rest would cost
+    elif len(tables.runs) > 1:
+        pages, window = (table.long() for table in tables.on(seen.device))
+        pages, windows = pages[:, :count], window.gather(1, numbers.clamp(min=0).long())
+    size = tables.page_size
+    return _stored_view(seen, pruned, sink_size, pages, count, size, windows, numbers, size)
+
+
+def _stored_view(
+    seen: torch.Tensor,
+    pruned: torch.Tensor,
+    sink_size: int,
+    pages: torch.Tensor | None,
+    num_pages: int,
+    page_size: int,
+    window_pages: torch.Tensor | None,
+    numbers: torch.Tensor,
+    window_size: int,
+) -> StoredView:
+    device, num_tokens = seen.device, num_pages * page_size
+    end, first = seen[..., None], sink_size + pruned[..., None]  # [B, q, 1]
+    place = torch.arange(window_size, device=device)
+    tokens = (numbers[:, None, :, None] * window_size + place).flatten(2)  # [B, 1, m * P]
+    hidden = (tokens < 0) | (tokens >= end) | ((tokens >= sink_size) & (tokens < first))
     return StoredView(
-        hidden_tokens=(torch.arange(max_length, device=lengths.device) >= lengths[:, None])[:, None, None],
-        hidden_slots=~whole[:, None, None],
-        slot_tokens=torch.where(whole, tokens, 0).long()[:, None, None],
+        pages=pages,
+        num_pages=num_pages,
+        hidden_tokens=(torch.arange(num_tokens, device=device) >= end)[:, None, None],
+        window_pages=window_pages,
+        num_window_pages=numbers.shape[1],
+        hidden_places=hidden[:, None, None],
+        place_tokens=tokens.clamp(0, num_tokens - 1).long()[:, None, None],
     )
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where several new columns go.
+    """Where several new columns go, and what they attend to where they are not stored yet.
 
     Attributes:
-        positions: Place of every column in the append-only store `[B, d]`. Padding goes beyond the row's
-            length, where nothing is read and the next token overwrites it.
-        window_source: New column that every window slot takes `[B, slots]`, as far as tokens reach.
-        window_fresh: Where a slot takes one `[B, slots]`.
+        positions: Place of every column in its row `[B, d]`. Padding goes behind the row's tokens, where
+            nothing is read and the next token overwrites it.
+        stored: Tokens that are stored already, per row `[B, 1]`.
+        stored_pruned: Pruned ones among them, as the columns see it `[B, 1]`.
+        max_stored: Upper bound of `stored` (host).
+        window_columns: Rows and columns that enter the window, each `[m]`; None: all.
     """
 
     positions: torch.Tensor
-    window_source: torch.Tensor
-    window_fresh: torch.Tensor
+    stored: torch.Tensor
+    stored_pruned: torch.Tensor
+    max_stored: int
+    window_columns: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -107,54 +162,52 @@ class Append:
 
     Attributes:
         valid: Real tokens among the new columns `[B, d]`; None without padding.
-        lengths: Stored tokens that are attended to, per row `[B]`: with one column the new token is among
-            them, with several the new ones are not.
-        pruned_lengths: Pruned ones among them `[B]`.
-        max_length: Upper bound of `lengths` (host).
-        capacity: Tokens the store must hold (host).
-        num_reserved: Tokens that the longest row will have; 0 if unknown (host).
-        sink_size: Sink slots of the window.
-        num_slots: All its slots, once there are so many tokens.
+        seen: Tokens of its row that a column sees once all are stored, itself among them; in a column of
+            padding those of the column before `[B, d]`, int32.
+        pruned: Pruned ones among them `[B, d]`, int32.
+        max_length: Upper bound of `seen` (host).
+        sink_size: Sink.
+        tables: Pages of all rows.
         columns: Set for several columns; None for one.
     """
 
     valid: torch.Tensor | None
-    lengths: torch.Tensor
-    pruned_lengths: torch.Tensor
+    seen: torch.Tensor
+    pruned: torch.Tensor
     max_length: int
-    capacity: int
-    num_reserved: int
     sink_size: int
-    num_slots: int
+    tables: PageTables
     columns: Columns | None = None
     _plans: list[torch.Tensor] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @cached_property
     def view(self) -> StoredView:
-        """What the queries see of the stored tokens, worked out once for all layers."""
-        return stored_view(self.lengths, self.pruned_lengths, self.sink_size, self.num_slots, self.max_length)
+        """What the queries see of what is stored, worked out once for all layers: several columns attend
+        before they are stored."""
+        if self.columns is None:
+            return view_runs(self.tables, self.seen, self.pruned, self.sink_size, self.max_length)
+        columns = self.columns
+        return view_runs(
+            self.tables, columns.stored, columns.stored_pruned, self.sink_size, columns.max_stored
+        )
 
     @cached_property
-    def row_index(self) -> torch.Tensor:
-        """0 … B - 1 `[B]`."""
-        return torch.arange(self.lengths.shape[0], device=self.lengths.device)
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Page, window page, and place in both of every new column, each `[B, d]`."""
+        if self.columns is not None:
+            position = self.columns.positions
+        else:
+            position = (self.seen - (1 if self.valid is None else self.valid.int())).long()
+        number = position // self.tables.page_size
+        page, window_page = (
+            table.gather(1, number).long() for table in self.tables.on(self.seen.device)
+        )
+        return page, window_page, position % self.tables.page_size
 
-    @cached_property
-    def position(self) -> torch.Tensor:
-        """Place of the one new column in the append-only store `[B]`; padding goes behind the tokens."""
-        return (self.lengths - (1 if self.valid is None else self.valid[:, 0].int())).long()
-
-    @cached_property
-    def window_slot(self) -> torch.Tensor:
-        """Window slot of the one new column `[B]`."""
-        ring_size = self.num_slots - self.sink_size
-        in_ring = self.sink_size + (self.position - self.sink_size) % ring_size
-        return torch.where(self.position < self.sink_size, self.position, in_ring)
-
-    def plan(self, make: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]) -> torch.Tensor:
+    def plan(self, make: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Return the kernel's plan of this step, made by the first layer that asks."""
         if not self._plans:
-            self._plans.append(make(self.lengths, self.pruned_lengths, self.sink_size, self.num_slots))
+            self._plans.append(make(self.seen, self.pruned, self.sink_size))
         return self._plans[0]
 
 
@@ -184,7 +237,7 @@ class Step:
 
     def to(self, device: torch.device) -> Step:
         """Return the step with its tensors on `device`; copied once per device."""
-        reference = self.append.lengths if self.append else self.split.window_source if self.split else None
+        reference = self.append.seen if self.append else self.split.lengths if self.split else None
         if reference is None or reference.device == device:
             return self
         if device not in self._copies:

@@ -1,4 +1,4 @@
-"""Memory of one layer: an append-only store for kept channels, a window for dropped ones, byte counts."""
+"""Memory of one layer: pages for kept channels of all tokens, a window for dropped ones, byte counts."""
 
 from __future__ import annotations
 
@@ -8,41 +8,25 @@ from dataclasses import dataclass, fields
 import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from .pages_leank import PageTables, page_sources
 from .rows_leank import is_writable, new_address
 from .step_leank import Append, Split
 
-_CAPACITY_STEP = 64
 # A prompt is brought into chunk order so many numbers at a time (32 MB in half precision).
 _BLOCK_SIZE = 1 << 24
-_BUFFERS = ("kept_keys", "values", "window_keys", "window_values")
-
-
-def capacity_for(num_tokens: int, num_reserved: int = 0) -> int:
-    """Return how many tokens to allocate for `num_tokens`, in steps of 64.
-
-    As many as will be needed where that is known. Else a sixteenth more: growth by a constant factor keeps
-    the copying per token constant, and a sixteenth keeps what is allocated within an eighth of what is used
-    beyond 4096 tokens.
-
-    Args:
-        num_tokens: Tokens that are there.
-        num_reserved: Tokens that there will be; fewer than `num_tokens` if unknown.
-    """
-    wanted = num_reserved if num_reserved >= num_tokens else num_tokens + num_tokens // 16
-    return max(-(-wanted // _CAPACITY_STEP), 1) * _CAPACITY_STEP
+_POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
 
 
 class ChunkStore:
     """K and V of one layer, after its prompt was split.
 
     Nothing moves when tokens are pruned: kept channels of every token lie in `kept_keys` and `values` from
-    the start, dropped channels lie in ring slots until later tokens overwrite them. Until the ring has gone
-    round for the first time token i lies in slot i, so the window grows with the rest until it is whole.
-    Memory that no token has reached is zero.
+    the start, dropped channels lie in the window until later tokens overwrite them. Pages that no token has
+    reached are finite.
 
     Attributes:
         layout: How the channels are cut into chunks.
-        num_slots: Slots of the window buffer once it is whole.
+        tables: Pages of the rows in the four pools.
         kept_keys: As in `StoreTensors`, like the next five.
         values: V of heads that see pruned tokens.
         window_keys: Dropped channels.
@@ -53,27 +37,19 @@ class ChunkStore:
     """
 
     def __init__(
-        self,
-        layout: ChunkLayout,
-        index: torch.Tensor,
-        num_slots: int,
-        batch_size: int,
-        capacity: int,
-        like: torch.Tensor,
+        self, layout: ChunkLayout, index: torch.Tensor, tables: PageTables, like: torch.Tensor
     ) -> None:
         """Allocate an empty store.
 
         Args:
             layout: How the channels are cut into chunks.
             index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32.
-            num_slots: Slots of the window buffer; no more are allocated than tokens.
-            batch_size: Rows.
-            capacity: Tokens per row.
+            tables: Pages of the rows.
             like: A tensor of the dtype and device to use.
         """
         self.layout = layout
         self.chunk_index = index
-        self.num_slots = num_slots
+        self.tables = tables
         self._has_padded_lanes = any(
             width % layout.chunk_size or (layout.head_dim - width) % layout.chunk_size
             for width in layout.widths
@@ -82,17 +58,13 @@ class ChunkStore:
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
         self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=device)
         self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=device)
-        self.kept_keys = like.new_zeros(batch_size, layout.num_kept_chunks, capacity, size)
-        self.values = like.new_zeros(batch_size, len(layout.value_heads), capacity, head_dim)
-        slots = min(num_slots, capacity)
-        self.window_keys = like.new_zeros(batch_size, layout.num_dropped_chunks, slots, size)
-        self.window_values = like.new_zeros(batch_size, len(layout.window_heads), slots, head_dim)
+        pages, window_pages = map(sum, tables.pool_runs)
+        page = tables.page_size
+        self.kept_keys = like.new_zeros(pages, layout.num_kept_chunks, page, size)
+        self.values = like.new_zeros(pages, len(layout.value_heads), page, head_dim)
+        self.window_keys = like.new_zeros(window_pages, layout.num_dropped_chunks, page, size)
+        self.window_values = like.new_zeros(window_pages, len(layout.window_heads), page, head_dim)
         self.addresses = new_address()
-
-    @property
-    def capacity(self) -> int:
-        """Tokens per row that there is room for."""
-        return self.kept_keys.shape[2]
 
     @property
     def tensors(self) -> StoreTensors:
@@ -104,13 +76,14 @@ class ChunkStore:
             self.window_values,
             self.chunk_index,
             self.head_table,
+            *self.tables.on(self.kept_keys.device),
         )
 
     @property
     def is_writable(self) -> bool:
         """Whether it can be written: what `torch.inference_mode()` made cannot be written outside it."""
-        # Growth makes the append-only part anew, and the window only until it is whole.
-        return is_writable(self.kept_keys) and is_writable(self.window_keys)
+        # Growth makes the pools anew, and nothing else.
+        return is_writable(self.kept_keys) and is_writable(self.head_table)
 
     def copy_memory(self) -> None:
         """Go on with copies of all tensors; whoever holds the old ones keeps them as they are."""
@@ -119,17 +92,29 @@ class ChunkStore:
                 setattr(self, name, value.clone())
         self.addresses = new_address()
 
-    def make_room(self, num_tokens: int, num_reserved: int = 0) -> None:
-        """Grow where there is no room for `num_tokens`, see `capacity_for`."""
-        if num_tokens > self.capacity:
-            capacity = capacity_for(num_tokens, num_reserved)
-            self.kept_keys = _grown(self.kept_keys, capacity)
-            self.values = _grown(self.values, capacity)
-            slots = min(self.num_slots, capacity)
-            if slots > self.window_keys.shape[2]:
-                self.window_keys = _grown(self.window_keys, slots)
-                self.window_values = _grown(self.window_values, slots)
-            self.addresses = new_address()
+    def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
+        """Lay pages out as other tables have it; in place where the tables stay and only rows change.
+
+        Args:
+            tables: The tables; rows have room in them for all tokens.
+            rows: Which of the rows so far become the rows, as `page_sources` takes it; None: the same.
+        """
+        if rows is None and tables is self.tables:
+            return
+        in_place = tables is self.tables
+        pools = [
+            (name, _taken(getattr(self, name), source))
+            for names, runs, old_runs in zip(_POOLS, tables.pool_runs, self.tables.pool_runs, strict=True)
+            for source in (page_sources(runs, old_runs, rows),)
+            for name in names
+        ]
+        for name, pool in pools:
+            if in_place:
+                getattr(self, name).copy_(pool)
+            else:
+                setattr(self, name, pool)
+        if not in_place:
+            self.tables, self.addresses = tables, new_address()
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
         """Fill the empty store with a prompt.
@@ -137,19 +122,23 @@ class ChunkStore:
         Args:
             keys: Whole prompt `[B, H_kv, S, D]`.
             values: Whole prompt `[B, H_kv, S, D]`.
-            split: Which columns are tokens, and which of them the window takes.
+            split: Which columns are tokens, and which pages they fill.
         """
         # Block by block, so that no second copy of a long prompt's keys exists.
-        tokens_per_block = max(_BLOCK_SIZE // (keys.shape[0] * keys.shape[1] * keys.shape[3]), 1)
-        for start in range(0, split.num_tokens, tokens_per_block):
-            stop = min(start + tokens_per_block, split.num_tokens)
-            block_keys, block_values = _tokens(keys, split, start, stop), _tokens(values, split, start, stop)
-            self.kept_keys[:, :, start:stop] = self._to_chunks(block_keys, kept=True)
-            self.values[:, :, start:stop] = block_values.index_select(1, self._value_heads)
-        source = split.window_source.clamp(max=split.num_tokens - 1)
-        if split.order is not None:
-            source = split.order.gather(1, source)
-        self._write_window(keys, values, source, split.window_fresh)
+        pages_per_block = max(_BLOCK_SIZE // (keys.shape[1] * keys.shape[3] * self.tables.page_size), 1)
+        num_kept = self.layout.num_kept_chunks
+        for names, filled, lanes, heads in (
+            (_POOLS[0], split.kept_pages, slice(num_kept), self._value_heads),
+            (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
+        ):
+            stored_keys, stored_values = (getattr(self, name) for name in names)
+            for rows, numbers, pages in (block.unbind() for block in filled.split(pages_per_block, 1)):
+                if stored_keys.shape[1]:
+                    new = self._to_chunks(self._page_tokens(keys, split, rows, numbers), lanes, rows)
+                    stored_keys.index_copy_(0, pages, new.transpose(1, 2))
+                if stored_values.shape[1]:
+                    new = self._page_tokens(values, split, rows, numbers).index_select(2, heads)
+                    stored_values.index_copy_(0, pages, new.transpose(1, 2))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
         """Add tokens behind each row's last one; there must be room.
@@ -159,107 +148,95 @@ class ChunkStore:
             values: `[B, H_kv, d, D]`, zero at padding.
             append: Where every column goes.
         """
-        kept, kept_values = self._to_chunks(keys, kept=True), values.index_select(1, self._value_heads)
-        rows, columns = append.row_index, append.columns
-        if columns is None:
-            self.kept_keys[rows, :, append.position] = kept[:, :, 0]
-            self.values[rows, :, append.position] = kept_values[:, :, 0]
-            self._write_slot(self.window_keys, self._to_chunks(keys, kept=False), append)
-            self._write_slot(self.window_values, values.index_select(1, self._window_heads), append)
-        else:
-            self.kept_keys[rows[:, None], :, columns.positions] = kept.transpose(1, 2)
-            self.values[rows[:, None], :, columns.positions] = kept_values.transpose(1, 2)
-            source = columns.window_source.clamp(max=keys.shape[2] - 1)
-            self._write_window(keys, values, source, columns.window_fresh)
+        num_kept = self.layout.num_kept_chunks
+        lanes = self._to_chunks(keys.transpose(1, 2), slice(None))
+        tokens = values.transpose(1, 2)
+        page, window_page, place = append.places
+        self.kept_keys[page, :, place] = lanes[:, :, :num_kept]
+        self.values[page, :, place] = tokens.index_select(2, self._value_heads)
+        lanes, tokens = lanes[:, :, num_kept:], tokens.index_select(2, self._window_heads)
+        if append.columns is not None and append.columns.window_columns is not None:
+            rows, columns = append.columns.window_columns
+            lanes, tokens, window_page, place = (
+                part[rows, columns] for part in (lanes, tokens, window_page, place)
+            )
+        self.window_keys[window_page, :, place] = lanes
+        self.window_values[window_page, :, place] = tokens
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep the given rows, in that order, repeats allowed; in place if their number stays the same."""
-        same_size = rows.shape[0] == self.kept_keys.shape[0]
+    def select(self, rows: torch.Tensor, tables: PageTables) -> None:
+        """Keep rows, see `RowState.select`; in place if the tables stay.
+
+        Args:
+            rows: Which rows, in which order, repeats allowed.
+            tables: Their tables.
+        """
         if not self.is_writable:
             self.copy_memory()
-        per_row = ("chunk_index",) if self.chunk_index.shape[0] > 1 else ()
-        for name in (*_BUFFERS, *per_row):
-            tensor = getattr(self, name)
-            selected = tensor.index_select(0, rows)
-            if same_size:
-                tensor.copy_(selected)
+        self.move_to(tables, rows)
+        if self.chunk_index.shape[0] > 1:
+            selected = self.chunk_index.index_select(0, rows.to(self.chunk_index.device))
+            if selected.shape == self.chunk_index.shape:
+                self.chunk_index.copy_(selected)
             else:
-                setattr(self, name, selected)
-        if not same_size:
-            self.addresses = new_address()
+                self.chunk_index = selected
 
     @classmethod
-    def concatenate(cls, stores: Sequence[ChunkStore], index: torch.Tensor, capacity: int) -> ChunkStore:
+    def concatenate(cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables) -> ChunkStore:
         """Return a store with the rows of several, in order.
 
         Args:
             stores: Stores of one layout, window size, dtype and device.
             index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
-            capacity: Tokens per row of the result, enough for every row.
+            tables: Tables of the result.
         """
-        batch_size = sum(store.kept_keys.shape[0] for store in stores)
-        first = stores[0]
-        joined = cls(first.layout, index, first.num_slots, batch_size, capacity, first.kept_keys)
-        row = 0
+        joined = cls(stores[0].layout, index, tables, stores[0].kept_keys)
+        row, first = 0, [0, 0]
         for store in stores:
-            stop = row + store.kept_keys.shape[0]
-            for name in _BUFFERS:
-                ours, theirs = getattr(joined, name), getattr(store, name)
-                length = min(ours.shape[2], theirs.shape[2])
-                ours[row:stop, :, :length] = theirs[:, :, :length]
+            stop = row + len(store.tables.runs)
+            for pool, names in enumerate(_POOLS):
+                runs = tables.pool_runs[pool][row:stop]
+                source = page_sources(runs, store.tables.pool_runs[pool])
+                pages = slice(first[pool], first[pool] + len(source))
+                for name in names:
+                    getattr(joined, name)[pages] = _taken(getattr(store, name), source)
+                first[pool] = pages.stop
             row = stop
         return joined
 
-    def _to_chunks(self, keys: torch.Tensor, *, kept: bool) -> torch.Tensor:
-        """Bring keys `[B, H_kv, S, D]` into the order of kept or dropped chunks `[B, chunks, S, E]`.
+    def _to_chunks(
+        self, states: torch.Tensor, lanes: slice, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Bring keys `[N, S, H_kv, D]` into the order of some of the chunks `[N, S, chunks, E]`.
 
-        Lanes of padding become zero.
+        N are the rows, or pages of these `rows`. Lanes of padding become zero.
         """
-        num_kept = self.layout.num_kept_chunks
-        index = self.chunk_index[:, :num_kept] if kept else self.chunk_index[:, num_kept:]
-        lanes = gather_lanes(keys.transpose(1, 2).flatten(2), index)
-        if self._has_padded_lanes:
-            lanes = lanes.masked_fill((index < 0)[:, None], 0)
-        return lanes.transpose(1, 2)
+        index = self.chunk_index[:, lanes]
+        if rows is not None and index.shape[0] > 1:
+            index = index[rows]
+        chunks = gather_lanes(states.flatten(2), index)
+        return chunks.masked_fill((index < 0)[:, None], 0) if self._has_padded_lanes else chunks
 
-    def _write_slot(self, buffer: torch.Tensor, new: torch.Tensor, append: Append) -> None:
-        rows, slot = append.row_index, append.window_slot
-        token = new[:, :, 0]
-        if append.valid is not None:
-            token = torch.where(append.valid[:, :, None], token, buffer[rows, :, slot])
-        buffer[rows, :, slot] = token
-
-    def _write_window(
-        self, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor, fresh: torch.Tensor
-    ) -> None:
-        """Put columns `source` `[B, slots]` of `[B, H_kv, S, D]` into the slots that are `fresh`."""
-        taken_keys, taken_values = (_gather_columns(states, source) for states in (keys, values))
-        for buffer, new in (
-            (self.window_keys, self._to_chunks(taken_keys, kept=False)),
-            (self.window_values, taken_values.index_select(1, self._window_heads)),
-        ):
-            reached = buffer[:, :, : fresh.shape[1]]
-            reached.copy_(torch.where(fresh[:, None, :, None], new, reached))
+    def _page_tokens(
+        self, states: torch.Tensor, split: Split, rows: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        """Take pages of a prompt `[B, H, S, D]` as `[pages, P, H, D]`, zeros behind a row's last token."""
+        page_size = self.tables.page_size
+        tokens = numbers[:, None] * page_size + torch.arange(page_size, device=numbers.device)
+        unused = tokens >= split.lengths[rows, None]
+        tokens = tokens.masked_fill(unused, 0)
+        columns = tokens if split.order is None else split.order[rows[:, None], tokens]
+        taken = states.transpose(1, 2)[rows[:, None], columns]
+        # Padding may hold NaN (a row of nothing but padding attends to nothing), hence fill, not multiply.
+        return taken.masked_fill_(unused[:, :, None, None], 0)
 
 
-def _gather_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Take columns `[B, n]` of `[B, H, S, D]`, each row its own: `[B, H, n, D]`."""
-    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def _tokens(states: torch.Tensor, split: Split, start: int, stop: int) -> torch.Tensor:
-    """Take tokens `start` to `stop` of each row of a prompt `[B, H, S, D]`, zeros behind a row's last."""
-    if split.order is None or split.valid is None:
-        return states[:, :, start:stop]
-    taken = _gather_columns(states, split.order[:, start:stop])
-    # Padding may hold NaN (a row of nothing but padding attends to nothing), hence fill, not multiply.
-    return taken.masked_fill(~split.valid[:, None, start:stop, None], 0)
-
-
-def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    grown = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
-    grown[:, :, : store.shape[2]] = store
-    return grown
+def _taken(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return a pool of these pages of another one, zeros where a page is -1."""
+    new = (source < 0).nonzero()[:, 0] if source.device.type == "cpu" else None
+    taken = pool.index_select(0, source.clamp(min=0).to(pool.device, non_blocking=True))
+    if new is not None and len(new):
+        taken.index_fill_(0, new.to(pool.device, non_blocking=True), 0)
+    return taken
 
 
 @dataclass(frozen=True)

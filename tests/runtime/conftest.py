@@ -357,37 +357,35 @@ class RecordedGraph:
 
 
 class PlainKernels:
-    """The kernels' interface in plain torch: lengths are read from tensors alone, head by head."""
+    """The kernels' interface in plain torch: lengths and pages are read from tensors alone, head by head."""
 
     def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
         self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
 
-    def plan(self, lengths, pruned_lengths, sink_size, num_slots):
-        return lengths + pruned_lengths
+    def plan(self, seen, pruned, sink_size):
+        return seen + pruned
 
-    def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
-        kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
-        valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
-        token = (lengths - valid.int()).long()
-        ring = num_slots - sink_size
-        slot = torch.where(token < sink_size, token, sink_size + (token - sink_size) % ring)
-        rows = torch.arange(len(lengths))
-        index = chunk_index.long().expand(len(lengths), -1, -1)
-        lanes = keys[:, :, 0].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
-        lanes = torch.where(index < 0, 0, lanes)
-        num_kept = kept_keys.shape[1]
-        table = head_table[:-1]
+    def append(self, keys, values, store, seen, valid):
+        valid = torch.ones_like(seen, dtype=torch.bool) if valid is None else valid
+        rows = torch.arange(len(seen))
+        index = store.chunk_index.long().expand(len(seen), -1, -1)
+        num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
         in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
-        keep = valid[:, None, None]
-        for buffer, place, new in (
-            (kept_keys, token, lanes[:, :num_kept]),
-            (window_keys, slot, lanes[:, num_kept:]),
-            (stored_values, token, values[:, in_store, 0]),
-            (window_values, slot, values[:, in_window, 0]),
-        ):
-            buffer[rows, :, place] = torch.where(keep, new, buffer[rows, :, place])
+        for column in range(seen.shape[1]):
+            token = (seen[:, column].long() - 1).clamp(min=0)
+            lanes = keys[:, :, column].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
+            lanes = torch.where(index < 0, 0, lanes)
+            keep = valid[:, column, None, None]
+            for pool, pages, new in (
+                (store.kept_keys, store.page_table, lanes[:, :num_kept]),
+                (store.window_keys, store.window_table, lanes[:, num_kept:]),
+                (store.values, store.page_table, values[:, in_store, column]),
+                (store.window_values, store.window_table, values[:, in_window, column]),
+            ):
+                page, place = pages[rows, token // pool.shape[2]], token % pool.shape[2]
+                pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
 
-    def rope_append(self, projected, cos, sin, norms, store, lengths, valid, sink_size, num_slots):
+    def rope_append(self, projected, cos, sin, norms, store, seen, valid):
         heads = projected.view(len(projected), -1, 1, self.head_dim)
         num_kv_heads = len(store.head_table) - 1
         query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
@@ -401,7 +399,7 @@ class PlainKernels:
             * sin[:, None]
             for states in (query, key)
         )
-        self.append(key, value, store, lengths, valid, sink_size, num_slots)
+        self.append(key, value, store, seen, valid)
         return query
 
     def add_norm(self, hidden, delta, weight, eps):
@@ -415,43 +413,48 @@ class PlainKernels:
     def linear(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
-    def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):
-        kept_keys, stored_values, window_keys, window_values, chunk_index, head_table = store
-        lengths = plan - pruned_lengths  # a plan of another step shows
-        batch, num_reached, capacity = len(lengths), window_keys.shape[2], kept_keys.shape[2]
-        ring = num_slots - sink_size
-        last = lengths[:, None] - 1
-        slots = torch.arange(num_reached)
-        held = torch.where(
-            slots < sink_size, slots, slots + (last - slots).div(ring, rounding_mode="floor") * ring
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
+        seen = plan - pruned  # a plan of another step shows
+        batch, num_columns = seen.shape
+        index = store.chunk_index.long().expand(batch, -1, -1)
+        channels, num_kept = index.clamp(min=0) % self.head_dim, store.kept_keys.shape[1]
+        capacity = store.page_table.shape[1] * store.kept_keys.shape[2]
+
+        def tokens_of(pool, table):
+            """All that tables name `[B, rows of the pool, tokens, numbers]`; what is not there is NaN."""
+            pages = table.clamp(0, len(pool) - 1).long()
+            return pool[pages].transpose(1, 2).flatten(2, 3)
+
+        kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
+        dropped, window = (
+            tokens_of(pool, store.window_table) for pool in (store.window_keys, store.window_values)
         )
-        held = torch.where(slots <= last, held, -1)
-        whole = (held >= sink_size + pruned_lengths[:, None]) | ((held < sink_size) & (held >= 0))
         tokens = torch.arange(capacity)
-        index = chunk_index.long().expand(batch, -1, -1)
-        channels, num_kept = index.clamp(min=0) % self.head_dim, kept_keys.shape[1]
+        visible = tokens < seen[..., None]  # [B, d, tokens]
+        whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[..., None]))
         outputs = []
-        for head, row in enumerate(head_table[:-1].tolist()):
+        for head, row in enumerate(store.head_table[:-1].tolist()):
             first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
-            q = query[:, head * self.num_groups : (head + 1) * self.num_groups, 0]
-            partial = torch.zeros(batch, self.num_groups, num_reached)
-            for chunk in range(num_kept + first_dropped, num_kept + first_dropped + num_dropped):
-                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
-                partial = partial + lanes @ window_keys[:, chunk - num_kept].transpose(1, 2)
-            partial = partial.masked_fill(~whole[:, None], 0) * softmax_scale
-            if value_row < 0:
-                scores = partial.masked_fill(~whole[:, None], -torch.inf)
-                outputs.append(scores.softmax(-1) @ window_values[:, window_row])
-                continue
-            scores = torch.zeros(batch, self.num_groups, capacity)
-            for chunk in range(first, first + count):
-                lanes = q.gather(2, channels[:, chunk, None].expand_as(q[..., : self.chunk_size]))
-                scores = scores + lanes @ kept_keys[:, chunk].transpose(1, 2) * softmax_scale
-            place = torch.where(whole, held, 0).long()[:, None].expand_as(partial)
-            scores = scores.scatter_add(2, place, partial)
-            scores = scores.masked_fill((tokens >= lengths[:, None])[:, None], -torch.inf)
-            outputs.append(scores.softmax(-1) @ stored_values[:, value_row])
-        return torch.cat(outputs, 1)[:, :, None]
+            q = query[:, head * self.num_groups : (head + 1) * self.num_groups]
+            parts = []
+            for chunks, of in (
+                (range(first, first + count), kept),
+                (range(num_kept + first_dropped, num_kept + first_dropped + num_dropped), dropped),
+            ):
+                scores = torch.zeros(batch, self.num_groups, num_columns, capacity)
+                for chunk in chunks:
+                    lanes = q.gather(
+                        3, channels[:, None, None, chunk].expand(*q.shape[:3], self.chunk_size)
+                    )
+                    own = of[:, chunk - (0 if of is kept else num_kept)]
+                    scores = scores + lanes @ own[:, None].transpose(2, 3) * softmax_scale
+                parts.append(scores)
+            scores = parts[0] + torch.where(whole[:, None], parts[1], 0)
+            counted = whole if value_row < 0 else visible
+            own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
+            scores = scores.masked_fill(~counted[:, None], -torch.inf)
+            outputs.append(scores.softmax(-1) @ own_values[:, None])
+        return torch.cat(outputs, 1)
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+"""Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
+
+A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike: so
+every layer has two pools of the same numbers of pages, one for kept channels of all tokens and one, the window,
+for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
+nothing else. Here a row's pages follow one another in both pools, its run:
+
+    page of a row    0     1        2     3     4     5     6     7     8
+    in its run       0     1        2     3     4     5     6     7     8
+    in the window    sink: 0, 1     2     3     4     2     3     4     2       a ring of three: 6, 7, 8 are there
+
+Tables are not changed: where rows need more pages, or become other rows, there are other tables, and each
+layer's store moves from those that it has to those when its turn comes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+PAGE = 64
+"""Tokens of a page, one tile of the kernels."""
+
+
+class PageTables:
+    """Which pages hold the tokens of every row.
+
+    Attributes:
+        page_size: Tokens of a page.
+        num_sink: Window pages of a row that stay.
+        num_ring: Window pages behind them that are used again and again.
+        runs: Pages of every row.
+        window_runs: Pages of every row in the window.
+        pool_runs: Both.
+        is_even: Whether all rows have equally many.
+    """
+
+    def __init__(self, runs: Sequence[int], sink_size: int, ring_size: int) -> None:
+        """Lay out runs, row by row.
+
+        Args:
+            runs: Pages of every row, at least one.
+            sink_size: Tokens at the start of a row that stay whole.
+            ring_size: Most tokens behind the sink that are whole at a time, those being appended among them.
+        """
+        self.page_size = PAGE
+        self.num_sink = -(-sink_size // PAGE)
+        self.num_ring = _ring_pages(ring_size)
+        self.runs = tuple(runs)
+        self.window_runs = tuple(min(run, self.num_sink + self.num_ring) for run in runs)
+        self.pool_runs = (self.runs, self.window_runs)
+        self.is_even = min(self.runs) == max(self.runs)
+        self._copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Return whether rows of so many tokens have room."""
+        return all(length <= run * self.page_size for length, run in zip(lengths, self.runs, strict=True))
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page table and window table `[B, n]`, int32, made once per device without waiting for it.
+
+        Entries beyond a row's run name its last page.
+        """
+        if device not in self._copies:
+            with torch.inference_mode(False):  # they serve in any mode
+                number = torch.arange(max(self.runs))
+                tables = _starts(self.runs)[:, None] + number.minimum(torch.tensor(self.runs)[:, None] - 1)
+                slot = self.num_sink + (number - self.num_sink) % self.num_ring
+                slot = torch.where(number < self.num_sink, number, slot)
+                windows = _starts(self.window_runs)[:, None] + slot.minimum(
+                    torch.tensor(self.window_runs)[:, None] - 1
+                )
+                self._copies[device] = (
+                    tables.to(torch.int32).to(device, non_blocking=True),
+                    windows.to(torch.int32).to(device, non_blocking=True),
+                )
+        return self._copies[device]
+
+    def window_numbers(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Say which page of its row every window page of rows of `lengths` `[B]` tokens holds.
+
+        Returns:
+            `[B, most window pages of a row]`, -1 for one that is not in use.
+        """
+        slot = torch.arange(max(self.window_runs), device=lengths.device, dtype=lengths.dtype)
+        last = (lengths[:, None] - 1).div(self.page_size, rounding_mode="floor")
+        rounds = (last - slot).div(self.num_ring, rounding_mode="floor")
+        number = torch.where(slot < self.num_sink, slot, slot + rounds * self.num_ring)
+        return torch.where(slot <= last, number, -1)
+
+    def prompt_pages(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """List the pages that prompts of `lengths` tokens fill, in the first pool and in the window.
+
+        Returns:
+            Each `[3, pages]`: row, number of the page in its row, page of the pool.
+        """
+        count = -(-torch.tensor(lengths)[:, None] // self.page_size)
+        number = torch.arange(max(self.runs))
+        used = number < count
+        held = used & ((number < self.num_sink) | (number >= count - self.num_ring))
+        tables = self.on(torch.device("cpu"))
+        found = []
+        for pages, table in zip((used, held), tables, strict=True):
+            rows, numbers = pages.nonzero(as_tuple=True)
+            found.append(torch.stack([rows, numbers, table[rows, numbers].long()]))
+        return found[0], found[1]
+
+
+def _ring_pages(num_tokens: int) -> int:
+    """Return the pages that so many tokens in a row touch at most."""
+    return (num_tokens + PAGE - 2) // PAGE + 1
+
+
+def pages_of(lengths: Sequence[int]) -> list[int]:
+    """Return the pages that rows of `lengths` tokens take, at least one each."""
+    return [max(-(-length // PAGE), 1) for length in lengths]
+
+
+def spread_pages(lengths: Sequence[int], sink_size: int, ring_size: int) -> list[int]:
+    """Give pages to rows of `lengths` tokens whose ends are not known, so that all go on equally long.
+
+    As many in all as hold a sixteenth more tokens than there are, and one more for every row; the same holds
+    for the window's rows that are not whole yet. Growth by a constant factor keeps the copying per token
+    constant, and a sixteenth keeps what is allocated within an eighth of what is used and a page a row.
+    """
+    most = -(-sink_size // PAGE) + _ring_pages(ring_size)
+    growing = [length for length in lengths if -(-length // PAGE) < most]
+
+    def runs(extra: int) -> list[int]:
+        return pages_of([length + extra for length in lengths])
+
+    def allowed(tokens: Sequence[int]) -> int:
+        return sum(tokens) * 17 // 16 // PAGE + len(tokens)
+
+    num_pages = allowed(lengths)
+    num_window_pages = allowed(growing) + (len(lengths) - len(growing)) * most
+
+    def too_many(extra: int) -> bool:
+        found = runs(extra)
+        return sum(found) > num_pages or sum(min(run, most) for run in found) > num_window_pages
+
+    return runs(bisect_left(range(num_pages * PAGE), True, lo=1, key=too_many) - 1)
+
+
+def _starts(runs: Sequence[int]) -> torch.Tensor:
+    counts = torch.tensor(runs)
+    return counts.cumsum(0) - counts
+
+
+def page_sources(
+    runs: Sequence[int], old_runs: Sequence[int], rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Say which page of an old pool every page of a pool goes on from.
+
+    Args:
+        runs: Pages of every row.
+        old_runs: The same in the old pool.
+        rows: Row of the old pool that every row goes on from `[B]`, on the CPU unless rows of both pools all
+            have equally many pages; None: the same.
+
+    Returns:
+        Pages of the old pool, -1 for a page that is new `[sum(runs)]`, where `rows` lie.
+    """
+    if rows is None:
+        rows = torch.arange(len(runs))
+    number = torch.arange(max(runs), device=rows.device)
+    if min(runs) == max(runs) and min(old_runs) == max(old_runs):
+        pages = rows[:, None] * old_runs[0] + number
+        return torch.where(number < old_runs[0], pages, -1).flatten()
+    pages = _starts(old_runs)[rows][:, None] + number
+    pages = torch.where(number < torch.tensor(old_runs)[rows][:, None], pages, -1)
+    return pages[number < torch.tensor(runs)[:, None]]
