@@ -1,13 +1,13 @@
 """Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
 
-A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike: so
+A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
 every layer has two pools of the same numbers of pages, one for kept channels of all tokens and one, the window,
 for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
 nothing else. Here a row's pages follow one another in both pools, its run:
 
-    page of a row    0     1        2     3     4     5     6     7     8
-    in its run       0     1        2     3     4     5     6     7     8
-    in the window    sink: 0, 1     2     3     4     2     3     4     2       a ring of three: 6, 7, 8 are there
+    page of a row              0  1  2  3  4  5  6  7  8
+    in its run                 0  1  2  3  4  5  6  7  8
+    in its run of the window   0  1  2  3  4  2  3  4  2     two of the sink, a ring of three: holds 6, 7, 8
 
 Tables are not changed: where rows need more pages, or become other rows, there are other tables, and each
 layer's store moves from those that it has to those when its turn comes.

@@ -62,7 +62,8 @@ def decode_attention(
     if view is None:
         view = view_tables(store, seen, pruned, sink_size, max_length)
     stored_k, stored_v = (
-        _pages(pool, view.pages, view.num_pages, batch_size, dtype) for pool in (store.kept_keys, store.values)
+        _pages(pool, view.pages, view.num_pages, batch_size, dtype)
+        for pool in (store.kept_keys, store.values)
     )
     window_k, window_v = (
         _pages(pool, view.window_pages, view.num_window_pages, batch_size, dtype)
@@ -125,10 +126,8 @@ def _of_columns(mask: torch.Tensor, num_groups: int, start: int, stop: int) -> t
     return mask[:, :, :, start:stop].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
 
 
-def _page_scores(
-    query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool
-) -> torch.Tensor:
-    """Score pages: `[B, chunks, G * q, E]` against `[B, n, chunks, P, E]` gives `[B, heads, G * q, n * P]`."""
+def _page_scores(query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
+    """Score `[B, chunks, G * q, E]` against pages `[B, n, chunks, P, E]`: `[B, heads, G * q, n * P]`."""
     if query.shape[2] < _FEW_QUERIES:
         scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
     else:
@@ -137,7 +136,7 @@ def _page_scores(
 
 
 def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weigh pages: `[B, heads, G * q, n * P]` by `[B, n, heads, P, D]` gives `[B, heads, G * q, D]`."""
+    """Weigh pages `[B, n, heads, P, D]` by `[B, heads, G * q, n * P]`: `[B, heads, G * q, D]`."""
     if weights.shape[2] < _FEW_QUERIES:
         paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
         return (paged @ values).sum(1)

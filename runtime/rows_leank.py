@@ -11,8 +11,8 @@ by flush_size first. Nothing is moved, so the rule is arithmetic on n and p, for
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
 the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
-counters stay where they are and are updated in place, so that a captured decode step finds them. The host knows
-at most how long each row is, and gives it pages for that before a step needs them.
+counters stay where they are and are updated in place, so that a captured decode step finds them. Of each row's
+length the host knows an upper bound, for which it gives the row pages before a step needs them.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class RowState:
             self.make_room(max(self.num_reserved - self.num_columns, 0))
 
     def _lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
-        """Return tables for rows of `lengths` and `to_come` tokens, more than there are if that is negative."""
+        """Return tables for rows of `lengths` and `to_come` tokens; if that is negative, for some more."""
         sizes = self.sink_size, self.ring_size
         if to_come < 0:
             return PageTables(spread_pages(lengths, *sizes), *sizes)
@@ -283,9 +283,7 @@ class RowState:
         self.pruned_lengths = pruned_after_prefill(lengths, self.sink_size, self.recent_size)
         self.addresses = new_address()
         tables = self.make_room(0, num_columns)
-        kept, window = (
-            pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds)
-        )
+        kept, window = (pages.to(device, non_blocking=True) for pages in tables.prompt_pages(self.bounds))
         return Split(order, lengths.clone(), kept, window, tables)
 
     def counters(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,9 +321,9 @@ class RowState:
         return self._make_append(valid, lengths[:, None], attended[:, None])
 
     def _append(self, start: int, count: int, num_columns: int, padding: torch.Tensor | None) -> Append:
-        """Append the last `count` of `num_columns` columns: they attend to the cache as it was, and causally
-        to one another.
+        """Append the last `count` of `num_columns` columns.
 
+        They attend to the cache as it was, and causally to one another.
         First where each column goes in its row (`positions`: real tokens in order behind the row's last one,
         padding behind those), then which of them the window takes, then the counters.
         """

@@ -76,6 +76,7 @@ def view_tables(
     count, num_window = -(-max_length // page_size), -(-max_length // window_size)
     pages = store.page_table[:, :count].long()
     windows = store.window_table[:, :num_window].long()
+    count, num_window = pages.shape[1], windows.shape[1]  # a loose bound may be beyond the tables
     numbers = torch.arange(num_window, device=seen.device).expand_as(windows)
     view = _stored_view(seen, pruned, sink_size, pages, count, page_size, windows, numbers, window_size)
     # Elsewhere tables may hold anything.
@@ -182,8 +183,7 @@ class Append:
 
     @cached_property
     def view(self) -> StoredView:
-        """What the queries see of what is stored, worked out once for all layers: several columns attend
-        before they are stored."""
+        """What the queries see of what is stored, once for all layers; several columns are not stored yet."""
         if self.columns is None:
             return view_runs(self.tables, self.seen, self.pruned, self.sink_size, self.max_length)
         columns = self.columns
@@ -199,9 +199,7 @@ class Append:
         else:
             position = (self.seen - (1 if self.valid is None else self.valid.int())).long()
         number = position // self.tables.page_size
-        page, window_page = (
-            table.gather(1, number).long() for table in self.tables.on(self.seen.device)
-        )
+        page, window_page = (table.gather(1, number).long() for table in self.tables.on(self.seen.device))
         return page, window_page, position % self.tables.page_size
 
     def plan(self, make: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> torch.Tensor:

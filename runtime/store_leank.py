@@ -135,10 +135,10 @@ class ChunkStore:
             for rows, numbers, pages in (block.unbind() for block in filled.split(pages_per_block, 1)):
                 if stored_keys.shape[1]:
                     new = self._to_chunks(self._page_tokens(keys, split, rows, numbers), lanes, rows)
-                    stored_keys.index_copy_(0, pages, new.transpose(1, 2))
+                    stored_keys.index_copy_(0, pages, new.transpose(1, 2).to(stored_keys.dtype))
                 if stored_values.shape[1]:
                     new = self._page_tokens(values, split, rows, numbers).index_select(2, heads)
-                    stored_values.index_copy_(0, pages, new.transpose(1, 2))
+                    stored_values.index_copy_(0, pages, new.transpose(1, 2).to(stored_values.dtype))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
         """Add tokens behind each row's last one; there must be room.

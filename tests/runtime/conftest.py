@@ -443,9 +443,7 @@ class PlainKernels:
             ):
                 scores = torch.zeros(batch, self.num_groups, num_columns, capacity)
                 for chunk in chunks:
-                    lanes = q.gather(
-                        3, channels[:, None, None, chunk].expand(*q.shape[:3], self.chunk_size)
-                    )
+                    lanes = q.gather(3, channels[:, None, None, chunk].expand(*q.shape[:3], self.chunk_size))
                     own = of[:, chunk - (0 if of is kept else num_kept)]
                     scores = scores + lanes @ own[:, None].transpose(2, 3) * softmax_scale
                 parts.append(scores)

@@ -11,8 +11,25 @@ from runtime import reference_leank
 from runtime.layout_leank import ChunkLayout, StoreTensors, choose_chunk_size, order_channels
 from runtime.reference_leank import decode_attention
 
-SINK, RECENT, FLUSH = 3, 7, 5
-SLOTS = SINK + RECENT + FLUSH
+SINK = 3
+PAGE, WINDOW_PAGE = 16, 8
+
+
+def paged(size, tokens, *states):
+    """Put each row's `tokens` of states `[B, rows, S, n]` into shuffled pages: pools, table.
+
+    What no token is put into is 1e4, and a page without tokens has an entry that no pool has.
+    """
+    batch, count = len(tokens), max(max(row, default=0) for row in tokens) // size + 1
+    order = torch.randperm(batch * count, generator=torch.Generator().manual_seed(1)).view(batch, count)
+    pools = [torch.full((batch * count, s.shape[1], size, s.shape[3]), 1e4, dtype=s.dtype) for s in states]
+    table = torch.full((batch, count), 10**6, dtype=torch.int32)
+    for row, own in enumerate(tokens):
+        for token in own:
+            page = table[row, token // size] = order[row, token // size]
+            for pool, source in zip(pools, states, strict=True):
+                pool[page, :, token % size] = source[row, :, token]
+    return pools, table
 
 
 class Case:
@@ -60,31 +77,33 @@ class Case:
                     if channel >= 0:
                         chunks[row, chunk, :, lane] = flat[row, :, channel]
         num_kept = self.layout.num_kept_chunks
-        window_keys = torch.zeros(batch, self.layout.num_dropped_chunks, SLOTS, size, dtype=dtype)
-        window_values = torch.zeros(batch, len(self.layout.window_heads), SLOTS, head_dim, dtype=dtype)
-        for row, length in enumerate(lengths):
-            for token in range(length):
-                slot = token if token < SINK else SINK + (token - SINK) % (RECENT + FLUSH)
-                window_keys[row, :, slot] = chunks[row, num_kept:, token]
-                window_values[row, :, slot] = self.values[row, list(self.layout.window_heads), token]
+        value_heads, window_heads = list(self.layout.value_heads), list(self.layout.window_heads)
+        whole = [
+            [t for t in range(n) if t < SINK or t >= SINK + p] for n, p in zip(lengths, pruned, strict=True)
+        ]
+        kept_pool, page_table = paged(
+            PAGE, [range(length) for length in lengths], chunks[:, :num_kept], self.values[:, value_heads]
+        )
+        window_pool, window_table = paged(
+            WINDOW_PAGE, whole, chunks[:, num_kept:], self.values[:, window_heads]
+        )
         self.store = StoreTensors(
-            chunks[:, :num_kept].clone(),
-            self.values[:, list(self.layout.value_heads)].clone(),
-            window_keys,
-            window_values,
+            *kept_pool,
+            *window_pool,
             chunk_index,
             torch.tensor(self.layout.head_table),
+            page_table,
+            window_table,
         )
 
     def ours(self, new=False, new_valid=None, max_length=None):
         return decode_attention(
             self.query,
             self.store,
-            torch.tensor(self.lengths, dtype=torch.int32),
-            torch.tensor(self.pruned, dtype=torch.int32),
+            torch.tensor(self.lengths, dtype=torch.int32)[:, None],
+            torch.tensor(self.pruned, dtype=torch.int32)[:, None],
             layout=self.layout,
             sink_size=SINK,
-            num_slots=SLOTS,
             max_length=max_length or max(max(self.lengths), 1),
             softmax_scale=0.3,
             new_keys=self.new_keys if new else None,
@@ -195,6 +214,17 @@ def test_queries_in_blocks_give_the_same(monkeypatch):
 def test_a_loose_bound_on_lengths_changes_nothing():
     case = Case((0, 16, 64), [40, 12], [29, 1])
     check(case.ours(max_length=case.capacity), case.expected())
+
+
+def test_every_column_may_see_its_own_part():
+    lengths, pruned = [[39, 40, 43], [11, 11, 12]], [[22, 24, 24], [0, 0, 5]]
+    case = Case((0, 16, 64), [43, 12], [22, 0], num_queries=3)
+    seen, counts = (torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, pruned))
+    settings = {"layout": case.layout, "sink_size": SINK, "max_length": 43, "softmax_scale": 0.3}
+    ours = decode_attention(case.query, case.store, seen, counts, **settings)
+    for column in range(3):
+        case.lengths, case.pruned = ([row[column] for row in part] for part in (lengths, pruned))
+        check(ours[:, :, column], case.expected()[:, :, column])
 
 
 def test_an_empty_row_and_a_nan_query_stay_in_their_row():

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from runtime.rows_leank import RowState, pruned_after_append, pruned_after_prefill, window_tokens
+from runtime.rows_leank import RowState, pruned_after_append, pruned_after_prefill
 
 SIZES = [(3, 6, 4), (0, 6, 4), (3, 0, 2), (2, 5, 1), (0, 0, 1), (2, 3, 9), (1, 2, 3)]
 
@@ -51,25 +51,6 @@ def test_lengths_follow_the_lists(sizes, prompt):
         assert pruned.tolist() == [len(row.pruned)], (length, count)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("prompt", [1, 4, 30])
-def test_every_whole_token_has_the_slot_that_it_was_written_to(sizes, prompt):
-    sink_size, recent_size, flush_size = sizes
-    num_slots = sum(sizes)
-    row = ListRow(prompt, *sizes)
-    for length in range(prompt, prompt + 40):
-        lengths = torch.tensor([length], dtype=torch.int32)
-        tokens = window_tokens(lengths, sink_size, num_slots, length + 3)[0].tolist()
-        for token in [*row.sink, *row.recent]:
-            slot = (
-                token if token < sink_size else sink_size + (token - sink_size) % (recent_size + flush_size)
-            )
-            assert tokens[slot] == token, (length, token)
-        assert len(tokens) == min(num_slots, length + 3)
-        assert tokens.count(-1) == max(len(tokens) - length, 0)
-        row.append()
-
-
 def test_a_decode_step_without_padding_asks_nothing_of_the_device():
     """Meta tensors have no data: whatever reads a value raises."""
     rows = RowState(3, 6, 4, "eager")
@@ -103,8 +84,9 @@ def test_padding_takes_places_of_its_own_behind_the_tokens():
     mask[1, [11, 15]] = False
     append = rows.step(10, 2, 6, mask, cpu).append
     assert append.columns.positions.tolist() == [[13, 14, 15, 10, 11, 12], [10, 14, 11, 12, 13, 15]]
-    assert append.capacity == 16
-    assert rows.max_length == 14
+    assert append.seen.tolist() == [[10, 10, 10, 11, 12, 13], [11, 11, 12, 13, 14, 14]]
+    assert append.pruned.tolist() == [[1] * 6] * 2
+    assert rows.tables.fits([16, 16]) and rows.bounds == [13, 14] and rows.max_length == 14
 
 
 def test_the_first_layers_step_is_reused_and_a_gap_is_noticed():
@@ -122,6 +104,6 @@ def test_a_step_moves_to_another_device_once():
     rows.step(0, 1, 5, None, torch.device("cpu"))
     step = rows.step(5, 1, 1, None, torch.device("cpu"))
     moved = step.to(torch.device("meta"))
-    assert moved.append.lengths.device.type == moved.append.position.device.type == "meta"
-    assert moved.append.capacity == step.append.capacity
+    assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
+    assert moved.append.tables is step.append.tables
     assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step

@@ -9,7 +9,6 @@ import torch
 
 from runtime import store_leank
 from runtime.layer_leank import AttentionHandle
-from runtime.store_leank import capacity_for
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -25,14 +24,10 @@ def feed(model, tokens, cache=None, **kwargs):
 
 
 def capacities(cache) -> set[int]:
-    return {layer.store.capacity for layer in cache.layers}
-
-
-def test_capacity_is_what_is_reserved_where_that_is_known():
-    assert capacity_for(32768, 32896) == 32896
-    assert capacity_for(32768) == 34816
-    assert capacity_for(100, 100) == 128
-    assert capacity_for(5000, 4000) == capacity_for(5000) == 5312
+    """Tokens that rows have room for."""
+    stores = [layer.store for layer in cache.layers]
+    assert all(len(store.kept_keys) == sum(store.tables.runs) for store in stores)
+    return {run * 64 for store in stores for run in store.tables.runs}
 
 
 def test_reserved_memory_never_grows(model_pair, some_masks):
@@ -80,7 +75,7 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_leank, "_grown", fail)
+        patched.setattr(store_leank, "_taken", fail)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reserve(2**24)
     for _ in range(6):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime import store_leank
+from runtime import pages_leank
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 HUGE = 2**24
-# In memory that grows by four tokens: a sink that fills while decoding, rings that do and that go round, a
+# In pages of four tokens: a sink that fills while decoding, rings that do and that go round, a
 # window of many times what there is.
 SIZES = {
     "long sink": (30, 3, 2),
@@ -25,32 +25,35 @@ def row(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def num_slots(cache) -> set[int]:
+def window_pages(cache) -> set[int]:
+    """Pages of a row in the window."""
     stores = [layer.store for layer in cache.layers]
-    return {tensor.shape[2] for store in stores for tensor in (store.window_keys, store.window_values)}
+    assert all(len(store.window_keys) == sum(store.tables.window_runs) for store in stores)
+    return {run for store in stores for run in store.tables.window_runs}
 
 
 @pytest.fixture
-def small_steps(monkeypatch):
-    monkeypatch.setattr(store_leank, "_CAPACITY_STEP", 4)
+def small_pages(monkeypatch):
+    monkeypatch.setattr(pages_leank, "PAGE", 4)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("turns", [[1] * 60, [14, 7, 1, 1, 20, 1, 2, 14]], ids=["tokens", "turns"])
 def test_a_growing_window_follows_the_rule(
-    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_steps
+    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_pages
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
     ids = row(60)
     (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
     assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
-    assert num_slots(cache) == {min(sum(sizes), cache.layers[0].store.capacity)}
+    most = -(-sink // 4) + (recent + flush + 32 + 2) // 4 + 1
+    assert window_pages(cache) == {min(most, cache.rows.tables.runs[0])}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_steps_on_a_growing_window_are_captured_anew(
-    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_steps
+    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_pages
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
@@ -63,7 +66,7 @@ def test_steps_on_a_growing_window_are_captured_anew(
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_rows_of_unequal_length_share_a_growing_window(
-    prune, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_steps
+    prune, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close, small_pages
 ):
     sink, recent, flush = sizes
     pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush, prune=prune)
@@ -96,17 +99,17 @@ def test_what_is_reserved_covers_the_window(model_pair, some_masks):
     cache.reserve(250)
     with torch.no_grad():
         model(row(130)[None], past_key_values=cache)
-        assert num_slots(cache) == {256}
+        assert window_pages(cache) == {4}
         addresses = cache.addresses()
         for _ in range(120):
             model(row(1)[None], past_key_values=cache)
     assert cache.addresses() == addresses
     cache.reserve(1000)
-    assert num_slots(cache) == {335}
+    assert window_pages(cache) == {1 + 7}
 
 
 def test_a_crop_and_other_rows_keep_a_window_that_is_not_whole(
-    model_pair, some_masks, slow_logits, fed_logits, assert_close, small_steps
+    model_pair, some_masks, slow_logits, fed_logits, assert_close, small_pages
 ):
     pair = model_pair(some_masks(WIDTHS), sink=5, recent=30, flush=40)
     rows = [row(70, 0), row(70, 1)]
