@@ -24,6 +24,7 @@ from .reference_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
 from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
+from .turns_leank import attend_turn
 
 ATTENTION_NAME = "leank"
 
@@ -204,11 +205,20 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
         if append.columns is None:
             store.append(key, value, append)
-            return self._attend_plainly(query, append, softmax_scale)
+            return self._attend(query, append, softmax_scale, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
-        out = self._attend_plainly(query, append, softmax_scale, key, value)
-        if out.requires_grad:
-            store.copy_memory()  # the backward pass needs what was attended to
+        with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
+            out = attend_turn(
+                query,
+                key,
+                value,
+                append.valid,
+                store.tensors,
+                append.columns.spans,
+                layout=self.layout,
+                sink_size=append.sink_size,
+                softmax_scale=softmax_scale,
+            )
         store.append(key, value, append)
         return out
 
@@ -252,7 +262,18 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Attend by these kernels, in plain torch without any."""
         assert self.store is not None
         if kernels is None:
-            return self._attend_plainly(query, append, softmax_scale)
+            with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
+                return decode_attention(
+                    query,
+                    self.store.tensors,
+                    append.seen,
+                    append.pruned,
+                    layout=self.layout,
+                    sink_size=append.sink_size,
+                    max_length=append.max_length,
+                    softmax_scale=softmax_scale,
+                    view=append.view,
+                )
         return kernels.attend(
             query.detach().contiguous(),
             self.store.tensors,
@@ -262,33 +283,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             sink_size=append.sink_size,
             softmax_scale=softmax_scale,
         )
-
-    def _attend_plainly(
-        self,
-        query: torch.Tensor,
-        append: Append,
-        softmax_scale: float,
-        new_keys: torch.Tensor | None = None,
-        new_values: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend in plain torch, also to new tokens that are not stored yet."""
-        assert self.store is not None
-        columns = append.columns
-        with torch.autocast(query.device.type, enabled=False):  # scores and softmax are fp32's
-            return decode_attention(
-                query,
-                self.store.tensors,
-                append.seen if columns is None else columns.stored,
-                append.pruned if columns is None else columns.stored_pruned,
-                layout=self.layout,
-                sink_size=append.sink_size,
-                max_length=append.max_length if columns is None else columns.max_stored,
-                softmax_scale=softmax_scale,
-                new_keys=new_keys,
-                new_values=new_values,
-                new_valid=None if new_keys is None else append.valid,
-                view=append.view,
-            )
 
     def make_room(self) -> None:
         """Make what is stored writable, with the pages that the rows have now, where the prompt is split."""

@@ -127,6 +127,13 @@ class ChunkLayout:
         return tuple(head for head, width in enumerate(self.widths) if not width)
 
     @cached_property
+    def has_padded_lanes(self) -> bool:
+        """Whether some lanes of chunks hold no channel."""
+        return any(
+            width % self.chunk_size or (self.head_dim - width) % self.chunk_size for width in self.widths
+        )
+
+    @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Runs of heads of equal width; in a converted checkpoint one run per width."""
         runs: list[Bucket] = []
@@ -214,6 +221,15 @@ def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
         Channel indices `[..., D]`, int64.
     """
     return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
+
+
+def head_index(heads: tuple[int, ...], num_heads: int) -> slice | list[int]:
+    """Return what selects these heads of `num_heads`, without a copy where that is possible."""
+    if len(heads) == num_heads:
+        return slice(None)
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        return slice(heads[0], heads[-1] + 1)
+    return list(heads)
 
 
 def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

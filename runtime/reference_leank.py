@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
 from .step_leank import StoredView, view_tables
-
-# Queries are cut into blocks whose scores stay under this many numbers (256 MB of fp32).
-_MAX_SCORES = 1 << 26
-# As many queries of a head pay for a copy of its K and V in one piece; fewer take a product per page.
-_FEW_QUERIES = 64
 
 
 def decode_attention(
@@ -27,12 +22,9 @@ def decode_attention(
     sink_size: int,
     max_length: int,
     softmax_scale: float,
-    new_keys: torch.Tensor | None = None,
-    new_values: torch.Tensor | None = None,
-    new_valid: torch.Tensor | None = None,
     view: StoredView | None = None,
 ) -> torch.Tensor:
-    """Attend to sink, pruned and recent tokens, and to new tokens where given.
+    """Attend to sink, pruned and recent tokens.
 
     Pages that hold no token must be finite if they are read, their values do not matter. A column that sees
     nothing gets finite numbers without meaning.
@@ -46,10 +38,6 @@ def decode_attention(
         sink_size: Tokens at the front that are never pruned.
         max_length: Upper bound of `seen`, known to the host.
         softmax_scale: Factor on the logits.
-        new_keys: Keys of the query tokens themselves, not stored yet, all channels `[B, H_kv, Q, D]`:
-            query i sees new tokens 0 … i at full width. Zero where `new_valid` is False.
-        new_values: Their V `[B, H_kv, Q, D]`.
-        new_valid: Real tokens among them `[B, Q]`; None without padding.
         view: Where the stored tokens lie, where it is at hand; else it is read from the store's tables.
 
     Returns:
@@ -79,35 +67,22 @@ def decode_attention(
         .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
-    page_size = stored_k.shape[3]
-    num_seen = view.num_pages * page_size + (0 if new_keys is None else num_queries)
-    per_token = max(chunks.shape[1], num_kv_heads * -(-head_dim // page_size))
-    block_size = max(1, _MAX_SCORES // max(batch_size * per_token * num_groups * num_seen, 1))
-    blocks = []
-    for start in range(0, num_queries, block_size):
-        stop = min(start + block_size, num_queries)
-        block = chunks[:, :, :, start:stop].flatten(2, 3)  # [B, C + C_dropped, G * q, E]
-        kept, dropped = block[:, : layout.num_kept_chunks], block[:, layout.num_kept_chunks :]
-        window_scores = _page_scores(dropped, window_k, layout, kept=False)
-        scores = _page_scores(kept, stored_k, layout, kept=True)
-        hidden_tokens, hidden_places = (
-            _of_columns(mask, num_groups, start, stop) for mask in (view.hidden_tokens, view.hidden_places)
-        )
-        place_tokens = view.place_tokens[:, 0]
-        window_scores = window_scores.masked_fill(hidden_places, 0)
-        if layout.num_dropped_chunks and layout.value_heads:
-            share = window_scores[:, _head_index(layout.value_heads, num_kv_heads)]
-            scores.scatter_add_(3, place_tokens.expand_as(share), share)
-        lowest = torch.finfo(dtype).min
-        scores = scores.masked_fill(hidden_tokens, lowest)
-        window_scores = window_scores.masked_fill(hidden_places, lowest)
-        new_scores = None
-        if new_keys is not None:
-            new_scores = _new_scores(scaled[:, :, :, start:stop], new_keys, new_valid, start)
-        attended = _attend_regions(layout, scores, stored_v, window_scores, window_v, new_scores, new_values)
-        blocks.append(attended.view(batch_size, num_kv_heads, num_groups, stop - start, head_dim))
-    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)  # [B, H_kv, G, Q, D]
-    return out.flatten(1, 2).to(query.dtype)
+    columns = chunks.flatten(2, 3)  # [B, C + C_dropped, G * Q, E]
+    kept, dropped = columns[:, : layout.num_kept_chunks], columns[:, layout.num_kept_chunks :]
+    window_scores = _page_scores(dropped, window_k, layout, kept=False)
+    scores = _page_scores(kept, stored_k, layout, kept=True)
+    hidden_tokens, hidden_places = (
+        _of_columns(mask, num_groups) for mask in (view.hidden_tokens, view.hidden_places)
+    )
+    window_scores = window_scores.masked_fill(hidden_places, 0)
+    if layout.num_dropped_chunks and layout.value_heads:
+        share = window_scores[:, head_index(layout.value_heads, num_kv_heads)]
+        scores.scatter_add_(3, view.place_tokens[:, 0].expand_as(share), share)
+    lowest = torch.finfo(dtype).min
+    scores = scores.masked_fill(hidden_tokens, lowest)
+    window_scores = window_scores.masked_fill(hidden_places, lowest)
+    attended = _attend_regions(layout, scores, stored_v, window_scores, window_v)
+    return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
 
 
 def _pages(
@@ -119,33 +94,21 @@ def _pages(
     return pool.index_select(0, pages.flatten()).view(*pages.shape, *pool.shape[1:]).to(dtype)
 
 
-def _of_columns(mask: torch.Tensor, num_groups: int, start: int, stop: int) -> torch.Tensor:
+def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Bring a mask `[B, 1, 1, q, n]` to scores' `[B, 1, 1 or G * q, n]`."""
-    if mask.shape[3] == 1:
-        return mask[:, 0]
-    return mask[:, :, :, start:stop].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
+    return mask[:, 0] if mask.shape[3] == 1 else mask.expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
 
 
 def _page_scores(query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
-    """Score `[B, chunks, G * q, E]` against pages `[B, n, chunks, P, E]`: `[B, heads, G * q, n * P]`."""
-    if query.shape[2] < _FEW_QUERIES:
-        scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
-    else:
-        scores = (query @ _in_order(keys).transpose(-1, -2)).unflatten(3, (-1, keys.shape[3]))
+    """Score `[B, chunks, G * Q, E]` against pages `[B, n, chunks, P, E]`: `[B, heads, G * Q, n * P]`."""
+    scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
     return _sum_chunks(scores, layout, kept=kept).flatten(3)
 
 
 def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weigh pages `[B, n, heads, P, D]` by `[B, heads, G * q, n * P]`: `[B, heads, G * q, D]`."""
-    if weights.shape[2] < _FEW_QUERIES:
-        paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
-        return (paged @ values).sum(1)
-    return weights @ _in_order(values)
-
-
-def _in_order(pages: torch.Tensor) -> torch.Tensor:
-    """Copy pages `[B, n, heads, P, D]` to tokens one after the other `[B, heads, n * P, D]`."""
-    return pages.transpose(1, 2).flatten(2, 3)
+    """Weigh pages `[B, n, heads, P, D]` by `[B, heads, G * Q, n * P]`: `[B, heads, G * Q, D]`."""
+    paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
+    return (paged @ values).sum(1)
 
 
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
@@ -168,61 +131,29 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _head_index(heads: tuple[int, ...], num_heads: int) -> slice | list[int]:
-    if len(heads) == num_heads:
-        return slice(None)
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return slice(heads[0], heads[-1] + 1)
-    return list(heads)
-
-
-def _new_scores(
-    query: torch.Tensor, new_keys: torch.Tensor, new_valid: torch.Tensor | None, first_query: int
-) -> torch.Tensor:
-    """Score new tokens against some of their queries: `[B, H_kv, G, q, D]` to `[B, H_kv, G * q, Q]`."""
-    num_queries, num_new = query.shape[3], new_keys.shape[2]
-    position = torch.arange(num_new, device=query.device)
-    visible = position <= first_query + torch.arange(num_queries, device=query.device)[:, None]  # [q, Q]
-    mask = visible[None, None, None]
-    if new_valid is not None:
-        mask = mask & new_valid[:, None, None, None, :]
-    scores = query @ new_keys.to(query.dtype)[:, :, None].transpose(-1, -2)
-    return scores.masked_fill(~mask, torch.finfo(query.dtype).min).flatten(2, 3)
-
-
 def _attend_regions(
     layout: ChunkLayout,
     scores: torch.Tensor,
     stored_v: torch.Tensor,
     window_scores: torch.Tensor,
     window_v: torch.Tensor,
-    new_scores: torch.Tensor | None,
-    new_values: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * q, D]`."""
+    """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * Q, D]`."""
     num_heads = len(layout.widths)
     parts = []
     for heads, part_scores, part_v in (
         (layout.value_heads, scores, stored_v),
         (layout.window_heads, window_scores, window_v),
     ):
-        if not heads:
-            continue
-        select = _head_index(heads, num_heads)
-        if part_scores is window_scores:
-            part_scores = part_scores[:, select]
-        if new_scores is None or new_values is None:
-            part = _weigh(part_scores.softmax(-1), part_v)
-        else:
-            num_stored = part_scores.shape[-1]
-            weights = torch.cat([part_scores, new_scores[:, select]], dim=-1).softmax(-1)
-            part = _weigh(weights[..., :num_stored], part_v)
-            part += weights[..., num_stored:] @ new_values[:, select].to(part.dtype)
-        parts.append((heads, select, part))
+        if heads:
+            select = head_index(heads, num_heads)
+            if part_scores is window_scores:
+                part_scores = part_scores[:, select]
+            parts.append((select, _weigh(part_scores.softmax(-1), part_v)))
     if len(parts) == 1:
-        return parts[0][2]
-    sample = parts[0][2]
+        return parts[0][1]
+    sample = parts[0][1]
     out = sample.new_zeros(sample.shape[0], num_heads, *sample.shape[2:])
-    for _, select, part in parts:
+    for select, part in parts:
         out[:, select] = part
     return out

@@ -365,7 +365,7 @@ class RowState:
             window_columns = torch.stack(taken.nonzero(as_tuple=True))
         lengths.copy_(new)
         pruned_lengths.copy_(new_pruned)
-        placed = Columns(positions.long(), old[:, None], attended[:, None], self.max_length, window_columns)
+        placed = Columns(positions.long(), torch.stack([old, attended]), window_columns)
         self.bounds = [length + count for length in self.bounds] if valid is None else new.tolist()
         return self._make_append(valid, seen, attended[:, None].repeat(1, count), placed)
 

@@ -144,17 +144,20 @@ class Columns:
     Attributes:
         positions: Place of every column in its row `[B, d]`. Padding goes behind the row's tokens, where
             nothing is read and the next token overwrites it.
-        stored: Tokens that are stored already, per row `[B, 1]`.
-        stored_pruned: Pruned ones among them, as the columns see it `[B, 1]`.
-        max_stored: Upper bound of `stored` (host).
+        stored: Tokens of every row that are stored already, and pruned ones among them, as the columns see it
+            `[2, B]`.
         window_columns: Rows and columns that enter the window, each `[m]`; None: all.
     """
 
     positions: torch.Tensor
     stored: torch.Tensor
-    stored_pruned: torch.Tensor
-    max_stored: int
     window_columns: torch.Tensor | None
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """`stored`, row by row; the device is asked once for all layers."""
+        lengths, pruned = self.stored.tolist()
+        return list(zip(lengths, pruned, strict=True))
 
 
 @dataclass(frozen=True)
@@ -183,13 +186,8 @@ class Append:
 
     @cached_property
     def view(self) -> StoredView:
-        """What the queries see of what is stored, once for all layers; several columns are not stored yet."""
-        if self.columns is None:
-            return view_runs(self.tables, self.seen, self.pruned, self.sink_size, self.max_length)
-        columns = self.columns
-        return view_runs(
-            self.tables, columns.stored, columns.stored_pruned, self.sink_size, columns.max_stored
-        )
+        """Where what a column sees lies, worked out once for all layers."""
+        return view_runs(self.tables, self.seen, self.pruned, self.sink_size, self.max_length)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -50,10 +50,6 @@ class ChunkStore:
         self.layout = layout
         self.chunk_index = index
         self.tables = tables
-        self._has_padded_lanes = any(
-            width % layout.chunk_size or (layout.head_dim - width) % layout.chunk_size
-            for width in layout.widths
-        )
         device, size, head_dim = like.device, layout.chunk_size, layout.head_dim
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
         self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=device)
@@ -214,7 +210,7 @@ class ChunkStore:
         if rows is not None and index.shape[0] > 1:
             index = index[rows]
         chunks = gather_lanes(states.flatten(2), index)
-        return chunks.masked_fill((index < 0)[:, None], 0) if self._has_padded_lanes else chunks
+        return chunks.masked_fill((index < 0)[:, None], 0) if self.layout.has_padded_lanes else chunks
 
     def _page_tokens(
         self, states: torch.Tensor, split: Split, rows: torch.Tensor, numbers: torch.Tensor

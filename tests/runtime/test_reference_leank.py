@@ -1,4 +1,4 @@
-"""Decode attention on a store filled by hand, against attention written out per row and head."""
+"""Decode attention and turns on a store filled by hand, against attention written out per row and head."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from runtime import reference_leank
 from runtime.layout_leank import ChunkLayout, StoreTensors, choose_chunk_size, order_channels
 from runtime.reference_leank import decode_attention
+from runtime.turns_leank import attend_turn
 
 SINK = 3
 PAGE, WINDOW_PAGE = 16, 8
@@ -97,6 +97,18 @@ class Case:
         )
 
     def ours(self, new=False, new_valid=None, max_length=None):
+        if new:
+            return attend_turn(
+                self.query,
+                self.new_keys,
+                self.new_values,
+                new_valid,
+                self.store,
+                list(zip(self.lengths, self.pruned, strict=True)),
+                layout=self.layout,
+                sink_size=SINK,
+                softmax_scale=0.3,
+            )
         return decode_attention(
             self.query,
             self.store,
@@ -106,9 +118,6 @@ class Case:
             sink_size=SINK,
             max_length=max_length or max(max(self.lengths), 1),
             softmax_scale=0.3,
-            new_keys=self.new_keys if new else None,
-            new_values=self.new_values if new else None,
-            new_valid=new_valid,
         )
 
     def expected(self, new=False, new_valid=None, dtype=torch.float64):
@@ -184,31 +193,11 @@ def test_every_row_may_keep_its_own_channels():
 def test_padding_among_new_tokens_is_not_seen():
     case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=5)
     valid = torch.tensor([[True] * 5, [True, False, True, False, True]])
-    case.new_keys[1, :, ~valid[1]] = 0
-    case.new_values[1, :, ~valid[1]] = 0
+    case.new_keys[1, :, ~valid[1]] = case.new_values[1, :, ~valid[1]] = math.nan
     ours, expected = case.ours(True, valid), case.expected(True, valid)
     for row in range(2):
         check(ours[row][:, valid[row]], expected[row][:, valid[row]])
-
-
-def test_a_long_turn_on_a_short_cache_is_scored_in_blocks(monkeypatch):
-    sizes, new_scores = [], reference_leank._new_scores
-
-    def watched(*arguments):
-        scores = new_scores(*arguments)
-        sizes.append(scores.numel())
-        return scores
-
-    monkeypatch.setattr(reference_leank, "_new_scores", watched)
-    monkeypatch.setattr(reference_leank, "_MAX_SCORES", 1 << 12)
-    Case(lengths=[3], pruned=[0], widths=[16, 16], num_queries=60).ours(new=True)
-    assert len(sizes) > 1 and max(sizes) <= 1 << 12
-
-
-def test_queries_in_blocks_give_the_same(monkeypatch):
-    case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=7)
-    monkeypatch.setattr(reference_leank, "_MAX_SCORES", 1)
-    check(case.ours(True), case.expected(True))
+        assert not ours[row][:, ~valid[row]].any()
 
 
 def test_a_loose_bound_on_lengths_changes_nothing():
