@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import logging
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -120,6 +121,7 @@ class DecodeKernels:
 
         self.key = key
         self.generic = generic
+        self._plan: weakref.ref[torch.Tensor] | None = None
         started = time.perf_counter()
         properties = torch.cuda.get_device_properties(key.device)
         hopper = (properties.major, properties.minor) == (9, 0)
@@ -129,9 +131,8 @@ class DecodeKernels:
         self.num_programs = self.programs_per_sm * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
-        # The generic body's loads past the end of a tensor must be cut off; TMA does that by itself.
-        generic = generic or not hopper
-        attention = generic_attention if generic else hopper_attention
+        by_tma = hopper and not generic
+        attention = hopper_attention if by_tma else generic_attention
         others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul, linear)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         (
@@ -142,16 +143,21 @@ class DecodeKernels:
             self._add_norm,
             self._silu_mul,
             self._linear,
-        ) = _compile([attention(shape), *functions], arch, guarded=generic)
+        ) = _compile([attention(shape), *functions], arch, has_barriers=by_tma)
+        self._make_placeholders()
+        self._handle = len(_kernels)
+        _kernels.append(self)
+        self.seconds = time.perf_counter() - started
+
+    def _make_placeholders(self) -> None:
+        """Make what stands for flags that are all set, and for pools without rows."""
+        key = self.key
         with torch.inference_mode(False):
             self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
             self._no_rows = {
                 size: torch.zeros(1, 1, TILE, size, dtype=key.dtype, device=key.device)
                 for size in (key.chunk_size, key.head_dim)
             }
-        self._handle = len(_kernels)
-        _kernels.append(self)
-        self.seconds = time.perf_counter() - started
 
     def __reduce__(self) -> tuple[Any, tuple[KernelKey, bool]]:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
@@ -163,11 +169,13 @@ class DecodeKernels:
 
         key = self.key
         dtype = KERNEL_DTYPES[key.dtype]
-        shape = KernelShape(key.head_dim, key.num_groups, key.chunk_size, key.max_chunks, dtype, num_stages=2)
+        sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
+        shape = KernelShape(*sizes, dtype, 2, key.num_queries, key.load_tokens)
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * 2
-        # Queries, weights, reductions' workspace, barriers, and what the driver reserves for a block.
-        fixed = shape.num_queries * (key.max_chunks * key.chunk_size + TILE) * 2 + 4096
-        for instances in (2, 1):
+        # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
+        fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048
+        # The accumulators of 64 queries leave no registers to a second instance.
+        for instances in (2, 1) if shape.num_queries < 64 else (1,):
             stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
             if stages >= 2:
                 return replace(shape, num_stages=min(int(stages), _MAX_STAGES)), instances
@@ -362,7 +370,11 @@ class DecodeKernels:
         num_launches = -(-num_columns // (num_queries // self.key.num_groups))
         at_once = -(-num_columns // num_launches)
         query = query.contiguous()
-        output = torch.empty_like(query)  # contiguous
+        output = torch.empty_like(query)
+        # An earlier attention with this plan was launched behind it, and all that is launched from then on
+        # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
+        early = self._plan is not None and self._plan() is plan
+        self._plan = weakref.ref(plan)
         arguments = self._arguments(store)
         part = (self.num_programs, 2, num_queries)
         with torch.cuda.device(query.device):
@@ -382,6 +394,7 @@ class DecodeKernels:
                     *columns,
                     sink_size,
                     softmax_scale * _LOG2_E,
+                    int(early),
                 )
                 self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
@@ -399,23 +412,25 @@ def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
     return next(made, None) or DecodeKernels(key, generic=generic)
 
 
-def _compile(functions: list[Any], arch: str, guarded: bool) -> list[Any]:
+def _compile(functions: list[Any], arch: str, has_barriers: bool) -> list[Any]:
     """Compile, or load from TileLang's cache on disk.
+
+    TileLang's bounds checks are off: all loads stay within bounds, and the checks keep them from overlapping
+    (the merge takes three times as long with them).
 
     Args:
         functions: TileLang functions.
         arch: Compute capability, `sm_90a`.
-        guarded: Whether the first function needs TileLang's bounds checks. The others stay within bounds, and
-            the checks keep loads from overlapping: the merge takes three times as long with them.
+        has_barriers: Whether the first function has all barriers that it needs, so that none are added.
     """
     tilelang = importlib.import_module("tilelang")  # an import statement would make it a requirement
     keys = tilelang.PassConfigKey
 
     def compiled(place: int) -> Any:
         # Warp specialisation is written out where it is wanted.
-        configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True}
-        if place or not guarded:
-            configs[keys.TL_DISABLE_SAFE_MEMORY_ACCESS] = True
+        configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True, keys.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+        if has_barriers and not place:
+            configs[keys.TL_DISABLE_THREAD_STORAGE_SYNC] = True
         target = {"kind": "cuda", "arch": arch}
         return tilelang.compile(functions[place], target=target, pass_configs=configs)
 

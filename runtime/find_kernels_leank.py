@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import logging as transformers_logging
 
-from .decode_kernels_leank import KERNEL_DTYPES, TILE, DecodeKernels, KernelKey, queries_at_once
+from .decode_kernels_leank import KERNEL_DTYPES, MAX_DRAFT, TILE, DecodeKernels, KernelKey, queries_at_once
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 
 logger = transformers_logging.get_logger(__name__)
 
-# The self-check. Tokens and pruned ones among them: one token, a ring with room, one that has gone round.
-_ROWS = ((1, 0), (90, 15), (333, 260))
-_SINK_SIZE, _NUM_SLOTS = 8, 80
+# The self-check. Tokens and pruned ones among them: nothing pruned, one tile of both kinds, pruned tiles too.
+_ROWS = ((33, 0), (90, 15), (333, 260))
+_SINK_SIZE = 8
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
@@ -99,94 +99,99 @@ def _make_kernels(key: KernelKey) -> DecodeKernels | None:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One decode step on random data: a cache that lacks every row's last token, and that token.
+    """One decode step on random data: a cache that lacks every row's new tokens, and these tokens.
 
     Attributes:
         layout: How channels are cut into chunks.
-        sink_size: Sink slots of the window.
-        num_slots: All its slots.
-        query: `[B, H, 1, D]`.
-        keys: The last token of each row `[B, H_kv, 1, D]`.
-        values: `[B, H_kv, 1, D]`.
-        store: K and V, NaN where no token lies.
-        lengths: Tokens per row, the last one counted `[B]`, int32.
-        pruned_lengths: Pruned ones among them `[B]`, int32.
+        sink_size: Tokens at the front that are never pruned.
+        query: `[B, H, d, D]`.
+        keys: New tokens `[B, H_kv, d, D]`, NaN at padding.
+        values: `[B, H_kv, d, D]`.
+        valid: Columns that are no padding `[B, d]`, bool; None if all are.
+        store: K and V on shuffled pages, NaN where no token lies.
+        seen: Tokens that a column sees, itself among them `[B, d]`, int32.
+        pruned: Pruned ones among them `[B, d]`, int32.
     """
 
     layout: ChunkLayout
     sink_size: int
-    num_slots: int
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    valid: torch.Tensor | None
     store: StoreTensors
-    lengths: torch.Tensor
-    pruned_lengths: torch.Tensor
+    seen: torch.Tensor
+    pruned: torch.Tensor
 
     def appended(self) -> StoreTensors:
-        """Return the store with the last tokens in it, by plain indexing."""
+        """Return the store with the new tokens in it, by plain indexing."""
         store = self.store.map_memory(torch.clone)
-        kept, ring_size, index = (
-            self.layout.num_kept_chunks,
-            self.num_slots - self.sink_size,
-            store.chunk_index[0],
-        )
-        lanes = self.keys.flatten(1)[:, index.clamp(min=0)].masked_fill(index < 0, 0)  # [B, chunks, E]
-        heads = (list(self.layout.value_heads), list(self.layout.window_heads))
-        for row, place in enumerate((self.lengths - 1).tolist()):
-            if place < 0:
+        kept, index = self.layout.num_kept_chunks, store.chunk_index
+        page_size, window_size = store.kept_keys.shape[2], store.window_keys.shape[2]
+        for row, column in torch.ones_like(self.seen).nonzero().tolist():
+            token = int(self.seen[row, column]) - 1
+            if token < 0 or (self.valid is not None and not self.valid[row, column]):
                 continue
-            slot = place if place < self.sink_size else self.sink_size + (place - self.sink_size) % ring_size
-            store.kept_keys[row, :, place] = lanes[row, :kept]
-            store.window_keys[row, :, slot] = lanes[row, kept:]
-            store.values[row, :, place] = self.values[row, heads[0], 0]
-            store.window_values[row, :, slot] = self.values[row, heads[1], 0]
+            order = index[min(row, index.shape[0] - 1)]
+            lanes = self.keys[row, :, column].flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)
+            if self.layout.value_heads:
+                page, place = store.page_table[row, token // page_size], token % page_size
+                store.kept_keys[page, :, place] = lanes[:kept]
+                store.values[page, :, place] = self.values[row, list(self.layout.value_heads), column]
+            if self.layout.num_dropped_chunks:
+                page, place = store.window_table[row, token // window_size], token % window_size
+                store.window_keys[page, :, place] = lanes[kept:]
+                store.window_values[page, :, place] = self.values[row, list(self.layout.window_heads), column]
         return store
 
     def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return what the reference gives after the append, computed in `dtype` `[B, H, 1, D]`."""
+        """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
         # The reference needs finite memory.
         store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
         return decode_attention(
             self.query.to(dtype),
             store,
-            self.lengths,
-            self.pruned_lengths,
+            self.seen,
+            self.pruned,
             layout=self.layout,
             sink_size=self.sink_size,
-            num_slots=self.num_slots,
-            max_length=store.kept_keys.shape[2],
+            max_length=max(int(self.seen.max()), 1),
             softmax_scale=softmax_scale,
         )
 
 
 def make_case(
     channel_mask: torch.Tensor,
-    rows: Sequence[tuple[int, int]],
+    rows: Sequence[tuple[int, ...]],
     *,
     chunk_size: int,
     num_groups: int,
     sink_size: int,
-    num_slots: int,
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    num_columns: int = 1,
+    valid: torch.Tensor | None = None,
+    page_sizes: tuple[int, int] = (TILE, TILE),
 ) -> DecodeCase:
     """Make a decode step on random data.
 
     Args:
         channel_mask: Kept channels `[H_kv, D]`, bool.
-        rows: Tokens and pruned ones among them, per row; what is not pruned must fit in the window.
+        rows: Per row tokens, new ones counted, and pruned ones among them: one number for all columns, or
+            that of the first and that of the last.
         chunk_size: E.
         num_groups: Query heads per KV head, G.
-        sink_size: Sink slots of the window.
-        num_slots: All its slots; as many as the store has room for tokens are made.
+        sink_size: Tokens at the front that are never pruned.
         dtype: Of queries and cache.
         device: Where everything lies.
         seed: Of the random data.
+        num_columns: New tokens, d.
+        valid: Columns that are no padding `[B, d]`, bool; None if all are.
+        page_sizes: Tokens of a page, and of one of the window.
     """
     num_heads, head_dim = channel_mask.shape
-    batch_size = len(rows)
+    batch_size, device = len(rows), torch.device(device)
     widths = tuple(int(width) for width in channel_mask.sum(-1))
     layout = ChunkLayout(widths, head_dim, chunk_size)
     generator = torch.Generator(device).manual_seed(seed)
@@ -194,63 +199,75 @@ def make_case(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    lengths = torch.tensor([length for length, _ in rows], dtype=torch.int32, device=device)
-    pruned_lengths = torch.tensor([pruned for _, pruned in rows], dtype=torch.int32, device=device)
+    real = torch.ones(batch_size, num_columns, dtype=torch.bool) if valid is None else valid.cpu()
+    lengths = torch.tensor([row[0] for row in rows])
+    stored = (lengths - real.sum(1)).clamp(min=0)[:, None]
+    seen = (lengths[:, None] - real.sum(1, keepdim=True) + real.cumsum(1)).clamp(min=0)
+    first, last = (torch.tensor([row[place] for row in rows])[:, None] for place in (1, -1))
+    pruned = first + (last - first) * torch.arange(num_columns) // max(num_columns - 1, 1)
     index = layout.chunk_index(order_channels(channel_mask.to(device))[None])
-    capacity = max(int(lengths.max()), 1) + 7
     num_kept = layout.num_kept_chunks
-    store = StoreTensors(
-        random(batch_size, num_kept, capacity, chunk_size),
-        random(batch_size, len(layout.value_heads), capacity, head_dim),
-        random(batch_size, layout.num_dropped_chunks, min(num_slots, capacity), chunk_size),
-        random(batch_size, len(layout.window_heads), min(num_slots, capacity), head_dim),
-        index,
-        torch.tensor(layout.head_table, dtype=torch.int32, device=device),
-    )
-    store.kept_keys.masked_fill_((index[0, :num_kept] < 0)[None, :, None, :], 0)
-    store.window_keys.masked_fill_((index[0, num_kept:] < 0)[None, :, None, :], 0)
-    before = (lengths - 1)[:, None]
-    free = torch.arange(capacity, device=device) >= before
-    tokens = window_tokens(lengths - 1, sink_size, num_slots, capacity)
-    in_window = (tokens >= 0) & ((tokens < sink_size) | (tokens >= sink_size + pruned_lengths[:, None]))
-    for tensor, unused in zip(store[:4], (free, free, ~in_window, ~in_window), strict=True):
-        tensor.masked_fill_(unused[:, None, :, None], torch.nan)
+    memory, tables = [], []
+    for page_size, in_window in zip(page_sizes, (False, True), strict=True):
+        num_entries = -(-max(int(lengths.max()), 1) // page_size)
+        token = torch.arange(num_entries * page_size)
+        used = (token < lengths[:, None]).expand(batch_size, -1)
+        if in_window:
+            used = used & ((token < sink_size) | (token >= sink_size + first))
+        is_page = used.view(batch_size, num_entries, page_size).any(2)
+        num_pages = int(is_page.sum()) + 2
+        # Entries without a token name a page that holds none.
+        table = torch.full((batch_size, num_entries), num_pages - 1, dtype=torch.int32)
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed))
+        table[is_page] = order[: num_pages - 2].to(torch.int32)
+        free = torch.ones(num_pages, page_size, dtype=torch.bool)
+        holds = (used & (token < stored)).view(batch_size, num_entries, page_size)
+        free[table[is_page].long()] = ~holds[is_page]
+        heads = layout.window_heads if in_window else layout.value_heads
+        chunks = index[0, num_kept:] if in_window else index[0, :num_kept]
+        keys = random(num_pages, len(chunks), page_size, chunk_size)
+        keys.masked_fill_((chunks < 0)[None, :, None, :], 0)
+        for pool in (keys, random(num_pages, len(heads), page_size, head_dim)):
+            memory.append(pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan))
+        tables.append(table.to(device))
+    table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
+    padding = ~real.to(device)[:, None, :, None]
     return DecodeCase(
         layout=layout,
         sink_size=sink_size,
-        num_slots=num_slots,
-        query=random(batch_size, num_heads * num_groups, 1, head_dim),
-        keys=random(batch_size, num_heads, 1, head_dim),
-        values=random(batch_size, num_heads, 1, head_dim),
-        store=store,
-        lengths=lengths,
-        pruned_lengths=pruned_lengths,
+        query=random(batch_size, num_heads * num_groups, num_columns, head_dim),
+        keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
+        values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
+        valid=valid,
+        store=StoreTensors(*memory, index, table, *tables),
+        seen=seen.to(device, torch.int32),
+        pruned=pruned.to(device, torch.int32),
     )
 
 
 def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
-    """Append and attend by kernel; return the output `[B, H, 1, D]`. The case's store is left as it is."""
+    """Append and attend by kernel; return the output `[B, H, d, D]`. The case's store is left as it is."""
     store, sink_size = case.store.map_memory(torch.clone), case.sink_size
-    kernels.append(case.keys, case.values, store, case.lengths, None, sink_size, case.num_slots)
-    plan = kernels.plan(case.lengths, case.pruned_lengths, sink_size, case.num_slots)
+    plan = kernels.plan(case.seen, case.pruned, sink_size)
+    kernels.append(case.keys, case.values, store, case.seen, case.valid)
     return kernels.attend(
         case.query,
         store,
-        case.lengths,
-        case.pruned_lengths,
+        case.seen,
+        case.pruned,
         plan,
         sink_size=sink_size,
-        num_slots=case.num_slots,
         softmax_scale=softmax_scale,
     )
 
 
 def disagreement(kernels: DecodeKernels) -> float:
     """Return the largest error of kernels on small cases, relative to what is expected; inf for NaN."""
-    case = _small_case(kernels.key)
+    key = kernels.key
+    several = _small_case(key, min(max(key.num_queries // key.num_groups, 1), MAX_DRAFT))
     # Neither TF32 nor autocast, which a caller may have on, touches fp64.
-    pairs = [(run_case(kernels, case, _SCALE), case.expected(_SCALE, torch.float64))]
-    pairs += _run_glue(kernels, case)
+    pairs = [(run_case(kernels, several, _SCALE), several.expected(_SCALE, torch.float64))]
+    pairs += _run_glue(kernels, _small_case(key, 1))
     errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs])
     return float(errors.nan_to_num(nan=torch.inf).max())
 
@@ -284,9 +301,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     )
     projected = torch.cat([case.query, case.keys, case.values], dim=1).view(batch_size, 1, -1)
     store = case.store.map_memory(torch.clone)
-    ours = kernels.rope_append(
-        projected, cos, sin, (*weights, _EPS), store, case.lengths, None, case.sink_size, case.num_slots
-    )
+    ours = kernels.rope_append(projected, cos, sin, (*weights, _EPS), store, case.seen, None)
     pairs = [(ours, query)]
     appended = replace(case, keys=keys.to(dtype)).appended()
     pairs += [
@@ -305,7 +320,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     return pairs
 
 
-def _small_case(key: KernelKey) -> DecodeCase:
+def _small_case(key: KernelKey, num_columns: int) -> DecodeCase:
     spare = 3 if key.max_chunks > key.head_dim // key.chunk_size else 0
     half = key.head_dim // 2 // key.chunk_size * key.chunk_size
     widths = (0, key.chunk_size - spare, half + spare, key.head_dim)
@@ -316,7 +331,8 @@ def _small_case(key: KernelKey) -> DecodeCase:
         chunk_size=key.chunk_size,
         num_groups=key.num_groups,
         sink_size=_SINK_SIZE,
-        num_slots=_NUM_SLOTS,
         dtype=key.dtype,
         device=key.device,
+        num_columns=num_columns,
+        page_sizes=(TILE, TILE) if key.load_tokens == TILE else (3 * key.load_tokens, key.load_tokens),
     )

@@ -6,6 +6,9 @@ the stretch touches they load its queries, run over its tiles with a running sof
     hopper_attention     one warp loads tiles through TMA, one warpgroup computes with wgmma
     generic_attention    128 threads load through cp.async and compute with mma; in plain loops on the
                          CPU, for tests
+
+One token and drafts differ in the number of columns alone, which is data. A whole tile takes its dropped
+channels first, so that their scores can be dropped where a token is not whole, before the others are added.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
@@ -24,22 +27,32 @@ from .kernel_leank import (
     KEPT,
     NEG,
     NUM_KEPT,
-    ROW,
+    PAGE,
+    PAGE_SIZE,
+    PLACE,
     SEG_SIZE,
-    SLOT,
     STOP,
     TILE,
     TILE_SIZE,
     TOKEN,
-    VALID,
     VALUE_ROW,
     WARPGROUP,
+    WHOLE,
+    WINDOW_PAGE,
+    WINDOW_PLACE,
     WINDOW_ROW,
     KernelShape,
+    drop_pruned,
+    find_limits,
+    find_masks,
+    find_pages,
     find_segments,
+    hide_tokens,
+    is_unseen,
     load_query,
     locate_segment,
     locate_tile,
+    pool_types,
     softmax_tile,
     store_segment,
     stretch_bounds,
@@ -50,42 +63,55 @@ def hopper_attention(shape: KernelShape) -> Any:
     """Return decode attention for sm_90a: TMA and wgmma, warp-specialised by hand.
 
     TileLang's own warp specialisation cannot place branches over chunks (layout inference fails), and a loop
-    of one turn may deadlock in it.
+    of one turn may deadlock in it. It is compiled without TileLang's own barriers, which it would put into
+    every tile: the reduction's keep threads together wherever shared memory is written again.
+
+    What needs no kernel of this step's layer is read before the wait for the one ahead where `early` says
+    that plan, counts and tables are older than that one's own wait.
     """
     d, e, n, dv = shape.head_dim, shape.chunk_size, shape.num_queries, shape.value_size
-    g, stages, dtype = shape.num_groups, shape.num_stages, shape.dtype
+    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
     chunks = list(range(shape.max_chunks))
-    batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
-    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
-    # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
-    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
+    loads = list(range(TILE // size))
+    # A box of TMA is 64 numbers wide; TileLang cuts wider ones where they take all rows of a buffer.
+    columns_of_v = [(0, dv)] if size == TILE else [(start, start + 64) for start in range(0, dv, 64)]
+    batch, heads, width = T.dynamic("batch, heads, width")
+    layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
+    pools = pool_types(shape, False)
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    options = {"batch": 2}
+    options = {"batch": n // 4}  # as many as a thread has: one pair of barriers for all
 
     @T.prim_func
     def leank_attention_hopper(
-        query: T.Tensor((batch, heads, d), dtype),
-        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
-        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
-        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
-        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        query: T.Tensor((batch, heads, width, d), dtype),
+        kept_keys: pools[0],
+        values: pools[1],
+        window_keys: pools[2],
+        window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
         table: T.Tensor((table_rows, 8), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        pruned_lengths: T.Tensor((batch,), "int32"),
+        page_table: T.Tensor((batch, entries), "int32"),
+        window_table: T.Tensor((batch, window_entries), "int32"),
+        seen: T.Tensor((batch, width), "int32"),
+        pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
-        output: T.Tensor((batch, heads, d), dtype),
+        output: T.Tensor((batch, heads, width, d), dtype),
+        first: T.int32,
+        columns: T.int32,
         sink_size: T.int32,
-        ring_size: T.int32,
         scale: T.float32,
+        early: T.int32,
     ):
         with T.Kernel(programs, threads=WARPGROUP + 32) as program:
+            if n < 64:
+                T.annotate_min_blocks_per_sm(2)
             q = [T.alloc_shared((n, e), dtype) for _ in chunks]
             k = [T.alloc_shared((stages, TILE, e), dtype) for _ in chunks]
             v = T.alloc_shared((stages, TILE, dv), dtype)
             weights = T.alloc_shared((n, TILE), dtype)
+            limits = T.alloc_shared((2, n), "int32")
             ready = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([WARPGROUP] * stages)
             scores = T.alloc_fragment((TILE, n), "float32")
@@ -97,6 +123,10 @@ def hopper_attention(shape: KernelShape) -> Any:
             sums = T.alloc_fragment((n,), "float32")
             seg = T.alloc_local((SEG_SIZE,), "int32")
             tile = T.alloc_local((TILE_SIZE,), "int32")
+            next_tile = T.alloc_local((TILE_SIZE,), "int32")
+            pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            next_pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            masks = T.alloc_local((2,), "int32")
             span = T.alloc_local((2,), "int32")
             segments = T.alloc_local((2,), "int32")
             begin = T.alloc_local((1,), "int32")
@@ -104,52 +134,81 @@ def hopper_attention(shape: KernelShape) -> Any:
             stage = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
             num_heads = table_rows - 1
-            T.pdl_sync()  # launched while the append still ran
+            if early == 0:
+                T.pdl_sync()
             T.pdl_trigger()  # the merge may be launched, and waits for the parts where it needs them
             stretch_bounds(span, program, programs, num_heads, table, plan, batch)
-            find_segments(segments, span, begin, batch, num_heads, table, plan)
+            find_segments(segments, span, begin, batch, num_heads, table, plan, False)
+            if segments[1] == 0:
+                T.pdl_sync()  # no kernel may end before the one ahead of it
             if T.get_thread_binding() >= WARPGROUP:
                 for s in T.serial(segments[1]):
-                    locate_segment(
-                        seg, segments[0] + s, span, begin, num_heads, sink_size, ring_size,
-                        table, lengths, pruned_lengths, plan,
-                    )  # fmt: skip
+                    locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                    if seg[FIRST] < seg[STOP]:
+                        locate_tile(next_tile, seg, seg[FIRST], sink_size)
+                        find_pages(
+                            next_pages, next_tile, seg, page_table, window_table, kept_keys, window_keys, size
+                        )
+                    T.pdl_sync()  # launched while the append still ran; tables are older
                     for t in T.serial(seg[STOP] - seg[FIRST]):
-                        locate_tile(tile, seg, seg[FIRST] + t, sink_size)
+                        T.copy(next_tile, tile)
+                        T.copy(next_pages, pages)
+                        # The next tile's pages are looked up while this one waits for room.
+                        if seg[FIRST] + t + 1 < seg[STOP]:
+                            locate_tile(next_tile, seg, seg[FIRST] + t + 1, sink_size)
+                            find_pages(
+                                next_pages, next_tile, seg, page_table, window_table, kept_keys, window_keys,
+                                size,
+                            )  # fmt: skip
                         T.mbarrier_wait_parity(free[stage], phase ^ 1)
-                        for c in chunks:
-                            if c < seg[NUM_KEPT]:
-                                T.tma_copy(
-                                    kept_keys[seg[ROW], seg[KEPT] + c, tile[TOKEN] : tile[TOKEN] + TILE, 0:e],
-                                    k[c][stage, :, :],
-                                    barrier=ready[stage],
-                                )
-                            else:
-                                if c < tile[CHUNKS]:
+                        for b in loads:
+                            for c in chunks:
+                                if c < seg[NUM_KEPT]:
                                     T.tma_copy(
-                                        window_keys[
-                                            seg[ROW],
-                                            seg[DROPPED] + c - seg[NUM_KEPT],
-                                            tile[SLOT] : tile[SLOT] + TILE,
+                                        kept_keys[
+                                            pages[b, PAGE],
+                                            seg[KEPT] + c,
+                                            pages[b, PLACE] : pages[b, PLACE] + size,
                                             0:e,
                                         ],
-                                        k[c][stage, :, :],
+                                        k[c][stage, b * size : (b + 1) * size, :],
                                         barrier=ready[stage],
                                     )
-                        if seg[NUM_KEPT] > 0:
-                            T.tma_copy(
-                                values[seg[ROW], seg[VALUE_ROW], tile[TOKEN] : tile[TOKEN] + TILE, 0:dv],
-                                v[stage, :, :],
-                                barrier=ready[stage],
-                            )
-                        else:
-                            T.tma_copy(
-                                window_values[
-                                    seg[ROW], seg[WINDOW_ROW], tile[SLOT] : tile[SLOT] + TILE, 0:dv
-                                ],
-                                v[stage, :, :],
-                                barrier=ready[stage],
-                            )
+                                else:
+                                    if c < tile[CHUNKS]:
+                                        T.tma_copy(
+                                            window_keys[
+                                                pages[b, WINDOW_PAGE],
+                                                seg[DROPPED] + c - seg[NUM_KEPT],
+                                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                                                0:e,
+                                            ],
+                                            k[c][stage, b * size : (b + 1) * size, :],
+                                            barrier=ready[stage],
+                                        )
+                            for start, stop in columns_of_v:
+                                if seg[NUM_KEPT] > 0:
+                                    T.tma_copy(
+                                        values[
+                                            pages[b, PAGE],
+                                            seg[VALUE_ROW],
+                                            pages[b, PLACE] : pages[b, PLACE] + size,
+                                            start:stop,
+                                        ],
+                                        v[stage, b * size : (b + 1) * size, start:stop],
+                                        barrier=ready[stage],
+                                    )
+                                else:
+                                    T.tma_copy(
+                                        window_values[
+                                            pages[b, WINDOW_PAGE],
+                                            seg[WINDOW_ROW],
+                                            pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                                            start:stop,
+                                        ],
+                                        v[stage, b * size : (b + 1) * size, start:stop],
+                                        barrier=ready[stage],
+                                    )
                         T.mbarrier_arrive(ready[stage])
                         stage += 1
                         if stage == stages:
@@ -157,11 +216,12 @@ def hopper_attention(shape: KernelShape) -> Any:
                             phase = phase ^ 1
             else:
                 for s in T.serial(segments[1]):
-                    locate_segment(
-                        seg, segments[0] + s, span, begin, num_heads, sink_size, ring_size,
-                        table, lengths, pruned_lengths, plan,
-                    )  # fmt: skip
-                    load_query(T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, g)
+                    locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                    find_limits(T.Parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
+                    T.pdl_sync()
+                    load_query(
+                        T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g
+                    )
                     T.fill(out, 0)
                     T.fill(total, 0)
                     T.fill(top, NEG)
@@ -171,27 +231,30 @@ def hopper_attention(shape: KernelShape) -> Any:
                         locate_tile(tile, seg, seg[FIRST] + t, sink_size)
                         T.mbarrier_wait_parity(ready[stage], phase)
                         T.clear(scores)
+                        T.fill(masks, 0)
+                        if tile[WHOLE] != 0:
+                            find_masks(masks, tile, seg, limits, sink_size)
+                            for c in chunks:
+                                if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
+                                    T.wgmma_gemm(
+                                        k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW
+                                    )
+                            if masks[0] != 0:
+                                T.wait_wgmma(0)
+                                drop_pruned(T.Parallel, scores, tile, limits, sink_size)
                         for c in chunks:
-                            if c < tile[CHUNKS]:
+                            if c < seg[NUM_KEPT]:
                                 T.wgmma_gemm(
                                     k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW
                                 )
-                        if tile[VALID] < TILE:  # a weight of 0 times NaN would be NaN
-                            for i, j in T.Parallel(TILE, dv):
-                                if i >= tile[VALID]:
-                                    v[stage, i, j] = T.cast(0, dtype)
                         T.wait_wgmma(0)
+                        if masks[1] != 0:
+                            hide_tokens(T.Parallel, scores, tile, seg, limits, sink_size)
+                            for i, j in T.Parallel(TILE, dv):
+                                if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
+                                    v[stage, i, j] = T.cast(0, dtype)
                         softmax_tile(
-                            T.Parallel,
-                            scores,
-                            top,
-                            earlier_top,
-                            rescale,
-                            total,
-                            out,
-                            tile[VALID],
-                            scale,
-                            options,
+                            T.Parallel, scores, top, earlier_top, rescale, total, out, scale, options
                         )
                         for i, j in T.Parallel(TILE, n):
                             weights[j, i] = T.cast(scores[i, j], dtype)
@@ -208,7 +271,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                             phase = phase ^ 1
                     store_segment(
                         T.Parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
-                        parts, lse, output, g, options,
+                        parts, lse, output, first, columns, g, options,
                     )  # fmt: skip
 
     return leank_attention_hopper
@@ -218,20 +281,20 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     """Return decode attention for GPUs before Hopper, or for the CPU.
 
     TileLang 0.1.15 cannot pipeline a loop of dynamic length through cp.async (the wait count must be static),
-    so the ring of buffers is written out: every tile commits the same number of groups, some of them empty.
+    so the ring of buffers is written out: every tile commits one group, which may be empty.
     """
     d, e, n, dv = shape.head_dim, shape.chunk_size, shape.num_queries, shape.value_size
-    g, stages, dtype = shape.num_groups, shape.num_stages, shape.dtype
+    g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
     chunks = list(range(shape.max_chunks))
-    batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
-    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
-    # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
-    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
+    loads = list(range(TILE // size))
+    batch, heads, width = T.dynamic("batch, heads, width")
+    layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
+    pools = pool_types(shape, cpu)
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     policy = {} if cpu else {"policy": FULL_ROW}
-    options = {} if cpu else {"batch": 2}
+    options = {} if cpu else {"batch": n // 4}
     threads = {} if cpu else {"threads": WARPGROUP}
     ahead = list(range(stages - 1))
     ring = () if cpu else (stages,)  # the CPU's gemm takes matrices alone
@@ -239,15 +302,16 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     def staged(buffer: Any, stage: Any) -> Any:
         return buffer if cpu else buffer[stage, :, :]
 
-    def value_columns(buffer: Any, stage: Any) -> Any:
-        return buffer[:, 0:d] if cpu else buffer[stage, :, 0:d]
+    def rows(buffer: Any, stage: Any, load: int, lanes: int) -> Any:
+        start, stop = load * size, (load + 1) * size
+        return buffer[start:stop, 0:lanes] if cpu else buffer[stage, start:stop, 0:lanes]
 
     @T.macro
-    def load(source: Any, target: Any) -> None:
+    def fetch(source: Any, target: Any) -> None:
         if cpu:
             T.copy(source, target)
         else:
-            T.async_copy(source, target)
+            T.async_copy(source, target, annotations={"no_implicit_async_commit_wait": 1})
 
     @T.macro
     def commit() -> None:
@@ -256,61 +320,84 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
 
     @T.macro
     def load_tile(
-        tile: Any, seg: Any, t: Any, sink_size: Any, stage: Any, k: Any, v: Any,
-        kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
+        tile: Any, pages: Any, seg: Any, t: Any, sink_size: Any, stage: Any, k: Any, v: Any, kept_keys: Any,
+        values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any,
     ) -> None:  # fmt: skip
         locate_tile(tile, seg, t, sink_size)
-        for c in chunks:
-            if c < seg[NUM_KEPT]:
-                load(
-                    kept_keys[seg[ROW], seg[KEPT] + c, tile[TOKEN] : tile[TOKEN] + TILE, 0:e],
-                    staged(k[c], stage),
-                )
-            else:
-                if c < tile[CHUNKS]:
-                    load(
-                        window_keys[
-                            seg[ROW], seg[DROPPED] + c - seg[NUM_KEPT], tile[SLOT] : tile[SLOT] + TILE, 0:e
+        find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size)
+        for b in loads:
+            for c in chunks:
+                if c < seg[NUM_KEPT]:
+                    fetch(
+                        kept_keys[
+                            pages[b, PAGE],
+                            seg[KEPT] + c,
+                            pages[b, PLACE] : pages[b, PLACE] + size,
+                            0:e,
                         ],
-                        staged(k[c], stage),
+                        rows(k[c], stage, b, e),
                     )
                 else:
-                    commit()
-        if seg[NUM_KEPT] > 0:
-            load(
-                values[seg[ROW], seg[VALUE_ROW], tile[TOKEN] : tile[TOKEN] + TILE, 0:d],
-                value_columns(v, stage),
-            )
-        else:
-            load(
-                window_values[seg[ROW], seg[WINDOW_ROW], tile[SLOT] : tile[SLOT] + TILE, 0:d],
-                value_columns(v, stage),
-            )
+                    if c < tile[CHUNKS]:
+                        fetch(
+                            window_keys[
+                                pages[b, WINDOW_PAGE],
+                                seg[DROPPED] + c - seg[NUM_KEPT],
+                                pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                                0:e,
+                            ],
+                            rows(k[c], stage, b, e),
+                        )
+            if seg[NUM_KEPT] > 0:
+                fetch(
+                    values[
+                        pages[b, PAGE],
+                        seg[VALUE_ROW],
+                        pages[b, PLACE] : pages[b, PLACE] + size,
+                        0:d,
+                    ],
+                    rows(v, stage, b, d),
+                )
+            else:
+                fetch(
+                    window_values[
+                        pages[b, WINDOW_PAGE],
+                        seg[WINDOW_ROW],
+                        pages[b, WINDOW_PLACE] : pages[b, WINDOW_PLACE] + size,
+                        0:d,
+                    ],
+                    rows(v, stage, b, d),
+                )
 
     @T.prim_func
     def leank_attention(
-        query: T.Tensor((batch, heads, d), dtype),
-        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
-        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
-        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
-        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        query: T.Tensor((batch, heads, width, d), dtype),
+        kept_keys: pools[0],
+        values: pools[1],
+        window_keys: pools[2],
+        window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
         table: T.Tensor((table_rows, 8), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        pruned_lengths: T.Tensor((batch,), "int32"),
+        page_table: T.Tensor((batch, entries), "int32"),
+        window_table: T.Tensor((batch, window_entries), "int32"),
+        seen: T.Tensor((batch, width), "int32"),
+        pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
-        output: T.Tensor((batch, heads, d), dtype),
+        output: T.Tensor((batch, heads, width, d), dtype),
+        first: T.int32,
+        columns: T.int32,
         sink_size: T.int32,
-        ring_size: T.int32,
         scale: T.float32,
+        early: T.int32,
     ):
         with T.Kernel(programs, **threads) as program:
             q = [shared((n, e), dtype) for _ in chunks]
             k = [shared((*ring, TILE, e), dtype) for _ in chunks]
             v = shared((*ring, TILE, dv), dtype)
             weights = shared((n, TILE), dtype)
+            limits = shared((2, n), "int32")
             scores = fragment((TILE, n), "float32")
             total = fragment((TILE, n), "float32")
             out = fragment((dv, n), "float32")
@@ -320,6 +407,8 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             sums = fragment((n,), "float32")
             seg = T.alloc_local((SEG_SIZE,), "int32")
             tile = T.alloc_local((TILE_SIZE,), "int32")
+            pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            masks = T.alloc_local((2,), "int32")
             span = T.alloc_local((2,), "int32")
             segments = T.alloc_local((2,), "int32")
             begin = T.alloc_local((1,), "int32")
@@ -327,56 +416,57 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             stage = T.alloc_var("int32")
             num_heads = table_rows - 1
             stretch_bounds(span, program, programs, num_heads, table, plan, batch)
-            find_segments(segments, span, begin, batch, num_heads, table, plan)
+            find_segments(segments, span, begin, batch, num_heads, table, plan, cpu)
             if dv > d:
                 T.fill(v, 0)
             for s in T.serial(segments[1]):
-                locate_segment(
-                    seg, segments[0] + s, span, begin, num_heads, sink_size, ring_size,
-                    table, lengths, pruned_lengths, plan,
-                )  # fmt: skip
-                load_query(parallel, chunks, q, seg, chunk, query, index, table, num_heads, g)
+                locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
+                find_limits(parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
+                load_query(parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g)
                 T.fill(out, 0)
                 T.fill(total, 0)
                 T.fill(top, NEG)
                 for r in ahead:
                     if seg[FIRST] + r < seg[STOP]:
                         load_tile(
-                            tile, seg, seg[FIRST] + r, sink_size, r, k, v,
-                            kept_keys, values, window_keys, window_values,
+                            tile, pages, seg, seg[FIRST] + r, sink_size, r, k, v,
+                            kept_keys, values, window_keys, window_values, page_table, window_table,
                         )  # fmt: skip
-                    else:
-                        for _ in [*chunks, 0]:
-                            commit()
+                    commit()
                 for t in T.serial(seg[STOP] - seg[FIRST]):
                     if seg[FIRST] + t + stages - 1 < seg[STOP]:
                         load_tile(
-                            tile, seg, seg[FIRST] + t + stages - 1, sink_size,
+                            tile, pages, seg, seg[FIRST] + t + stages - 1, sink_size,
                             (t + stages - 1) % stages, k, v,
-                            kept_keys, values, window_keys, window_values,
+                            kept_keys, values, window_keys, window_values, page_table, window_table,
                         )  # fmt: skip
-                    else:
-                        for _ in [*chunks, 0]:
-                            commit()
+                    commit()
                     stage = t % stages
                     locate_tile(tile, seg, seg[FIRST] + t, sink_size)
                     if not cpu:
-                        T.ptx_wait_group((stages - 1) * (len(chunks) + 1))
+                        T.ptx_wait_group(stages - 1)
                         T.sync_threads()
                     T.clear(scores)
+                    T.fill(masks, 0)
+                    if tile[WHOLE] != 0:
+                        find_masks(masks, tile, seg, limits, sink_size)
+                        for c in chunks:
+                            if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
+                                T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
+                        if masks[0] != 0:
+                            drop_pruned(parallel, scores, tile, limits, sink_size)
                     for c in chunks:
-                        if c < tile[CHUNKS]:
+                        if c < seg[NUM_KEPT]:
                             T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
-                    if tile[VALID] < TILE:  # a weight of 0 times NaN would be NaN
+                    if masks[1] != 0:
+                        hide_tokens(parallel, scores, tile, seg, limits, sink_size)
                         for i, j in parallel(TILE, dv):
-                            if i >= tile[VALID]:
+                            if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
                                 if cpu:
                                     v[i, j] = T.cast(0, dtype)
                                 else:
                                     v[stage, i, j] = T.cast(0, dtype)
-                    softmax_tile(
-                        parallel, scores, top, earlier_top, rescale, total, out, tile[VALID], scale, options
-                    )
+                    softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, options)
                     for i, j in parallel(TILE, n):
                         weights[j, i] = T.cast(scores[i, j], dtype)
                     if not cpu:
@@ -386,7 +476,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                         T.sync_threads()
                 store_segment(
                     parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
-                    parts, lse, output, g, options,
+                    parts, lse, output, first, columns, g, options,
                 )  # fmt: skip
 
     return leank_attention

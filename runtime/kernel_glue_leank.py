@@ -1,7 +1,7 @@
 """What a decode step does around attention and between its matrix products, in TileLang.
 
-    leank_append        K and V of the new token to store and window: one block a head of a row
-    leank_rope_append   the same, and before it queries and keys rotated: one block a head of a row
+    leank_append        K and V of new tokens to the pages of their rows: one block a head of a token
+    leank_rope_append   for one token a row the same, and before it queries and keys rotated
     leank_add_norm      hidden + delta, and its RMSNorm: one block a row
     leank_silu_mul      silu(gate) * up
     leank_linear        a matrix product for one token: one block a row of the weight
@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_leank import WARPGROUP, KernelShape
+from .kernel_leank import WARPGROUP, KernelShape, pool_types
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
@@ -66,76 +66,87 @@ def find_lanes(
 @T.macro
 def store_token(
     parallel: Any, place: Any, lanes: Any, row: Any, token: Any, keys: Any, key_row: Any, key_head: Any,
-    new_value: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any, sink_size: Any,
-    ring_size: Any,
+    key_column: Any, new_value: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
+    page_table: Any, window_table: Any,
 ) -> None:  # fmt: skip
-    """Add a head's new token to one row: kept channels to the store, the rest to the window.
+    """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
-    It is the flush too: kept channels lie in the store from the start, so pruning moves nothing.
+    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing.
     """
+    page = T.alloc_var("int32", init=0)
     slot = T.alloc_var("int32")
-    slot = T.if_then_else(token < sink_size, token, sink_size + (token - sink_size) % ring_size)
+    window_page = T.alloc_var("int32", init=0)
+    window_slot = T.alloc_var("int32")
+    slot = T.truncmod(token, kept_keys.shape[2])
+    window_slot = T.truncmod(token, window_keys.shape[2])
+    if place[NUM_KEPT] > 0:
+        page = page_table[row, T.truncdiv(token, kept_keys.shape[2])]
+    if place[NUM_DROPPED] > 0:
+        window_page = window_table[row, T.truncdiv(token, window_keys.shape[2])]
     for c, j in parallel(lanes.shape[0], lanes.shape[1]):
         if c < place[NUM_KEPT] + place[NUM_DROPPED]:
             channel = T.if_then_else(
                 lanes[c, j] >= 0,
-                keys[key_row, key_head, T.max(lanes[c, j], 0) % keys.shape[2]],
+                keys[key_row, key_head, key_column, T.max(lanes[c, j], 0) % keys.shape[3]],
                 T.cast(0, keys.dtype),
             )
             if c < place[NUM_KEPT]:
-                kept_keys[row, place[KEPT] + c, token, j] = channel
+                kept_keys[page, place[KEPT] + c, slot, j] = channel
             else:
-                window_keys[row, place[DROPPED] + c - place[NUM_KEPT], slot, j] = channel
+                window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = channel
     if place[NUM_KEPT] > 0:
         for j in parallel(new_value.shape[0]):
-            values[row, place[VALUE_ROW], token, j] = new_value[j]
+            values[page, place[VALUE_ROW], slot, j] = new_value[j]
     else:
         for j in parallel(new_value.shape[0]):
-            window_values[row, place[WINDOW_ROW], slot, j] = new_value[j]
+            window_values[window_page, place[WINDOW_ROW], window_slot, j] = new_value[j]
 
 
 def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
-    """Return the kernel that adds one token per row to store and window; `overlap`: attention follows it."""
+    """Return the kernel that adds new tokens to their rows' pages; `overlap`: attention follows it."""
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
-    batch, heads, kept, dropped = T.dynamic("batch, heads, kept, dropped")
-    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
-    # Tensors of no rows arrive as placeholders, so K and V need not agree in length.
-    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
-    table_rows, flags = T.dynamic("table_rows, flags")
+    batch, heads, width = T.dynamic("batch, heads, width")
+    layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
+    pools = pool_types(shape, cpu)
+    table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
 
     @T.prim_func
     def leank_append(
-        keys: T.Tensor((batch, heads, d), dtype),
-        new_values: T.Tensor((batch, heads, d), dtype),
-        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
-        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
-        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
-        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        keys: T.Tensor((batch, heads, width, d), dtype),
+        new_values: T.Tensor((batch, heads, width, d), dtype),
+        kept_keys: pools[0],
+        values: pools[1],
+        window_keys: pools[2],
+        window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
         table: T.Tensor((table_rows, 8), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        valid: T.Tensor((flags,), "uint8"),
-        sink_size: T.int32,
-        ring_size: T.int32,
+        page_table: T.Tensor((batch, entries), "int32"),
+        window_table: T.Tensor((batch, window_entries), "int32"),
+        seen: T.Tensor((batch, width), "int32"),
+        valid: T.Tensor((flags, flag_columns), "uint8"),
     ):
-        with T.Kernel(heads, batch, **threads) as (head, row):
+        with T.Kernel(heads, width, batch, **threads) as (head, column, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
             token = T.alloc_var("int32")
+            is_real = T.alloc_var("int32")
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
-            token = lengths[row] - 1
+            token = seen[row, column] - 1
+            is_real = T.cast(
+                valid[T.if_then_else(flags > 1, row, 0), T.if_then_else(flag_columns > 1, column, 0)], "int32"
+            )
             for j in parallel(d):
-                new_value[j] = new_values[row, head, j]
+                new_value[j] = new_values[row, head, column, j]
             find_lanes(parallel, place, lanes, head, row, heads, index, table)
-            if (valid[T.if_then_else(flags > 1, row, 0)] != 0) & (token >= 0):
+            if (is_real != 0) & (token >= 0):
                 store_token(
-                    parallel, place, lanes, row, token, keys, row, head, new_value, kept_keys, values,
-                    window_keys, window_values, sink_size, ring_size,
+                    parallel, place, lanes, row, token, keys, row, head, column, new_value, kept_keys, values,
+                    window_keys, window_values, page_table, window_table,
                 )  # fmt: skip
 
     return leank_append
@@ -151,10 +162,9 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     batch, projected_heads, query_heads, positions = T.dynamic(
         "batch, projected_heads, query_heads, positions"
     )
-    kept, dropped = T.dynamic("kept, dropped")
-    value_rows, window_rows, layouts, all_chunks = T.dynamic("value_rows, window_rows, layouts, all_chunks")
-    capacity, value_capacity, slots, value_slots = T.dynamic("capacity, value_capacity, slots, value_slots")
-    table_rows, flags = T.dynamic("table_rows, flags")
+    layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
+    pools = pool_types(shape, cpu)
+    table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
@@ -167,16 +177,16 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         query_weight: T.Tensor((d,), dtype),
         key_weight: T.Tensor((d,), dtype),
         query: T.Tensor((batch, query_heads, d), dtype),
-        kept_keys: T.Tensor((batch, kept, capacity, e), dtype),
-        values: T.Tensor((batch, value_rows, value_capacity, d), dtype),
-        window_keys: T.Tensor((batch, dropped, slots, e), dtype),
-        window_values: T.Tensor((batch, window_rows, value_slots, d), dtype),
+        kept_keys: pools[0],
+        values: pools[1],
+        window_keys: pools[2],
+        window_values: pools[3],
         index: T.Tensor((layouts, all_chunks, e), "int32"),
         table: T.Tensor((table_rows, 8), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        valid: T.Tensor((flags,), "uint8"),
-        sink_size: T.int32,
-        ring_size: T.int32,
+        page_table: T.Tensor((batch, entries), "int32"),
+        window_table: T.Tensor((batch, window_entries), "int32"),
+        seen: T.Tensor((batch, 1), "int32"),
+        valid: T.Tensor((flags, flag_columns), "uint8"),
         has_norm: T.int32,
         eps: T.float32,
     ):
@@ -190,7 +200,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             along = fragment((d,), "float32")
             across = fragment((d,), "float32")
             rotated = fragment((d,), dtype)
-            key = shared((1, 1, d), dtype)
+            key = shared((1, 1, 1, d), dtype)
             token = T.alloc_var("int32")
             is_real = T.alloc_var("int32")
             # Loads first, so that none waits for another; a query head makes no use of some of them.
@@ -200,8 +210,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
-            token = lengths[row] - 1
-            is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0)], "int32")
+            token = seen[row, 0] - 1
+            is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0), 0], "int32")
             for j in parallel(d):
                 states[j] = projected[row, head, j]
                 new_value[j] = projected[row, head + table_rows - 1, j]
@@ -232,10 +242,10 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             else:
                 if (is_real != 0) & (token >= 0):
                     for j in parallel(d):
-                        key[0, 0, j] = rotated[j]
+                        key[0, 0, 0, j] = rotated[j]
                     store_token(
-                        parallel, place, lanes, row, token, key, 0, 0, new_value, kept_keys, values,
-                        window_keys, window_values, sink_size, ring_size,
+                        parallel, place, lanes, row, token, key, 0, 0, 0, new_value, kept_keys, values,
+                        window_keys, window_values, page_table, window_table,
                     )  # fmt: skip
 
     return leank_rope_append

@@ -1,27 +1,29 @@
 """Building blocks of the decode kernels, in TileLang: tiles and who takes them, softmax, merge.
 
-**Tiles.** The work of an attention launch is one line: row after row, in a row head after head, in a head
-tile after tile of 64 tokens, first those of pruned tokens, then those of whole ones. A tile is as long as the
-bytes of K and V that it reads, and every program instance takes an equal stretch of the line: a head of width
-96 is shared by more instances than one of width 32, and one row of 128K tokens fills the chip as well as 64
-rows do. A tile belongs to the stretch that its first unit lies in. The host knows nothing of this: lengths,
-widths and positions are data on the device.
+**Tiles.** A tile is 64 tokens of one head of one row, at positions 64 t … 64 t + 63. The work of an attention
+launch is one line: row after row, in a row head after head, in a head tile after tile, first those of pruned
+tokens, then all others. A tile is as long as the bytes of K and V that it reads, and every program instance
+takes an equal stretch of the line: a head of width 96 is shared by more instances than one of width 32, and
+one row of 128K tokens fills the chip as well as 64 rows do. A tile belongs to the stretch that its first
+unit lies in. The host knows nothing of this: lengths, widths and positions are data on the device.
 
-    the line:     row 0 [head 0 ······][head 1 ············] row 1 [head 0 ··][head 1 ····] …
-    instances:    |-------- 0 --------|-------- 1 --------|-------- 2 --------| …
-    a head:       [pruned]…[pruned]  [sink]…[sink]  [recent]…  to the ring's end  [recent]…  from its start
+    the line:     row 0 [head 0 ......][head 1 ............] row 1 [head 0 ..][head 1 ....] ...
+    instances:    |-------- 0 --------|-------- 1 --------|-------- 2 --------| ...
+    a head:       [pruned]...[pruned]  [sink]...[sink and pruned]  [pruned and recent]...[recent]
 
-Pruned tiles cost `table[head, COST]`, whole ones `table[num_heads, COST]`, as they read all channels. Whole
-tokens come in three runs, so that the dropped channels of a tile lie in one piece of the ring. A head that
-several instances share leaves one part each, with its log-sum-exp; `leank_merge` joins them.
+Pruned tiles lie wholly among tokens that every column sees pruned; they cost `table[head, COST]`. All
+others are whole tiles, cost `table[num_heads, COST]` and read dropped channels too, whose scores count where
+a column sees a token whole. A head that several instances share leaves one part each, with its log-sum-exp;
+`leank_merge` joins them.
 
-**Products.** Operands are swapped: tokens are the M of the matrix products and the at most 16 queries of a KV
-head their N, so nothing is padded to 64 queries and a tile's scores take four registers of a thread.
+**Products.** Operands are swapped: tokens are the M of the matrix products and the queries of a KV head,
+those of all columns of the launch, their N, so nothing is padded to 64 queries and a tile's scores take four
+registers of a thread for each eight of them. Query number q is of group q % G and column q // G.
 
-What is compiled depends on `KernelShape` alone; batch, lengths, widths, capacity and the number of instances
-are data or dynamic. The macros fill two small arrays, `seg` (one head of one row) and `tile`; the numbers
-below name their places. They are variables, not expressions, on purpose: TileLang's simplifier takes minutes
-over inlined arithmetic. The attention bodies are in kernel_attention_leank.
+What is compiled depends on `KernelShape` alone; batch, columns, lengths, widths, pages and the number of
+instances are data or dynamic. The macros fill two small arrays, `seg` (one head of one row) and `tile`; the
+numbers below name their places. They are variables, not expressions, on purpose: TileLang's simplifier takes
+minutes over inlined arithmetic. The attention bodies are in kernel_attention_leank.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
@@ -39,14 +41,21 @@ WARPGROUP = 128
 FULL_ROW = T.GemmWarpPolicy.FullRow  # every warp takes 16 of the 64 tokens, or 16 channels of V
 _PARTS = 16  # parts that the merge loads before it uses the first
 
-# Places in `seg`.
+# Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of.
 (ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW,
- BEGIN, END, PRUNED, SINK, RING_START, RUN, LAST_RUN, SINK_TILES, RUN_TILES) = range(20)  # fmt: skip
-SEG_SIZE = 20
+ BEGIN, END, LENGTH, HIDDEN_TILES) = range(15)  # fmt: skip
+SEG_SIZE = 15
 
-# Places in `tile`: first token, first window slot, real tokens, chunks to read.
-TOKEN, SLOT, VALID, CHUNKS = range(4)
-TILE_SIZE = 4
+# Places in `tile`: first token, chunks to read, whether it is a whole tile.
+TOKEN, CHUNKS, WHOLE = range(3)
+TILE_SIZE = 3
+
+# Rows of `limits`: tokens that a query sees, and the first one of its recent tokens.
+SEEN, RECENT = range(2)
+
+# Places in `pages`, for every load of a tile: a page and a place in it, in either pool.
+PAGE, PLACE, WINDOW_PAGE, WINDOW_PLACE = range(4)
+PAGE_SIZE = 4
 
 # Columns of the head table, `ChunkLayout.head_table`; its last row holds totals.
 COST, EARLIER = 6, 7
@@ -63,6 +72,8 @@ class KernelShape:
         max_chunks: Most chunks of one head, kept and dropped together.
         dtype: Of queries and cache, as TileLang spells it.
         num_stages: Tiles in flight.
+        num_queries: Columns of the matrix products, N: queries of a KV head that a launch takes.
+        load_tokens: Tokens that one load takes: a divisor of a tile and of both pools' pages.
     """
 
     head_dim: int
@@ -71,16 +82,29 @@ class KernelShape:
     max_chunks: int
     dtype: str
     num_stages: int
-
-    @property
-    def num_queries(self) -> int:
-        """Columns of the matrix products: query heads of one KV head, padded to 8 or 16."""
-        return 8 if self.num_groups <= 8 else 16
+    num_queries: int
+    load_tokens: int = TILE
 
     @property
     def value_size(self) -> int:
         """Channels of V in shared memory: rows of the second product come in 64."""
         return -(-self.head_dim // 64) * 64
+
+
+def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
+    """Return what the four pools of `StoreTensors` are to a kernel.
+
+    Pools without rows arrive as placeholders, so no two need agree in pages and their sizes. Pages may be
+    strided, but TileLang's CPU target knows no strides.
+    """
+    types = []
+    for place, lanes in enumerate((shape.chunk_size, shape.head_dim) * 2):
+        pages, rows, page_size, stride = T.dynamic(
+            f"pages_{place}, rows_{place}, page_size_{place}, stride_{place}"
+        )
+        size, strides = (pages, rows, page_size, lanes), (stride, page_size * lanes, lanes, 1)
+        types.append(T.Tensor(size, shape.dtype) if cpu else T.StridedTensor(size, strides, shape.dtype))
+    return types
 
 
 @T.macro
@@ -109,31 +133,49 @@ def head_begin(begin: Any, row: Any, head: Any, num_heads: Any, table: Any, plan
 
 @T.macro
 def find_segments(
-    segments: Any, span: Any, begin: Any, rows: Any, num_heads: Any, table: Any, plan: Any
+    segments: Any, span: Any, begin: Any, rows: Any, num_heads: Any, table: Any, plan: Any, cpu: bool
 ) -> None:
-    """Set `segments` to the first (row, head) pair of a stretch and the number of pairs it touches."""
-    first_row = T.alloc_var("int32", init=-1)
-    last_row = T.alloc_var("int32", init=-1)
-    first_head = T.alloc_var("int32", init=-1)
-    last_head = T.alloc_var("int32", init=-1)
-    for row in T.serial(rows):
-        head_begin(begin, row, 0, num_heads, table, plan)
-        first_row += T.cast(begin[0] <= span[0], "int32")
-        last_row += T.cast(begin[0] < span[1], "int32")
-    last_row = T.max(last_row, 0)
-    for head in T.serial(num_heads):
-        head_begin(begin, first_row, head, num_heads, table, plan)
-        first_head += T.cast(begin[0] <= span[0], "int32")
-        head_begin(begin, last_row, head, num_heads, table, plan)
-        last_head += T.cast(begin[0] < span[1], "int32")
-    segments[0] = first_row * num_heads + first_head
-    segments[1] = T.if_then_else(span[0] < span[1], last_row * num_heads + last_head - segments[0] + 1, 0)
+    """Set `segments` to the first (row, head) pair of a stretch and the number of pairs it touches.
+
+    The lanes of a warp look at a row or a head each: pairs before the stretch's first unit are counted in
+    the lower half of a number, those before its end in the upper.
+    """
+    lanes = 1 if cpu else 32
+    lane = T.alloc_var("int32", init=0)
+    place = T.alloc_var("int32")
+    first_row = T.alloc_var("int32")
+    last_row = T.alloc_var("int32")
+    count = T.alloc_var("int32", init=0)
+    if not cpu:
+        lane = T.get_thread_binding() % lanes
+    for i in T.serial((rows + lanes - 1) // lanes):
+        place = i * lanes + lane
+        if place < rows:
+            head_begin(begin, place, 0, num_heads, table, plan)
+            count += T.cast(begin[0] <= span[0], "int32") + T.cast(begin[0] < span[1], "int32") * 65536
+    if not cpu:
+        count = T.warp_reduce_sum(count)
+    first_row = count % 65536 - 1
+    last_row = T.max(count // 65536 - 1, 0)
+    count = 0
+    for i in T.serial((num_heads + lanes - 1) // lanes):
+        place = i * lanes + lane
+        if place < num_heads:
+            head_begin(begin, first_row, place, num_heads, table, plan)
+            count += T.cast(begin[0] <= span[0], "int32")
+            head_begin(begin, last_row, place, num_heads, table, plan)
+            count += T.cast(begin[0] < span[1], "int32") * 65536
+    if not cpu:
+        count = T.warp_reduce_sum(count)
+    segments[0] = first_row * num_heads + count % 65536 - 1
+    segments[1] = T.if_then_else(
+        span[0] < span[1], last_row * num_heads + count // 65536 - 1 - segments[0] + 1, 0
+    )
 
 
 @T.macro
 def locate_segment(
-    seg: Any, pair: Any, span: Any, begin: Any, num_heads: Any, sink_size: Any, ring_size: Any,
-    table: Any, lengths: Any, pruned_lengths: Any, plan: Any,
+    seg: Any, pair: Any, span: Any, begin: Any, num_heads: Any, table: Any, seen: Any, plan: Any
 ) -> None:  # fmt: skip
     """Fill `seg` for one head of one row, as far as it lies in the stretch `span`."""
     cost = T.alloc_var("int32")
@@ -151,7 +193,9 @@ def locate_segment(
     seg[WINDOW_ROW] = table[seg[HEAD], 5]
     head_begin(begin, seg[ROW], seg[HEAD], num_heads, table, plan)
     seg[BEGIN] = begin[0]
-    seg[PRUNED_TILES] = T.if_then_else(seg[NUM_KEPT] > 0, plan[seg[ROW] + 1, 0] - plan[seg[ROW], 0], 0)
+    seg[HIDDEN_TILES] = plan[seg[ROW] + 1, 0] - plan[seg[ROW], 0]
+    seg[PRUNED_TILES] = T.if_then_else(seg[NUM_KEPT] > 0, seg[HIDDEN_TILES], 0)
+    seg[LENGTH] = seen[seg[ROW], seen.shape[1] - 1]
     cost = T.max(table[seg[HEAD], COST], 1)
     whole_cost = table[num_heads, COST]
     pruned_cost = seg[PRUNED_TILES] * cost
@@ -168,14 +212,6 @@ def locate_segment(
         (high + cost - 1) // cost,
         seg[PRUNED_TILES] + (high - pruned_cost + whole_cost - 1) // whole_cost,
     )
-    seg[PRUNED] = pruned_lengths[seg[ROW]]
-    seg[SINK] = T.min(lengths[seg[ROW]], sink_size)
-    seg[RING_START] = seg[PRUNED] % ring_size
-    seg[LAST_RUN] = T.max(lengths[seg[ROW]] - sink_size - seg[PRUNED], 0)
-    seg[RUN] = T.min(seg[LAST_RUN], ring_size - seg[RING_START])
-    seg[LAST_RUN] = seg[LAST_RUN] - seg[RUN]
-    seg[SINK_TILES] = (seg[SINK] + TILE - 1) // TILE
-    seg[RUN_TILES] = (seg[RUN] + TILE - 1) // TILE
 
 
 @T.macro
@@ -184,33 +220,103 @@ def locate_tile(tile: Any, seg: Any, index: Any, sink_size: Any) -> None:
     whole = T.alloc_var("int32")
     whole = index - seg[PRUNED_TILES]
     if whole < 0:
-        tile[TOKEN] = sink_size + index * TILE
-        tile[SLOT] = 0
-        tile[VALID] = seg[PRUNED] - index * TILE
+        tile[WHOLE] = 0
         tile[CHUNKS] = seg[NUM_KEPT]
+        tile[TOKEN] = ((sink_size + TILE - 1) // TILE + index) * TILE
     else:
+        tile[WHOLE] = 1
         tile[CHUNKS] = seg[NUM_KEPT] + seg[NUM_DROPPED]
-        if whole < seg[SINK_TILES]:
-            tile[TOKEN] = whole * TILE
-            tile[SLOT] = whole * TILE
-            tile[VALID] = seg[SINK] - whole * TILE
-        else:
-            whole = whole - seg[SINK_TILES]
-            if whole < seg[RUN_TILES]:
-                tile[TOKEN] = sink_size + seg[PRUNED] + whole * TILE
-                tile[SLOT] = sink_size + seg[RING_START] + whole * TILE
-                tile[VALID] = seg[RUN] - whole * TILE
-            else:
-                whole = whole - seg[RUN_TILES]
-                tile[TOKEN] = sink_size + seg[PRUNED] + seg[RUN] + whole * TILE
-                tile[SLOT] = sink_size + whole * TILE
-                tile[VALID] = seg[LAST_RUN] - whole * TILE
+        tile[TOKEN] = (
+            whole + T.if_then_else(whole < (sink_size + TILE - 1) // TILE, 0, seg[HIDDEN_TILES])
+        ) * TILE
+
+
+@T.macro
+def find_pages(
+    pages: Any, tile: Any, seg: Any, page_table: Any, window_table: Any, kept_keys: Any, window_keys: Any,
+    load_tokens: int,
+) -> None:  # fmt: skip
+    """Fill `pages` for the loads of a tile, as far as it makes them.
+
+    Loads behind a row's end fetch its last tokens again. Where no token is whole the window table may say
+    anything: what is fetched then counts nowhere.
+    """
+    token = T.alloc_var("int32")
+    for load in range(TILE // load_tokens):
+        token = tile[TOKEN] + load * load_tokens
+        if load_tokens < TILE:
+            token = T.min(token, (seg[LENGTH] - 1) // load_tokens * load_tokens)
+        if seg[NUM_KEPT] > 0:
+            pages[load, PAGE] = page_table[seg[ROW], T.truncdiv(token, kept_keys.shape[2])]
+            pages[load, PLACE] = T.truncmod(token, kept_keys.shape[2])
+        if tile[CHUNKS] > seg[NUM_KEPT]:
+            pages[load, WINDOW_PAGE] = T.max(
+                T.min(
+                    window_table[seg[ROW], T.truncdiv(token, window_keys.shape[2])], window_keys.shape[0] - 1
+                ),
+                0,
+            )
+            pages[load, WINDOW_PLACE] = T.truncmod(token, window_keys.shape[2])
+
+
+@T.macro
+def find_limits(
+    parallel: Any, limits: Any, seg: Any, seen: Any, pruned: Any, first: Any, columns: Any, sink_size: Any,
+    num_groups: int,
+) -> None:  # fmt: skip
+    """Fill `limits` for the queries of a segment; queries of padding see what the last column does."""
+    for j in parallel(limits.shape[1]):
+        limits[SEEN, j] = seen[seg[ROW], first + T.min(j // num_groups, columns - 1)]
+        limits[RECENT, j] = sink_size + pruned[seg[ROW], first + T.min(j // num_groups, columns - 1)]
+
+
+@T.macro
+def find_masks(masks: Any, tile: Any, seg: Any, limits: Any, sink_size: Any) -> None:
+    """Set `masks` for a whole tile: whether tokens of it are not whole, and whether some are not visible."""
+    masks[0] = T.cast(
+        (tile[TOKEN] < limits[RECENT, limits.shape[1] - 1]) & (tile[TOKEN] + TILE > sink_size), "int32"
+    )
+    masks[1] = T.cast((tile[TOKEN] + TILE > limits[SEEN, 0]), "int32") | (
+        masks[0] & T.cast(seg[NUM_KEPT] == 0, "int32")
+    )
+
+
+def _is_whole(token: Any, recent: Any, sink_size: Any) -> Any:
+    return (token < sink_size) | (token >= recent)
+
+
+@T.macro
+def drop_pruned(parallel: Any, scores: Any, tile: Any, limits: Any, sink_size: Any) -> None:
+    """Keep dropped channels' scores where a query sees the token whole; others may be anything."""
+    for i, j in parallel(scores.shape[0], scores.shape[1]):
+        scores[i, j] = T.if_then_else(
+            _is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size), scores[i, j], 0.0
+        )
+
+
+@T.macro
+def hide_tokens(parallel: Any, scores: Any, tile: Any, seg: Any, limits: Any, sink_size: Any) -> None:
+    """Hide what a query does not see: tokens behind its own, in a head of width 0 pruned ones too."""
+    for i, j in parallel(scores.shape[0], scores.shape[1]):
+        scores[i, j] = T.if_then_else(
+            (tile[TOKEN] + i < limits[SEEN, j])
+            & ((seg[NUM_KEPT] > 0) | _is_whole(tile[TOKEN] + i, limits[RECENT, j], sink_size)),
+            scores[i, j],
+            NEG,
+        )
+
+
+def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any) -> Any:
+    """Return whether no query sees a token: a weight of 0 times NaN would be NaN."""
+    return (token >= seg[LENGTH]) | (
+        (seg[NUM_KEPT] == 0) & (token >= sink_size) & (token < limits[RECENT, 0])
+    )
 
 
 @T.macro
 def softmax_tile(
     parallel: Any, scores: Any, top: Any, earlier_top: Any, rescale: Any, total: Any, out: Any,
-    valid: Any, scale: Any, reduce_options: Any,
+    scale: Any, reduce_options: Any,
 ) -> None:  # fmt: skip
     """Turn a tile's scores into weights under the running maximum, and rescale what came before.
 
@@ -222,12 +328,11 @@ def softmax_tile(
         rescale: Factor on what came before `[N]`.
         total: Sums of weights `[TILE, N]`, one per token place: added up at the end, not per tile.
         out: Weighted values `[D, N]`.
-        valid: Real tokens of the tile.
         scale: Factor on the scores, times log2 e.
         reduce_options: Keyword arguments of the maximum.
     """
     for i, j in parallel(scores.shape[0], scores.shape[1]):
-        scores[i, j] = T.if_then_else(i < valid, scores[i, j] * scale, NEG)
+        scores[i, j] = scores[i, j] * scale
     T.copy(top, earlier_top)
     T.reduce_max(scores, top, dim=0, clear=False, **reduce_options)
     for j in parallel(scores.shape[1]):
@@ -243,9 +348,9 @@ def softmax_tile(
 @T.macro
 def load_query(
     parallel: Any, chunks: Any, shared: Any, seg: Any, chunk: Any, query: Any, index: Any, table: Any,
-    num_heads: Any, num_groups: Any,
+    num_heads: Any, first: Any, columns: Any, num_groups: int,
 ) -> None:  # fmt: skip
-    """Gather the channels of a segment's queries into `shared`, chunk by chunk; zeros pad lanes and heads."""
+    """Gather the channels of a segment's queries into `shared`, chunk by chunk; zeros pad both."""
     for c in chunks:
         chunk[0] = T.if_then_else(
             c < seg[NUM_KEPT], seg[KEPT] + c, table[num_heads, 0] + seg[DROPPED] + c - seg[NUM_KEPT]
@@ -254,11 +359,12 @@ def load_query(
         for i, j in parallel(shared[c].shape[0], shared[c].shape[1]):
             lane = index[T.if_then_else(index.shape[0] > 1, seg[ROW], 0), chunk[0], j]
             shared[c][i, j] = T.if_then_else(
-                (i < num_groups) & (lane >= 0),
+                (i < columns * num_groups) & (lane >= 0),
                 query[
                     seg[ROW],
-                    seg[HEAD] * num_groups + T.min(i, num_groups - 1),
-                    T.max(lane, 0) % query.shape[2],
+                    seg[HEAD] * num_groups + i % num_groups,
+                    first + T.min(i // num_groups, columns - 1),
+                    T.max(lane, 0) % query.shape[3],
                 ],
                 T.cast(0, query.dtype),
             )
@@ -267,7 +373,7 @@ def load_query(
 @T.macro
 def store_segment(
     parallel: Any, seg: Any, span: Any, program: Any, part: Any, out: Any, total: Any, top: Any, sums: Any,
-    parts: Any, lse: Any, output: Any, num_groups: Any, reduce_options: Any,
+    parts: Any, lse: Any, output: Any, first: Any, columns: Any, num_groups: int, reduce_options: Any,
 ) -> None:  # fmt: skip
     """Write a segment's result: to the output if this instance saw all of the head, else as a part."""
     T.reduce_sum(total, sums, dim=0, **reduce_options)
@@ -277,11 +383,16 @@ def store_segment(
         out[i, j] = out[i, j] / sums[j]
     if (seg[BEGIN] >= span[0]) & (seg[END] <= span[1]):
         for i, j in parallel(out.shape[0], out.shape[1]):
-            if (j < num_groups) & (i < output.shape[2]):
-                output[seg[ROW], seg[HEAD] * num_groups + j, i] = T.cast(out[i, j], output.dtype)
+            if (j < columns * num_groups) & (i < output.shape[3]):
+                output[
+                    seg[ROW],
+                    seg[HEAD] * num_groups + j % num_groups,
+                    first + j // num_groups,
+                    i,
+                ] = T.cast(out[i, j], output.dtype)
     else:
         for i, j in parallel(out.shape[0], out.shape[1]):
-            if i < output.shape[2]:
+            if i < output.shape[3]:
                 parts[program, part, j, i] = out[i, j]
         for j in parallel(sums.shape[0]):
             lse[program, part, j] = T.log2(sums[j]) + top[j]
@@ -293,7 +404,8 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     With `overlap` it is launched while attention still runs, which GPUs before Hopper cannot.
     """
     d, n, g, dtype = shape.head_dim, shape.num_queries, shape.num_groups, shape.dtype
-    batch, heads, table_rows, plan_rows, programs = T.dynamic("batch, heads, table_rows, plan_rows, programs")
+    batch, heads, width = T.dynamic("batch, heads, width")
+    table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": min(d, WARPGROUP)}
@@ -304,9 +416,11 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         plan: T.Tensor((plan_rows, 2), "int32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
-        output: T.Tensor((batch, heads, d), dtype),
+        output: T.Tensor((batch, heads, width, d), dtype),
+        first_column: T.int32,
+        columns: T.int32,
     ):
-        with T.Kernel(heads, batch, **threads) as (query_head, row):
+        with T.Kernel(heads, columns, batch, **threads) as (query_head, column, row):
             part = fragment((_PARTS, d), "float32")
             total = fragment((d,), "float32")
             part_lse = T.alloc_local((_PARTS,), "float32")
@@ -347,7 +461,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                             part_lse[p] = lse[
                                 program,
                                 T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
-                                query_head % g,
+                                column * g + query_head % g,
                             ]
                             if first + i * _PARTS + p > last:
                                 part_lse[p] = NEG
@@ -357,7 +471,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                                     T.if_then_else(
                                         (program == first) & (program * per_program < begin[0]), 1, 0
                                     ),
-                                    query_head % g,
+                                    column * g + query_head % g,
                                     j,
                                 ]
                         for p in T.unroll(_PARTS):
@@ -372,9 +486,11 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                             for j in parallel(d):
                                 total[j] = total[j] + weight * part[p, j]
                     for j in parallel(d):
-                        output[row, query_head, j] = T.cast(total[j] / sum_of_weights, dtype)
+                        output[row, query_head, first_column + column, j] = T.cast(
+                            total[j] / sum_of_weights, dtype
+                        )
             else:  # a row without tokens
                 for j in parallel(d):
-                    output[row, query_head, j] = T.cast(0, dtype)
+                    output[row, query_head, first_column + column, j] = T.cast(0, dtype)
 
     return leank_merge

@@ -1,8 +1,8 @@
 """Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
 
 A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
-every layer has two pools of the same numbers of pages, one for kept channels of all tokens and one, the window,
-for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
+every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window for
+what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
 nothing else. Here a row's pages follow one another in both pools, its run:
 
     page of a row              0  1  2  3  4  5  6  7  8

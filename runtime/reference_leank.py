@@ -6,6 +6,8 @@ tokens that the window buffer holds, and one softmax in fp32 runs over all of it
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
@@ -123,7 +125,8 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
         start, stop = bucket.kept if kept else bucket.dropped
         per_head = bucket.kept_per_head if kept else bucket.dropped_per_head
         if per_head:
-            parts.append(partial[:, start:stop].unflatten(1, (bucket.num_heads, per_head)).sum(2))
+            chunks = partial[:, start:stop].unflatten(1, (bucket.num_heads, per_head))
+            parts.append(functools.reduce(torch.add, chunks.unbind(2)))
         elif not kept:
             parts.append(partial.new_zeros(batch_size, bucket.num_heads, *partial.shape[2:]))
     if not parts:

@@ -11,8 +11,8 @@ by flush_size first. Nothing is moved, so the rule is arithmetic on n and p, for
 
 All layers of a model share one `RowState`; the first layer that sees a forward pass works out its `Step`,
 the others reuse it, so the integer work of a decode step is done once and never waits for the device. The two
-counters stay where they are and are updated in place, so that a captured decode step finds them. Of each row's
-length the host knows an upper bound, for which it gives the row pages before a step needs them.
+counters stay where they are and are updated in place, so that a captured decode step finds them. Of each
+row's length the host knows an upper bound, and gives the row pages for that before a step needs them.
 """
 
 from __future__ import annotations
