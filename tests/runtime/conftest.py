@@ -412,7 +412,7 @@ class PlainKernels:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
-    def linear(self, states, weight, bias=None):
+    def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
     def attend(self, query, store, lengths, pruned_lengths, plan, *, sink_size, num_slots, softmax_scale):

@@ -10,10 +10,11 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles  # noqa: E402
-from runtime.find_kernels_leank import disagreement, make_case, run_case  # noqa: E402
+from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_case  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
-from runtime.kernel_glue_leank import add_norm, append_tokens, linear, rope_append, silu_mul  # noqa: E402
+from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
+from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 32, 2, 8, 88
@@ -43,20 +44,22 @@ def _not_empty(tensor):
 class CpuKernels:
     """`DecodeKernels` on the CPU: the generic body, any number of program instances."""
 
-    def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, linear, num_programs):
+    def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, product, num_programs):
         self.compiled = attention, merge, append
         self._rope_append, self._add_norm, self._silu_mul = rope_append, add_norm, silu_mul
-        self._linear = linear
+        self._products, self._steps = {8: product}, STEPS
+        self._num_multiprocessors = num_programs
         self.num_programs = num_programs
         self.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
         self._all_valid = torch.ones(1, dtype=torch.uint8)
 
     plan = staticmethod(plan_tiles)
-    rope_append, add_norm, silu_mul, linear = (
+    product_rows = DecodeKernels.product_rows
+    rope_append, add_norm, silu_mul, product = (
         DecodeKernels.rope_append,
         DecodeKernels.add_norm,
         DecodeKernels.silu_mul,
-        DecodeKernels.linear,
+        DecodeKernels.product,
     )
 
     def append(self, keys, values, store, lengths, valid, sink_size, num_slots):
@@ -92,7 +95,7 @@ def compiled(tmp_path_factory):
         rope_append(SHAPE, cpu=True),
         add_norm(SHAPE, cpu=True),
         silu_mul(SHAPE, cpu=True),
-        linear(SHAPE, cpu=True),
+        product("float32", 8, cpu=True),
     )
     return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
 
@@ -216,10 +219,11 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(com
     assert not disagreement(kernels) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["_rope_append", "_add_norm", "_silu_mul", "_linear"])
+@pytest.mark.parametrize("name", ["_rope_append", "_add_norm", "_silu_mul", "_products"])
 def test_the_check_on_first_use_notices_every_kernel(name, compiled):
     kernels = CpuKernels(*compiled, 4)
-    setattr(kernels, name, lambda *args: None)
+    nothing = lambda *args: None  # noqa: E731
+    setattr(kernels, name, {8: nothing} if name == "_products" else nothing)
     assert not disagreement(kernels) < 1e-2
 
 
@@ -244,7 +248,15 @@ def test_rope_append_rotates_and_writes_the_new_token_and_nothing_else(rows, pos
     projected = torch.cat([case.query, case.keys, case.values], dim=1).view(len(rows), 1, -1)
     store = case.store.map_memory(torch.clone)
     query = CpuKernels(*compiled, 1).rope_append(
-        projected, cos, sin, (*weights, 0.1) if has_norm else None, store, case.lengths, valid, SINK, SLOTS
+        in_parts(projected),
+        cos,
+        sin,
+        (*weights, 0.1) if has_norm else None,
+        store,
+        case.lengths,
+        valid,
+        SINK,
+        SLOTS,
     )
     expected = [
         rotated(normed(states, weight, 0.1) if has_norm else states, cos[:, None], sin[:, None])
@@ -264,7 +276,7 @@ def test_add_norm(num_rows, size, compiled):
     kernels, generator = CpuKernels(*compiled, 1), torch.Generator().manual_seed(size)
     hidden, delta = torch.randn(2, num_rows, 1, size, generator=generator)
     weight, before = torch.randn(size, generator=generator), hidden.clone()
-    summed, ours = kernels.add_norm(hidden, delta, weight, 0.1)
+    summed, ours = kernels.add_norm(hidden, in_parts(delta), weight, 0.1)
     assert torch.equal(summed, hidden + delta)
     torch.testing.assert_close(ours, normed(summed.double(), weight, 0.1).float())
     same, ours = kernels.add_norm(hidden, None, weight, 0.1)
@@ -278,12 +290,28 @@ def test_silu_mul(num_rows, size, compiled):
     gate_up = torch.randn(num_rows, 1, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(CpuKernels(*compiled, 1).silu_mul(gate_up), expected.float())
+    torch.testing.assert_close(CpuKernels(*compiled, 1).silu_mul(in_parts(gate_up)), expected.float())
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 8), (5, 1032), (96, 2048), (33, 4104)])
-def test_linear(num_rows, size, compiled):
-    generator = torch.Generator().manual_seed(size)
-    states, weight = (torch.randn(shape, generator=generator) for shape in ((1, 1, size), (num_rows, size)))
-    expected = torch.nn.functional.linear(states.double(), weight.double())
-    torch.testing.assert_close(CpuKernels(*compiled, 1).linear(states, weight), expected.float())
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 8, 8), (8, 200, 1032), (5, 1000, 264), (3, 64, 4104)]
+)
+def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs, compiled):
+    generator = torch.Generator().manual_seed(inputs)
+    states, weight, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, 1, inputs), (outputs, inputs), (outputs,))
+    )
+    for added in (bias, None):
+        product = CpuKernels(*compiled, programs).product(states, weight, added)
+        expected = torch.nn.functional.linear(
+            states.double(), weight.double(), None if added is None else added.double()
+        )
+        torch.testing.assert_close(product.outputs(), expected.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_more_rows_than_a_kernel_takes_are_the_librarys(compiled):
+    states, weight = torch.randn(9, 1, 16), torch.randn(8, 16)
+    product = CpuKernels(*compiled, 1).product(states, weight)
+    assert torch.equal(product.outputs(), torch.nn.functional.linear(states, weight))
