@@ -25,7 +25,7 @@ LANES = 8
 MAX_NORMED = 16384
 """Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
 
-_OUTPUTS, _MAX_PARTS = 64, 4  # as in kernel_product_leank
+_MAX_PARTS = 4  # as in kernel_product_leank
 
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -89,11 +89,18 @@ class Product:
         parts: `[parts, B, n]`, fp32.
         steps: Steps of a block of outputs.
         stretch: Steps of a program instance.
+        block_size: Outputs of a block.
     """
 
     parts: torch.Tensor
     steps: int
     stretch: int
+    block_size: int
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What kernels are told of how it was cut."""
+        return self.steps, self.stretch, self.block_size
 
     @property
     def vectors(self) -> torch.Tensor:
@@ -102,7 +109,7 @@ class Product:
 
     def outputs(self) -> torch.Tensor:
         """Return the sum of all parts that there are `[B, 1, n]`, by torch."""
-        block = torch.arange(self.parts.shape[2], device=self.parts.device) // _OUTPUTS
+        block = torch.arange(self.parts.shape[2], device=self.parts.device) // self.block_size
         last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
         number = torch.arange(self.parts.shape[0], device=self.parts.device)
         return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)[:, None]
@@ -130,7 +137,7 @@ class DecodeKernels:
         from .kernel_attention_leank import generic_attention, hopper_attention
         from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_leank import merge_parts
-        from .kernel_product_leank import STEPS, product
+        from .kernel_product_leank import SIZES, product
 
         self.key = key
         self.generic = generic
@@ -149,8 +156,8 @@ class DecodeKernels:
         others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         # Other GPUs take the library's products.
-        self._steps = STEPS if hopper else {}
-        functions += [product(shape.dtype, tokens) for tokens in self._steps]
+        self._sizes = SIZES if hopper else {}
+        functions += [product(shape.dtype, tokens) for tokens in self._sizes]
         (
             self._attention,
             self._merge,
@@ -160,7 +167,7 @@ class DecodeKernels:
             self._silu_mul,
             *products,
         ) = _compile([attention(shape), *functions], arch, guarded=generic)
-        self._products = dict(zip(self._steps, products, strict=True))
+        self._products = dict(zip(self._sizes, products, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         self._num_queries = shape.num_queries
         with torch.inference_mode(False):
@@ -301,8 +308,7 @@ class DecodeKernels:
                 num_slots - sink_size,
                 int(norms is not None),
                 eps,
-                projected.steps,
-                projected.stretch,
+                *projected.cut,
             )
         return query
 
@@ -334,8 +340,7 @@ class DecodeKernels:
                 normed.view(vectors),
                 int(delta is not None),
                 eps,
-                delta.steps if delta else 1,
-                delta.stretch if delta else 1,
+                *(delta.cut if delta else (1, 1, 1)),
             )
         return summed, normed
 
@@ -344,9 +349,7 @@ class DecodeKernels:
         _, batch_size, num_outputs = gate_up.parts.shape
         output = gate_up.parts.new_empty(batch_size, 1, num_outputs // 2, dtype=self.key.dtype)
         with torch.cuda.device(output.device):
-            self._silu_mul(
-                gate_up.vectors, output.view(batch_size, -1, LANES), gate_up.steps, gate_up.stretch
-            )
+            self._silu_mul(gate_up.vectors, output.view(batch_size, -1, LANES), *gate_up.cut)
         return output
 
     def product(
@@ -363,9 +366,10 @@ class DecodeKernels:
         tokens = next((tokens for tokens in self._products if tokens >= batch_size), None)
         if tokens is None:
             output = torch.nn.functional.linear(states, weight, bias)
-            return Product(output.float().view(1, batch_size, num_outputs), 1, 1)
-        steps = -(-num_inputs // self._steps[tokens][0])
-        total = -(-num_outputs // _OUTPUTS) * steps
+            return Product(output.float().view(1, batch_size, num_outputs), 1, 1, num_outputs)
+        block_size, step_size, _ = self._sizes[tokens]
+        steps = -(-num_inputs // step_size)
+        total = -(-num_outputs // block_size) * steps
         stretch = max(-(-total // (2 * self._num_multiprocessors)), -(-steps // (_MAX_PARTS - 1)))
         size = (-(-(steps - 1) // stretch) + 1, batch_size, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
@@ -380,7 +384,7 @@ class DecodeKernels:
                 stretch,
                 int(bias is not None),
             )
-        return Product(parts, steps, stretch)
+        return Product(parts, steps, stretch, block_size)
 
     def _launch_append(
         self,

@@ -1,6 +1,6 @@
 """Matrix products of a decode step, in TileLang: a weight, read once, by up to 64 tokens.
 
-The work is one line, as in attention: blocks of 64 outputs one after the other, in a block steps along the
+The work is one line, as in attention: blocks of outputs one after the other, in a block steps along the
 inputs. Every program instance takes an equal stretch of it, whatever the sizes of the weight, so that all end
 together; a block that several share is left in as many parts, in fp32, and whoever takes the product adds
 them up, always in the same order (`add_parts`).
@@ -23,17 +23,17 @@ except ImportError as error:
 
 from .kernel_leank import FULL_ROW, WARPGROUP
 
-OUTPUTS = 64  # of a block: the M of one wgmma
 MAX_PARTS = 4  # of a block
 
-# By tokens of a kernel: inputs of a step, and steps in flight; two instances fit on a multiprocessor.
-STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), 64: (128, 3)}
+# By tokens of a kernel: outputs of a block, inputs of a step, and steps in flight, with which two instances fit on
+# a multiprocessor. Blocks are larger where tokens are many: every step reads the tokens' inputs as well.
+SIZES = {8: (64, 256, 3), 16: (64, 128, 5), 32: (128, 64, 5), 64: (128, 64, 4)}
 
 
 @T.macro
 def add_parts(
     parallel: Any, sums: Any, last: Any, loaded: Any, parts: Any, row: Any, first: Any, steps: Any,
-    stretch: Any,
+    stretch: Any, block_size: Any,
 ) -> None:  # fmt: skip
     """Set `sums` to vectors of a row's outputs, the sum of their parts.
 
@@ -47,10 +47,11 @@ def add_parts(
         first: The first vector.
         steps: Steps of a block.
         stretch: Steps of a program instance.
+        block_size: Outputs of a block.
     """
     num_vectors, lanes = sums.shape
     for i in parallel(num_vectors):
-        block = T.min(first + i, parts.shape[2] - 1) * lanes // OUTPUTS
+        block = T.truncdiv(T.min(first + i, parts.shape[2] - 1) * lanes, block_size)
         last[i] = T.truncdiv(block * steps + steps - 1, stretch) - T.truncdiv(block * steps, stretch)
     for part in T.unroll(MAX_PARTS):
         for i, j in parallel(num_vectors, lanes):
@@ -64,7 +65,7 @@ def add_parts(
 
 def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
     """Return the kernel of a linear module for up to `tokens` tokens: Hopper's, or plain loops for tests."""
-    size, stages = STEPS[tokens]
+    block_size, size, stages = SIZES[tokens]
     batch, outputs, inputs, most_parts = T.dynamic("batch, outputs, inputs, most_parts")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
@@ -78,16 +79,16 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
         part = T.alloc_var("int32")
         part = program - T.truncdiv(block * steps, stretch)
         if (has_bias != 0) & (part == 0):
-            for i, j in parallel(OUTPUTS, tokens):
-                sums[i, j] += T.cast(bias[T.min(block * OUTPUTS + i, bias.shape[0] - 1)], "float32")
-        for i, j in parallel(OUTPUTS, tokens):
-            if (block * OUTPUTS + i < parts.shape[2]) & (j < parts.shape[1]):
-                parts[part, j, block * OUTPUTS + i] = sums[i, j]
+            for i, j in parallel(block_size, tokens):
+                sums[i, j] += T.cast(bias[T.min(block * block_size + i, bias.shape[0] - 1)], "float32")
+        for i, j in parallel(block_size, tokens):
+            if (block * block_size + i < parts.shape[2]) & (j < parts.shape[1]):
+                parts[part, j, block * block_size + i] = sums[i, j]
 
     @T.macro
     def load_weight(weight: Any, w: Any, ready: Any, stage: Any, block: Any, step: Any) -> None:
         T.tma_copy(
-            weight[block * OUTPUTS : block * OUTPUTS + OUTPUTS, step * size : step * size + size],
+            weight[block * block_size : block * block_size + block_size, step * size : step * size + size],
             w[stage, :, :],
             barrier=ready[stage],
             eviction_policy="evict_first",  # rather than what the next kernel reads
@@ -104,9 +105,9 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
         has_bias: T.int32,
     ):
         with T.Kernel(programs, **threads) as program:
-            w = shared((*ring, OUTPUTS, size), dtype)
+            w = shared((*ring, block_size, size), dtype)
             x = shared((*ring, tokens, size), dtype)
-            sums = fragment((OUTPUTS, tokens), "float32")
+            sums = fragment((block_size, tokens), "float32")
             steps = T.alloc_var("int32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
@@ -114,13 +115,16 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
             step = T.alloc_var("int32")
             steps = T.ceildiv(inputs, size)
             first = program * stretch
-            count = T.min(stretch, T.ceildiv(outputs, OUTPUTS) * steps - first)
+            count = T.min(stretch, T.ceildiv(outputs, block_size) * steps - first)
             block = T.truncdiv(first, steps)
             step = first - block * steps
             if cpu:
                 for t in T.serial(count):
                     T.copy(
-                        weight[block * OUTPUTS : (block + 1) * OUTPUTS, step * size : (step + 1) * size], w
+                        weight[
+                            block * block_size : (block + 1) * block_size, step * size : (step + 1) * size
+                        ],
+                        w,
                     )
                     T.copy(states[0:tokens, step * size : (step + 1) * size], x)
                     if (t == 0) | (step == 0):

@@ -14,7 +14,7 @@ from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_ca
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
-from runtime.kernel_product_leank import STEPS, product  # noqa: E402
+from runtime.kernel_product_leank import SIZES, product  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 
 D, E, GROUPS, SINK, SLOTS = 64, 32, 2, 8, 88
@@ -47,7 +47,7 @@ class CpuKernels:
     def __init__(self, attention, merge, append, rope_append, add_norm, silu_mul, product, num_programs):
         self.compiled = attention, merge, append
         self._rope_append, self._add_norm, self._silu_mul = rope_append, add_norm, silu_mul
-        self._products, self._steps = {8: product}, STEPS
+        self._products, self._sizes = {8: product}, SIZES
         self._num_multiprocessors = num_programs
         self.num_programs = num_programs
         self.key = KernelKey(torch.device("cpu"), torch.float32, D, GROUPS, E, D // E + 1)
