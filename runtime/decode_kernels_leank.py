@@ -31,6 +31,7 @@ MAX_DRAFT = 32
 
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)
+_MAX_PARTS = 4  # as in kernel_product_leank
 
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -96,6 +97,40 @@ def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torc
     return torch.nn.functional.pad(counts, (0, 0, 1, 0))
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a step, left in parts: how kernel_product_leank cut it says which there are.
+
+    Attributes:
+        parts: `[parts, B, n]`, fp32.
+        steps: Steps of a block of outputs.
+        stretch: Steps of a program instance.
+        block_size: Outputs of a block.
+    """
+
+    parts: torch.Tensor
+    steps: int
+    stretch: int
+    block_size: int
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What kernels are told of how it was cut."""
+        return self.steps, self.stretch, self.block_size
+
+    @property
+    def vectors(self) -> torch.Tensor:
+        """`parts` as kernels take them `[parts, B, n / LANES, LANES]`."""
+        return self.parts.view(*self.parts.shape[:2], -1, LANES)
+
+    def outputs(self) -> torch.Tensor:
+        """Return the sum of all parts that there are `[B, 1, n]`, by torch."""
+        block = torch.arange(self.parts.shape[2], device=self.parts.device) // self.block_size
+        last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
+        number = torch.arange(self.parts.shape[0], device=self.parts.device)
+        return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)[:, None]
+
+
 _kernels: list[DecodeKernels] = []  # operators name kernels by their place here
 
 
@@ -116,8 +151,9 @@ class DecodeKernels:
             generic: Take the body for older GPUs also on Hopper.
         """
         from .kernel_attention_leank import generic_attention, hopper_attention
-        from .kernel_glue_leank import add_norm, append_tokens, linear, rope_append, silu_mul
+        from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_leank import merge_parts
+        from .kernel_product_leank import SIZES, product
 
         self.key = key
         self.generic = generic
@@ -133,8 +169,11 @@ class DecodeKernels:
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
         attention = hopper_attention if by_tma else generic_attention
-        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul, linear)
+        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
+        # Other GPUs take the library's products.
+        self._sizes = SIZES if hopper else {}
+        functions += [product(shape.dtype, tokens) for tokens in self._sizes]
         (
             self._attention,
             self._merge,
@@ -142,9 +181,11 @@ class DecodeKernels:
             self._rope_append,
             self._add_norm,
             self._silu_mul,
-            self._linear,
+            *products,
         ) = _compile([attention(shape), *functions], arch, has_barriers=by_tma)
         self._make_placeholders()
+        self._products = dict(zip(self._sizes, products, strict=True))
+        self._num_multiprocessors = properties.multi_processor_count
         self._handle = len(_kernels)
         _kernels.append(self)
         self.seconds = time.perf_counter() - started
@@ -158,6 +199,11 @@ class DecodeKernels:
                 size: torch.zeros(1, 1, TILE, size, dtype=key.dtype, device=key.device)
                 for size in (key.chunk_size, key.head_dim)
             }
+
+    @property
+    def product_rows(self) -> tuple[int, ...]:
+        """Most rows of each kernel that there is for products; more are the library's."""
+        return tuple(self._products)
 
     def __reduce__(self) -> tuple[Any, tuple[KernelKey, bool]]:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
@@ -237,7 +283,7 @@ class DecodeKernels:
     # What follows is launched as it is, not as operators: a fused step is captured, never traced.
     def rope_append(
         self,
-        projected: torch.Tensor,
+        projected: Product,
         cos: torch.Tensor,
         sin: torch.Tensor,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None,
@@ -248,7 +294,7 @@ class DecodeKernels:
         """Rotate a column's queries and keys, and add K and V to the store, in place.
 
         Args:
-            projected: Query heads, then those of K, then those of V `[B, 1, (H + 2 H_kv) * D]`.
+            projected: Query heads, then those of K, then those of V: `product` of `(H + 2 H_kv) * D` outputs.
             cos: `[B or 1, 1, D]`.
             sin: `[B or 1, 1, D]`.
             norms: Weights `[D]` of the norms of queries and keys, and what is added under the root; None if
@@ -261,36 +307,36 @@ class DecodeKernels:
             Queries `[B, H, 1, D]`.
         """
         head_dim = self.key.head_dim
-        heads = projected.view(projected.shape[0], -1, head_dim)
-        num_heads = heads.shape[1] - 2 * (store.head_table.shape[0] - 1)
-        size = (heads.shape[0], num_heads, 1, head_dim)
-        query = torch.empty(size, dtype=projected.dtype, device=projected.device)
+        _, batch_size, num_outputs = projected.parts.shape
+        num_heads = num_outputs // head_dim - 2 * (store.head_table.shape[0] - 1)
+        query = cos.new_empty(batch_size, num_heads, 1, head_dim)
         cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
         query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
-        with torch.cuda.device(projected.device):
+        with torch.cuda.device(query.device):
             self._rope_append(
-                heads,
+                projected.vectors,
                 cos,
                 sin,
                 query_weight.detach(),
                 key_weight.detach(),
-                query.view(heads.shape[0], num_heads, head_dim),
+                query.view(batch_size, num_heads, head_dim),
                 *self._arguments(store),
                 seen,
                 self._flags(valid),
                 int(norms is not None),
                 eps,
+                *projected.cut,
             )
         return query
 
     def add_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, hidden: torch.Tensor, delta: Product | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add what a block gave to the hidden states, and norm the sum.
 
         Args:
             hidden: `[B, 1, hidden]`, contiguous.
-            delta: `[B, 1, hidden]`, contiguous; None for nothing.
+            delta: `product` of `hidden` outputs; None for nothing.
             weight: Of the RMSNorm `[hidden]`.
             eps: What is added to the mean of squares.
 
@@ -303,41 +349,59 @@ class DecodeKernels:
         with torch.cuda.device(hidden.device):
             self._add_norm(
                 hidden.view(vectors),
-                (hidden if delta is None else delta).view(vectors),
+                hidden.new_empty(1, *hidden.view(vectors).shape, dtype=torch.float32)
+                if delta is None
+                else delta.vectors,
                 weight.detach().view(-1, LANES),
                 summed.view(vectors),
                 normed.view(vectors),
                 int(delta is not None),
                 eps,
+                *(delta.cut if delta else (1, 1, 1)),
             )
         return summed, normed
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up `[B, 1, I]` of both side by side `[B, 1, 2 I]`, contiguous."""
-        batch_size, _, size = gate_up.shape
-        output = torch.empty(batch_size, 1, size // 2, dtype=gate_up.dtype, device=gate_up.device)
-        with torch.cuda.device(gate_up.device):
-            self._silu_mul(gate_up.view(batch_size, 2, -1, LANES), output.view(batch_size, -1, LANES))
+    def silu_mul(self, gate_up: Product) -> torch.Tensor:
+        """Return silu(gate) * up `[B, 1, I]` of the product that gives both, one behind the other."""
+        _, batch_size, num_outputs = gate_up.parts.shape
+        output = gate_up.parts.new_empty(batch_size, 1, num_outputs // 2, dtype=self.key.dtype)
+        with torch.cuda.device(output.device):
+            self._silu_mul(gate_up.vectors, output.view(batch_size, -1, LANES), *gate_up.cut)
         return output
 
-    def linear(
+    def product(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return a linear module's output `[B, 1, n]`, by a kernel of ours for one row.
+    ) -> Product:
+        """Return a linear module's output for one column, in parts.
 
         Args:
             states: `[B, 1, m]`, contiguous.
             weight: `[n, m]`, contiguous.
             bias: `[n]`.
         """
-        if states.shape[0] > 1 or bias is not None:
-            return torch.nn.functional.linear(states, weight, bias)
-        output = states.new_empty(1, 1, weight.shape[0])
+        batch_size, (num_outputs, num_inputs) = states.shape[0], weight.shape
+        tokens = next((tokens for tokens in self._products if tokens >= batch_size), None)
+        if tokens is None:
+            output = torch.nn.functional.linear(states, weight, bias)
+            return Product(output.float().view(1, batch_size, num_outputs), 1, 1, num_outputs)
+        block_size, step_size, _ = self._sizes[tokens]
+        steps = -(-num_inputs // step_size)
+        total = -(-num_outputs // block_size) * steps
+        stretch = max(-(-total // (2 * self._num_multiprocessors)), -(-steps // (_MAX_PARTS - 1)))
+        size = (-(-(steps - 1) // stretch) + 1, batch_size, num_outputs)
+        parts = torch.empty(size, dtype=torch.float32, device=states.device)
+        weight = weight.detach()
         with torch.cuda.device(states.device):
-            self._linear(
-                states.view(1, -1, LANES), weight.detach().view(weight.shape[0], -1, LANES), output.view(-1)
+            self._products[tokens](
+                states.view(batch_size, num_inputs),
+                weight,
+                weight.view(-1)[:num_outputs] if bias is None else bias.detach(),
+                parts,
+                -(-total // stretch),
+                stretch,
+                int(bias is not None),
             )
-        return output
+        return Product(parts, steps, stretch, block_size)
 
     def _launch_append(
         self,

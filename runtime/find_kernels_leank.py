@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import logging as transformers_logging
 
-from .decode_kernels_leank import KERNEL_DTYPES, MAX_DRAFT, TILE, DecodeKernels, KernelKey, queries_at_once
+from .decode_kernels_leank import (
+    KERNEL_DTYPES,
+    MAX_DRAFT,
+    TILE,
+    DecodeKernels,
+    KernelKey,
+    Product,
+    queries_at_once,
+)
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 
@@ -22,7 +30,7 @@ _SINK_SIZE = 8
 _SCALE = 0.3
 _EPS = 1e-5
 _HIDDEN_SIZE = 4112  # more than one vector a thread, and not for all threads
-_NUM_OUTPUTS = 9
+_NUM_OUTPUTS = 200
 
 _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
@@ -272,6 +280,16 @@ def disagreement(kernels: DecodeKernels) -> float:
     return float(errors.nan_to_num(nan=torch.inf).max())
 
 
+def in_parts(outputs: torch.Tensor) -> Product:
+    """Return outputs `[B, 1, n]` as a product of which some blocks are cut in two."""
+    steps, stretch, block_size = 3, 4, 64
+    block = torch.arange(outputs.shape[-1], device=outputs.device) // block_size
+    cut = (block * steps + steps - 1) // stretch > block * steps // stretch
+    whole = outputs[:, 0].float()
+    parts = [torch.where(cut, whole / 4, whole), torch.where(cut, whole * 0.75, torch.nan)]
+    return Product(torch.stack(parts), steps, stretch, block_size)
+
+
 def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return what the kernels around attention give, and what is expected in fp64.
 
@@ -301,7 +319,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     )
     projected = torch.cat([case.query, case.keys, case.values], dim=1).view(batch_size, 1, -1)
     store = case.store.map_memory(torch.clone)
-    ours = kernels.rope_append(projected, cos, sin, (*weights, _EPS), store, case.seen, None)
+    ours = kernels.rope_append(in_parts(projected), cos, sin, (*weights, _EPS), store, case.seen, None)
     pairs = [(ours, query)]
     appended = replace(case, keys=keys.to(dtype)).appended()
     pairs += [
@@ -311,12 +329,17 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     hidden, delta = random(batch_size, 1, _HIDDEN_SIZE), random(batch_size, 1, _HIDDEN_SIZE)
     weight = random(_HIDDEN_SIZE)
     summed = hidden.double() + delta.double()
-    pairs += zip(kernels.add_norm(hidden, delta, weight, _EPS), (summed, normed(summed, weight)), strict=True)
+    pairs += zip(
+        kernels.add_norm(hidden, in_parts(delta), weight, _EPS), (summed, normed(summed, weight)), strict=True
+    )
     pairs.append((kernels.add_norm(hidden, None, weight, _EPS)[1], normed(hidden, weight)))
     gate, up = delta.double().chunk(2, dim=-1)
-    pairs.append((kernels.silu_mul(delta), torch.nn.functional.silu(gate) * up))
-    matrix = random(_NUM_OUTPUTS, _HIDDEN_SIZE)
-    pairs.append((kernels.linear(hidden[:1], matrix), hidden[:1].double() @ matrix.double().T))
+    pairs.append((kernels.silu_mul(in_parts(delta)), torch.nn.functional.silu(gate) * up))
+    matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE), random(_NUM_OUTPUTS)
+    for most_rows in kernels.product_rows:
+        states = random(most_rows - 3, 1, _HIDDEN_SIZE)
+        expected = torch.nn.functional.linear(states.double(), matrix.double(), bias.double())
+        pairs.append((kernels.product(states, matrix, bias).outputs(), expected))
     return pairs
 
 

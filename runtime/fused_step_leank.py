@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels
+from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels, Product
 
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache
@@ -94,12 +94,12 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
     for layer, stored in zip(base.layers, cache.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
-        projected = _linear(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended = _attend(cache, stored, attention, projected, cos, sin)
-        delta = _linear(kernels, attended, attention.o_proj)
+        projected = _product(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        attended = _attend(cache, stored, attention, len(hidden), projected, cos, sin)
+        delta = _product(kernels, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
-        gated = kernels.silu_mul(_linear(kernels, normed, mlp.gate_proj, mlp.up_proj))
-        delta = _linear(kernels, gated, mlp.down_proj)
+        gated = kernels.silu_mul(_product(kernels, normed, mlp.gate_proj, mlp.up_proj))
+        delta = _product(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
     if head is None:
         return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
@@ -110,12 +110,13 @@ def _attend(
     cache: LeanKCache,
     stored: Any,
     attention: Any,
-    projected: torch.Tensor,
+    batch_size: int,
+    projected: Product,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
     """Append a layer's new token and attend, as `AttentionHandle.attend` does `[B, 1, H * D]`."""
-    step = cache.rows.step(stored.num_columns, projected.shape[0], 1, None, projected.device)
+    step = cache.rows.step(stored.num_columns, batch_size, 1, None, cos.device)
     stored.num_columns += 1
     append = step.append
     assert append is not None
@@ -249,9 +250,9 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return first.data.as_strided((whole, *first.shape[1:]), first.stride())
 
 
-def _linear(kernels: DecodeKernels, states: torch.Tensor, *modules: nn.Linear) -> torch.Tensor:
+def _product(kernels: DecodeKernels, states: torch.Tensor, *modules: nn.Linear) -> Product:
     """Apply linear modules whose weights lie side by side, as one."""
     weight = _joined([module.weight for module in modules])
     assert weight is not None
     bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
-    return kernels.linear(states, weight, bias)
+    return kernels.product(states, weight, bias)

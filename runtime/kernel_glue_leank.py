@@ -4,8 +4,8 @@
     leank_rope_append   for one token a row the same, and before it queries and keys rotated
     leank_add_norm      hidden + delta, and its RMSNorm: one block a row
     leank_silu_mul      silu(gate) * up
-    leank_linear        a matrix product for one token: one block a row of the weight
 
+What a matrix product gave arrives in parts (kernel_product_leank), added up where they are read.
 They round where the stock classes do: every operation there ends in the model's dtype, and so does it here.
 Sums of squares are fp32's, in another order than torch's. What is compiled depends on `KernelShape` alone;
 rows and sizes are dynamic. With `overlap` a kernel is launched while the one before it ends, which no GPU
@@ -21,13 +21,11 @@ except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_leank import WARPGROUP, KernelShape, pool_types
+from .kernel_product_leank import MAX_PARTS, add_parts
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
 MAX_ROW = 16384  # most numbers of a row that is normed: four vectors a thread
 _NORM_THREADS = 512
-
-# Vectors of a weight's row that a thread of `leank_linear` loads at once; as many are on their way.
-_UNROLL = 2
 
 # Places in `place`, a copy of a head's row in `ChunkLayout.head_table`.
 KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW = range(6)
@@ -159,9 +157,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
     padded = -(-d // WARPGROUP) * WARPGROUP  # a reduction takes part of every thread
-    batch, projected_heads, query_heads, positions = T.dynamic(
-        "batch, projected_heads, query_heads, positions"
-    )
+    most_parts, batch, vectors = T.dynamic("most_parts, batch, vectors")
+    query_heads, positions = T.dynamic("query_heads, positions")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools = pool_types(shape, cpu)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
@@ -171,7 +168,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     @T.prim_func
     def leank_rope_append(
-        projected: T.Tensor((batch, projected_heads, d), dtype),
+        projected: T.Tensor((most_parts, batch, vectors, LANES), "float32"),
         cos: T.Tensor((positions, d), dtype),
         sin: T.Tensor((positions, d), dtype),
         query_weight: T.Tensor((d,), dtype),
@@ -189,12 +186,18 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         valid: T.Tensor((flags, flag_columns), "uint8"),
         has_norm: T.int32,
         eps: T.float32,
+        steps: T.int32,
+        stretch: T.int32,
+        block_size: T.int32,
     ):
         with T.Kernel(query_heads + table_rows - 1, batch, **threads) as (head, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
             states = shared((d,), dtype)
+            sums = fragment((d // LANES, LANES), "float32")
+            last = fragment((d // LANES,), "int32")
+            loaded = fragment((MAX_PARTS, d // LANES, LANES), "float32")
             squares = fragment((padded,), "float32")
             total = fragment((1,), "float32")
             along = fragment((d,), "float32")
@@ -212,9 +215,19 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 T.pdl_sync()
             token = seen[row, 0] - 1
             is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0), 0], "int32")
+            add_parts(
+                parallel, sums, last, loaded, projected, row, head * (d // LANES), steps, stretch, block_size
+            )
+            for i, j in parallel(d // LANES, LANES):
+                states[i * LANES + j] = T.cast(sums[i, j], dtype)
+            if head >= query_heads:
+                add_parts(
+                    parallel, sums, last, loaded, projected, row, (head + table_rows - 1) * (d // LANES),
+                    steps, stretch, block_size,
+                )  # fmt: skip
+                for i, j in parallel(d // LANES, LANES):
+                    new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
             for j in parallel(d):
-                states[j] = projected[row, head, j]
-                new_value[j] = projected[row, head + table_rows - 1, j]
                 along[j] = T.cast(cos[T.if_then_else(positions > 1, row, 0), j], "float32")
                 across[j] = T.cast(sin[T.if_then_else(positions > 1, row, 0), j], "float32")
             if has_norm != 0:
@@ -257,53 +270,64 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     Without a delta (`has_delta` is 0) it norms the hidden states, and writes no sum.
     """
     dtype = shape.dtype
-    rows, vectors = T.dynamic("rows, vectors")
+    rows, vectors, most_parts = T.dynamic("rows, vectors, most_parts")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": _NORM_THREADS}
+    size = (MAX_ROW // (_NORM_THREADS * LANES), _NORM_THREADS, LANES)
 
     @T.prim_func
     def leank_add_norm(
         hidden: T.Tensor((rows, vectors, LANES), dtype),
-        delta: T.Tensor((rows, vectors, LANES), dtype),
+        delta: T.Tensor((most_parts, rows, vectors, LANES), "float32"),
         weight: T.Tensor((vectors, LANES), dtype),
         summed: T.Tensor((rows, vectors, LANES), dtype),
         normed: T.Tensor((rows, vectors, LANES), dtype),
         has_delta: T.int32,
         eps: T.float32,
+        steps: T.int32,
+        stretch: T.int32,
+        block_size: T.int32,
     ):
         with T.Kernel(rows, **threads) as row:
-            weights = fragment((MAX_ROW,), dtype)
-            states = fragment((MAX_ROW,), dtype)
-            deltas = fragment((MAX_ROW,), dtype)
+            weights = fragment(size, dtype)
+            states = fragment(size, dtype)
+            sums = fragment(size[1:], "float32")
+            last = fragment(size[1:2], "int32")
+            loaded = fragment((MAX_PARTS, *size[1:]), "float32")
             squares = fragment((MAX_ROW,), "float32")
             total = fragment((1,), "float32")
-            for j in parallel(MAX_ROW):
-                if j // LANES < vectors:
-                    weights[j] = weight[j // LANES, j % LANES]
+            for v, i, j in parallel(*size):
+                if v * size[1] + i < vectors:
+                    weights[v, i, j] = weight[v * size[1] + i, j]
             if overlap:
+                T.pdl_trigger()  # the product may begin to load its weights, and waits for the end of this
                 T.pdl_sync()
-            for j in parallel(MAX_ROW):
-                if j // LANES < vectors:
-                    states[j] = hidden[row, j // LANES, j % LANES]
+            for v, i, j in parallel(*size):
+                if v * size[1] + i < vectors:
+                    states[v, i, j] = hidden[row, v * size[1] + i, j]
                 else:
-                    states[j] = T.cast(0, dtype)
+                    states[v, i, j] = T.cast(0, dtype)
             if has_delta != 0:
-                for j in parallel(MAX_ROW):
-                    if j // LANES < vectors:
-                        deltas[j] = delta[row, j // LANES, j % LANES]
-                for j in parallel(MAX_ROW):
-                    if j // LANES < vectors:
-                        states[j] = states[j] + deltas[j]
-                        summed[row, j // LANES, j % LANES] = states[j]
+                for v in T.unroll(size[0]):
+                    if v * size[1] < vectors:
+                        add_parts(
+                            parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch, block_size
+                        )
+                        for i, j in parallel(*size[1:]):
+                            if v * size[1] + i < vectors:
+                                states[v, i, j] = states[v, i, j] + T.cast(sums[i, j], dtype)
+                                summed[row, v * size[1] + i, j] = states[v, i, j]
+            for v, i, j in parallel(*size):
+                squares[(v * size[1] + i) * LANES + j] = T.cast(states[v, i, j], "float32")
             for j in parallel(MAX_ROW):
-                squares[j] = T.cast(states[j], "float32") * T.cast(states[j], "float32")
+                squares[j] = squares[j] * squares[j]
             T.reduce_sum(squares, total, dim=0)
             total[0] = T.rsqrt(total[0] / T.cast(vectors * LANES, "float32") + eps)
-            for j in parallel(MAX_ROW):
-                if j // LANES < vectors:
-                    normed[row, j // LANES, j % LANES] = (
-                        T.cast(T.cast(states[j], "float32") * total[0], dtype) * weights[j]
+            for v, i, j in parallel(*size):
+                if v * size[1] + i < vectors:
+                    normed[row, v * size[1] + i, j] = (
+                        T.cast(T.cast(states[v, i, j], "float32") * total[0], dtype) * weights[v, i, j]
                     )
 
     return leank_add_norm
@@ -312,79 +336,48 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
 def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
     """Return the kernel of a gated activation: gate and up side by side in, their product out."""
     dtype = shape.dtype
-    rows, vectors = T.dynamic("rows, vectors")
-    parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
-
-    @T.prim_func
-    def leank_silu_mul(
-        gate_up: T.Tensor((rows, 2, vectors, LANES), dtype),
-        output: T.Tensor((rows, vectors, LANES), dtype),
-    ):
-        with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
-            if overlap:
-                T.pdl_sync()
-            for i, j in parallel(WARPGROUP, LANES):
-                if block * WARPGROUP + i < vectors:
-                    gate = T.cast(gate_up[row, 0, block * WARPGROUP + i, j], "float32")
-                    output[row, block * WARPGROUP + i, j] = (
-                        T.cast(gate / (1.0 + T.exp(-gate)), dtype) * gate_up[row, 1, block * WARPGROUP + i, j]
-                    )
-
-    return leank_silu_mul
-
-
-@T.macro
-def load_vectors(parallel: Any, loaded: Any, matrix: Any, row: Any, step: Any) -> None:
-    """Load some vectors of a row; zeros stand for what is behind its end."""
-    for u, i, j in parallel(loaded.shape[0], loaded.shape[1], loaded.shape[2]):
-        if (step * _UNROLL + u) * WARPGROUP + i < matrix.shape[1]:
-            loaded[u, i, j] = matrix[row, (step * _UNROLL + u) * WARPGROUP + i, j]
-        else:
-            loaded[u, i, j] = T.cast(0, matrix.dtype)
-
-
-def linear(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
-    """Return the kernel of a matrix product for one token, which reads each weight once and adds in fp32.
-
-    With `overlap` the first weights, which no step writes, are on their way before the last kernel has ended.
-    """
-    dtype = shape.dtype
-    rows, vectors = T.dynamic("rows, vectors")
+    rows, vectors, all_vectors, most_parts = T.dynamic("rows, vectors, all_vectors, most_parts")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
 
     @T.prim_func
-    def leank_linear(
-        states: T.Tensor((1, vectors, LANES), dtype),
-        weight: T.Tensor((rows, vectors, LANES), dtype),
-        output: T.Tensor((rows,), dtype),
+    def leank_silu_mul(
+        gate_up: T.Tensor((most_parts, rows, all_vectors, LANES), "float32"),
+        output: T.Tensor((rows, vectors, LANES), dtype),
+        steps: T.int32,
+        stretch: T.int32,
+        block_size: T.int32,
     ):
-        with T.Kernel(rows, **threads) as row:
-            weights = fragment((_UNROLL, WARPGROUP, LANES), dtype)
-            ahead = fragment((_UNROLL, WARPGROUP, LANES), dtype)
-            inputs = fragment((_UNROLL, WARPGROUP, LANES), dtype)
-            partial = fragment((WARPGROUP,), "float32")
-            total = fragment((1,), "float32")
+        with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
+            gate = fragment((WARPGROUP, LANES), "float32")
+            up = fragment((WARPGROUP, LANES), "float32")
+            last = fragment((WARPGROUP,), "int32")
+            loaded = fragment((MAX_PARTS, WARPGROUP, LANES), "float32")
             if overlap:
-                T.pdl_trigger()  # the next kernel may begin to load, and waits for the end of this
-            load_vectors(parallel, ahead, weight, row, 0)
-            T.fill(partial, 0)
-            if overlap:
+                T.pdl_trigger()
                 T.pdl_sync()
-            for step in T.serial(T.ceildiv(vectors, WARPGROUP * _UNROLL)):
-                for u, i, j in parallel(_UNROLL, WARPGROUP, LANES):
-                    weights[u, i, j] = ahead[u, i, j]
-                load_vectors(parallel, ahead, weight, row, step + 1)
-                load_vectors(parallel, inputs, states, 0, step)
-                for u in T.unroll(_UNROLL):
-                    for j in T.unroll(LANES):
-                        for i in parallel(WARPGROUP):
-                            partial[i] += T.cast(weights[u, i, j], "float32") * T.cast(
-                                inputs[u, i, j], "float32"
-                            )
-            T.reduce_sum(partial, total, dim=0)
-            output[row] = T.cast(total[0], dtype)
+            add_parts(
+                parallel, gate, last, loaded, gate_up, row, block * WARPGROUP, steps, stretch, block_size
+            )
+            add_parts(
+                parallel,
+                up,
+                last,
+                loaded,
+                gate_up,
+                row,
+                vectors + block * WARPGROUP,
+                steps,
+                stretch,
+                block_size,
+            )
+            for i, j in parallel(WARPGROUP, LANES):
+                gate[i, j] = T.cast(T.cast(gate[i, j], dtype), "float32")
+            for i, j in parallel(WARPGROUP, LANES):
+                if block * WARPGROUP + i < vectors:
+                    output[row, block * WARPGROUP + i, j] = T.cast(
+                        gate[i, j] / (1.0 + T.exp(-gate[i, j])), dtype
+                    ) * T.cast(up[i, j], dtype)
 
-    return leank_linear
+    return leank_silu_mul

@@ -467,7 +467,7 @@ class PlainKernels:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
-    def linear(self, states, weight, bias=None):
+    def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from runtime.find_kernels_leank import find_kernels, make_case
+from runtime.find_kernels_leank import find_kernels, in_parts, make_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def test_add_norm_rounds_as_the_stock_class(rows, size, dtype):
     torch.nn.init.normal_(norm.weight, 1.0)
     hidden, delta = random(2, rows, 1, size, dtype=dtype)
     with torch.no_grad():
-        summed, normed = kernels.add_norm(hidden, delta, norm.weight, 1e-5)
+        summed, normed = kernels.add_norm(hidden, in_parts(delta), norm.weight, 1e-5)
         assert torch.equal(summed, hidden + delta)
         assert_rounds_alike(normed, norm(hidden + delta), 0.01)
         assert_rounds_alike(kernels.add_norm(hidden, None, norm.weight, 1e-5)[1], norm(hidden), 0.01)
@@ -77,15 +77,20 @@ def test_add_norm_rounds_as_the_stock_class(rows, size, dtype):
 def test_silu_mul_rounds_as_torch(rows, size, dtype):
     gate_up = random(rows, 1, 2 * size, dtype=dtype) * 4
     gate, up = gate_up.chunk(2, -1)
-    assert_rounds_alike(kernels_of(dtype).silu_mul(gate_up), functional.silu(gate) * up, 0.001)
+    assert_rounds_alike(kernels_of(dtype).silu_mul(in_parts(gate_up)), functional.silu(gate) * up, 0.001)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (3585, 18944), (7, 1032)])
-def test_linear_is_as_exact_as_torch(outputs, inputs, dtype):
-    states, weight = random(1, 1, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
-    expected = states.double() @ weight.double().T
-    found = kernels_of(dtype).linear(states, weight), functional.linear(states, weight)
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (3584, 18944), (8, 1032)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 31, 64])
+def test_a_product_is_as_exact_as_torchs(rows, outputs, inputs, dtype):
+    states = random(rows, 1, inputs, dtype=dtype)
+    weight, bias = random(outputs, inputs, dtype=dtype, seed=1), random(outputs, dtype=dtype, seed=2)
+    expected = functional.linear(states.double(), weight.double(), bias.double())
+    found = (
+        kernels_of(dtype).product(states, weight, bias).outputs().to(dtype),
+        functional.linear(states, weight, bias),
+    )
     ours, torchs = ((each.double() - expected).norm() / expected.norm() for each in found)
     assert ours <= 1.1 * torchs
 
@@ -108,7 +113,7 @@ def test_rope_append_rounds_as_the_stock_classes(rows, has_norm, dtype):
     appended, plain = case.store.map_memory(torch.clone), case.store.map_memory(torch.clone)
     with torch.no_grad():
         norms = (norm.weight, norm.weight, 1e-6) if has_norm else None
-        ours = kernels.rope_append(projected, cos, sin, norms, appended, case.lengths, None, 8, 88)
+        ours = kernels.rope_append(in_parts(projected), cos, sin, norms, appended, case.lengths, None, 8, 88)
         states = (norm(case.query), norm(case.keys)) if has_norm else (case.query, case.keys)
         query, keys = apply_rotary_pos_emb(*states, cos, sin)
         kernels.append(keys.contiguous(), case.values, plain, case.lengths, None, 8, 88)

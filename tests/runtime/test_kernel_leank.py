@@ -10,10 +10,11 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
-from runtime.find_kernels_leank import disagreement, make_case, run_case  # noqa: E402
+from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_case  # noqa: E402
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
-from runtime.kernel_glue_leank import add_norm, append_tokens, linear, rope_append, silu_mul  # noqa: E402
+from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
+from runtime.kernel_product_leank import SIZES, product  # noqa: E402
 from runtime.layout_leank import order_channels  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
@@ -45,9 +46,11 @@ class CpuKernels(DecodeKernels):
             shape.max_chunks, shape.num_queries, shape.load_tokens,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
-        names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_linear")
-        for name, kernel in zip(names, compiled_for_cpu(shape), strict=True):
+        names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul")
+        *kernels, products = compiled_for_cpu(shape)
+        for name, kernel in zip(names, kernels, strict=True):
             setattr(self, name, kernel)
+        self._products, self._sizes, self._num_multiprocessors = {8: products}, SIZES, num_programs
         self._make_placeholders()
 
     def append(self, *arguments):
@@ -59,10 +62,9 @@ class CpuKernels(DecodeKernels):
 
 @functools.cache
 def compiled_for_cpu(shape):
-    functions = (generic_attention, merge_parts, append_tokens, rope_append, add_norm, silu_mul, linear)
-    return [
-        tilelang.compile(make(shape, cpu=True), target="c", execution_backend="cython") for make in functions
-    ]
+    made = (generic_attention, merge_parts, append_tokens, rope_append, add_norm, silu_mul)
+    functions = [*(make(shape, cpu=True) for make in made), product("float32", 8, cpu=True)]
+    return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
 
 
 @pytest.fixture(autouse=True)
@@ -268,10 +270,11 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on():
     assert not disagreement(kernels) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["_append", "_rope_append", "_add_norm", "_silu_mul", "_linear"])
+@pytest.mark.parametrize("name", ["_append", "_rope_append", "_add_norm", "_silu_mul", "_products"])
 def test_the_check_on_first_use_notices_every_kernel(name):
     kernels = on_cpu(4)
-    setattr(kernels, name, lambda *args: None)
+    nothing = lambda *args: None  # noqa: E731
+    setattr(kernels, name, {8: nothing} if name == "_products" else nothing)
     assert not disagreement(kernels) < 1e-2
 
 
@@ -296,7 +299,7 @@ def test_rope_append_rotates_and_writes_the_new_token_and_nothing_else(rows, pos
     projected = torch.cat([case.query, case.keys, case.values], dim=1).view(len(rows), 1, -1)
     store = case.store.map_memory(torch.clone)
     query = on_cpu(1).rope_append(
-        projected, cos, sin, (*weights, 0.1) if has_norm else None, store, case.seen, valid
+        in_parts(projected), cos, sin, (*weights, 0.1) if has_norm else None, store, case.seen, valid
     )
     expected = [
         rotated(normed(states, weight, 0.1) if has_norm else states, cos[:, None], sin[:, None])
@@ -316,7 +319,7 @@ def test_add_norm(num_rows, size):
     kernels, generator = on_cpu(1), torch.Generator().manual_seed(size)
     hidden, delta = torch.randn(2, num_rows, 1, size, generator=generator)
     weight, before = torch.randn(size, generator=generator), hidden.clone()
-    summed, ours = kernels.add_norm(hidden, delta, weight, 0.1)
+    summed, ours = kernels.add_norm(hidden, in_parts(delta), weight, 0.1)
     assert torch.equal(summed, hidden + delta)
     torch.testing.assert_close(ours, normed(summed.double(), weight, 0.1).float())
     same, ours = kernels.add_norm(hidden, None, weight, 0.1)
@@ -330,12 +333,28 @@ def test_silu_mul(num_rows, size):
     gate_up = torch.randn(num_rows, 1, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(on_cpu(1).silu_mul(gate_up), expected.float())
+    torch.testing.assert_close(on_cpu(1).silu_mul(in_parts(gate_up)), expected.float())
 
 
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 8), (5, 1032), (96, 2048), (33, 4104)])
-def test_linear(num_rows, size):
-    generator = torch.Generator().manual_seed(size)
-    states, weight = (torch.randn(shape, generator=generator) for shape in ((1, 1, size), (num_rows, size)))
-    expected = torch.nn.functional.linear(states.double(), weight.double())
-    torch.testing.assert_close(on_cpu(1).linear(states, weight), expected.float())
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 8, 8), (8, 200, 1032), (5, 1000, 264), (3, 64, 4104)]
+)
+def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
+    generator = torch.Generator().manual_seed(inputs)
+    states, weight, bias = (
+        torch.randn(shape, generator=generator)
+        for shape in ((rows, 1, inputs), (outputs, inputs), (outputs,))
+    )
+    for added in (bias, None):
+        product = on_cpu(programs).product(states, weight, added)
+        expected = torch.nn.functional.linear(
+            states.double(), weight.double(), None if added is None else added.double()
+        )
+        torch.testing.assert_close(product.outputs(), expected.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_more_rows_than_a_kernel_takes_are_the_librarys():
+    states, weight = torch.randn(9, 1, 16), torch.randn(8, 16)
+    product = on_cpu(1).product(states, weight)
+    assert torch.equal(product.outputs(), torch.nn.functional.linear(states, weight))

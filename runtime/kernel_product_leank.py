@@ -1,0 +1,191 @@
+"""Matrix products of a decode step, in TileLang: a weight, read once, by up to 64 tokens.
+
+The work is one line, as in attention: blocks of outputs one after the other, in a block steps along the
+inputs. Every program instance takes an equal stretch of it, whatever the sizes of the weight, so that all end
+together; a block that several share is left in as many parts, in fp32, and whoever takes the product adds
+them up, always in the same order (`add_parts`).
+
+    the line:     block 0 [step 0 ······] block 1 [step 0 ······] block 2 …
+    instances:    |------ 0 ------|------ 1 ------|------ 2 ------| …
+    parts:         0 of block 0    1 of block 0 and 0 of block 1, …
+
+Operands are swapped as in attention: outputs are the M of the products, tokens their N. What no step writes,
+the weights, is on its way before the kernel ahead has ended.
+"""
+
+# No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
+from typing import Any
+
+try:
+    import tilelang.language as T  # noqa: N812
+except ImportError as error:
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
+
+from .kernel_leank import FULL_ROW, WARPGROUP
+
+MAX_PARTS = 4  # of a block
+
+# By tokens of a kernel: outputs of a block, inputs of a step, and steps in flight, with which two instances fit on
+# a multiprocessor. Blocks are larger where tokens are many: every step reads the tokens' inputs as well.
+SIZES = {8: (64, 256, 3), 16: (64, 128, 5), 32: (128, 64, 5), 64: (128, 64, 4)}
+
+
+@T.macro
+def add_parts(
+    parallel: Any, sums: Any, last: Any, loaded: Any, parts: Any, row: Any, first: Any, steps: Any,
+    stretch: Any, block_size: Any,
+) -> None:  # fmt: skip
+    """Set `sums` to vectors of a row's outputs, the sum of their parts.
+
+    Args:
+        parallel: `T.Parallel`, or `T.grid` on the CPU.
+        sums: `[vectors, lanes]`; beyond the row's end they have no meaning.
+        last: Room for the number of each vector's last part `[vectors]`, int32.
+        loaded: Room for the parts `[MAX_PARTS, vectors, lanes]`: all loads first, none in a branch.
+        parts: `[parts, rows, vectors of a row, lanes]`.
+        row: The row.
+        first: The first vector.
+        steps: Steps of a block.
+        stretch: Steps of a program instance.
+        block_size: Outputs of a block.
+    """
+    num_vectors, lanes = sums.shape
+    for i in parallel(num_vectors):
+        block = T.truncdiv(T.min(first + i, parts.shape[2] - 1) * lanes, block_size)
+        last[i] = T.truncdiv(block * steps + steps - 1, stretch) - T.truncdiv(block * steps, stretch)
+    for part in T.unroll(MAX_PARTS):
+        for i, j in parallel(num_vectors, lanes):
+            loaded[part, i, j] = parts[T.min(part, last[i]), row, T.min(first + i, parts.shape[2] - 1), j]
+    for i, j in parallel(num_vectors, lanes):
+        sums[i, j] = loaded[0, i, j]
+    for part in T.unroll(1, MAX_PARTS):
+        for i, j in parallel(num_vectors, lanes):
+            sums[i, j] += T.if_then_else(part <= last[i], loaded[part, i, j], 0.0)
+
+
+def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
+    """Return the kernel of a linear module for up to `tokens` tokens: Hopper's, or plain loops for tests."""
+    block_size, size, stages = SIZES[tokens]
+    batch, outputs, inputs, most_parts = T.dynamic("batch, outputs, inputs, most_parts")
+    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": WARPGROUP + 32}
+    ring = () if cpu else (stages,)
+
+    @T.macro
+    def write_part(
+        sums: Any, parts: Any, bias: Any, program: Any, block: Any, steps: Any, stretch: Any, has_bias: Any
+    ) -> None:
+        part = T.alloc_var("int32")
+        part = program - T.truncdiv(block * steps, stretch)
+        if (has_bias != 0) & (part == 0):
+            for i, j in parallel(block_size, tokens):
+                sums[i, j] += T.cast(bias[T.min(block * block_size + i, bias.shape[0] - 1)], "float32")
+        for i, j in parallel(block_size, tokens):
+            if (block * block_size + i < parts.shape[2]) & (j < parts.shape[1]):
+                parts[part, j, block * block_size + i] = sums[i, j]
+
+    @T.macro
+    def load_weight(weight: Any, w: Any, ready: Any, stage: Any, block: Any, step: Any) -> None:
+        T.tma_copy(
+            weight[block * block_size : block * block_size + block_size, step * size : step * size + size],
+            w[stage, :, :],
+            barrier=ready[stage],
+            eviction_policy="evict_first",  # rather than what the next kernel reads
+        )
+
+    @T.prim_func
+    def leank_product(
+        states: T.Tensor((batch, inputs), dtype),
+        weight: T.Tensor((outputs, inputs), dtype),
+        bias: T.Tensor((outputs,), dtype),
+        parts: T.Tensor((most_parts, batch, outputs), "float32"),
+        programs: T.int32,
+        stretch: T.int32,
+        has_bias: T.int32,
+    ):
+        with T.Kernel(programs, **threads) as program:
+            w = shared((*ring, block_size, size), dtype)
+            x = shared((*ring, tokens, size), dtype)
+            sums = fragment((block_size, tokens), "float32")
+            steps = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            block = T.alloc_var("int32")
+            step = T.alloc_var("int32")
+            steps = T.ceildiv(inputs, size)
+            first = program * stretch
+            count = T.min(stretch, T.ceildiv(outputs, block_size) * steps - first)
+            block = T.truncdiv(first, steps)
+            step = first - block * steps
+            if cpu:
+                for t in T.serial(count):
+                    T.copy(
+                        weight[
+                            block * block_size : (block + 1) * block_size, step * size : (step + 1) * size
+                        ],
+                        w,
+                    )
+                    T.copy(states[0:tokens, step * size : (step + 1) * size], x)
+                    if (t == 0) | (step == 0):
+                        T.fill(sums, 0)
+                    T.gemm(w, x, sums, transpose_B=True)
+                    step += 1
+                    if (t + 1 == count) | (step == steps):
+                        write_part(sums, parts, bias, program, block, steps, stretch, has_bias)
+                        step = 0
+                        block += 1
+            else:
+                ready = T.alloc_barrier([32] * stages)
+                free = T.alloc_barrier([WARPGROUP] * stages)
+                stage = T.alloc_var("int32", init=0)
+                phase = T.alloc_var("int32", init=0)
+                T.pdl_trigger()  # the next kernel may be launched, and waits for the end of this
+                if T.get_thread_binding() >= WARPGROUP:
+                    for t in T.serial(T.min(count, stages)):
+                        load_weight(weight, w, ready, t, block, step)
+                        step += 1
+                        if step == steps:
+                            step = 0
+                            block += 1
+                    T.pdl_sync()
+                    block = T.truncdiv(first, steps)
+                    step = first - block * steps
+                    for t in T.serial(count):
+                        if t >= stages:
+                            T.mbarrier_wait_parity(free[stage], phase ^ 1)
+                            load_weight(weight, w, ready, stage, block, step)
+                        T.tma_copy(
+                            states[0:tokens, step * size : step * size + size],
+                            x[stage, :, :],
+                            barrier=ready[stage],
+                        )
+                        T.mbarrier_arrive(ready[stage])
+                        step += 1
+                        if step == steps:
+                            step = 0
+                            block += 1
+                        stage += 1
+                        if stage == stages:
+                            stage = 0
+                            phase = phase ^ 1
+                else:
+                    T.pdl_sync()  # what the parts lie in may still be read
+                    for t in T.serial(count):
+                        if (t == 0) | (step == 0):
+                            T.fill(sums, 0)
+                        T.mbarrier_wait_parity(ready[stage], phase)
+                        T.wgmma_gemm(w[stage, :, :], x[stage, :, :], sums, transpose_B=True, policy=FULL_ROW)
+                        T.wait_wgmma(0)
+                        T.mbarrier_arrive(free[stage])
+                        step += 1
+                        if (t + 1 == count) | (step == steps):
+                            write_part(sums, parts, bias, program, block, steps, stretch, has_bias)
+                            step = 0
+                            block += 1
+                        stage += 1
+                        if stage == stages:
+                            stage = 0
+                            phase = phase ^ 1
+
+    return leank_product
