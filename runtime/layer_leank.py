@@ -282,7 +282,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 append.pruned if columns is None else columns.stored_pruned,
                 layout=self.layout,
                 sink_size=append.sink_size,
-                max_length=append.max_length if columns is None else columns.max_stored,
+                max_length=max(append.bounds if columns is None else columns.bounds),
                 softmax_scale=softmax_scale,
                 new_keys=new_keys,
                 new_values=new_values,

@@ -1,8 +1,8 @@
 """Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
 
 A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
-every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window for
-what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
+every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window
+for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
 nothing else. Here a row's pages follow one another in both pools, its run:
 
     page of a row              0  1  2  3  4  5  6  7  8
@@ -17,11 +17,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 PAGE = 64
 """Tokens of a page, one tile of the kernels."""
+
+
+@dataclass(frozen=True)
+class PageList:
+    """Pages of a pool that plain torch reads, row by row.
+
+    Attributes:
+        count: How many (host).
+        pages: Which `[count]`; None: the pool's first as they lie.
+        rows: Row of each `[count]`; None: rows have equally many, like the next two.
+        entries: Place in the list of every row's pages `[B, n]`, some place beyond its last.
+        numbers: Place of each in `[B, n]`, flattened `[count]`.
+    """
+
+    count: int
+    pages: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+
+    def most(self, batch_size: int) -> int:
+        """Return n, the pages of the row that has most."""
+        return self.count // batch_size if self.entries is None else self.entries.shape[1]
 
 
 class PageTables:
@@ -90,6 +114,17 @@ class PageTables:
         number = torch.where(slot < self.num_sink, slot, slot + rounds * self.num_ring)
         return torch.where(slot <= last, number, -1)
 
+    def lists(self, lengths: Sequence[int], device: torch.device) -> tuple[PageList, PageList]:
+        """List the pages of rows of `lengths` tokens, and their window pages.
+
+        All that there are, where these are few more: a pool is read as it lies then, and not copied.
+        """
+        runs = pages_of(lengths)
+        if len(runs) > 1 and 4 * sum(self.runs) <= 5 * sum(runs):
+            runs = list(self.runs)
+        windows = [min(run, self.num_sink + self.num_ring) for run in runs]
+        return _page_list(runs, self.runs, device), _page_list(windows, self.window_runs, device)
+
     def prompt_pages(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """List the pages that prompts of `lengths` tokens fill, in the first pool and in the window.
 
@@ -106,6 +141,22 @@ class PageTables:
             rows, numbers = pages.nonzero(as_tuple=True)
             found.append(torch.stack([rows, numbers, table[rows, numbers].long()]))
         return found[0], found[1]
+
+
+def _page_list(runs: Sequence[int], pool_runs: Sequence[int], device: torch.device) -> PageList:
+    """List the first pages of every row's run in a pool."""
+    count, as_it_lies = sum(runs), len(runs) == 1 or tuple(runs) == tuple(pool_runs)
+    is_even = min(runs) == max(runs)
+    if as_it_lies and is_even:
+        return PageList(count)
+    rows = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
+    number = torch.arange(count) - _starts(runs)[rows]
+    pages = None if as_it_lies else (_starts(pool_runs)[rows] + number).to(device, non_blocking=True)
+    if is_even:
+        return PageList(count, pages)
+    entries = _starts(runs)[:, None] + torch.arange(max(runs)).minimum(torch.tensor(runs)[:, None] - 1)
+    tensors = (rows, entries, rows * max(runs) + number)
+    return PageList(count, pages, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def _ring_pages(num_tokens: int) -> int:

@@ -11,12 +11,13 @@ import functools
 import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from .pages_leank import PageList
 from .step_leank import StoredView, view_tables
 
 # Queries are cut into blocks whose scores stay under this many numbers (256 MB of fp32).
 _MAX_SCORES = 1 << 26
-# As many queries of a head pay for a copy of its K and V in one piece; fewer take a product per page.
-_FEW_QUERIES = 64
+# So many queries of a head pay for a copy of its K and V in one piece; fewer take a product per page.
+_MANY_QUERIES = 64
 
 
 def decode_attention(
@@ -63,13 +64,9 @@ def decode_attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     if view is None:
         view = view_tables(store, seen, pruned, sink_size, max_length)
-    stored_k, stored_v = (
-        _pages(pool, view.pages, view.num_pages, batch_size, dtype)
-        for pool in (store.kept_keys, store.values)
-    )
+    stored_k, stored_v = (_pages(pool, view.kept, dtype) for pool in (store.kept_keys, store.values))
     window_k, window_v = (
-        _pages(pool, view.window_pages, view.num_window_pages, batch_size, dtype)
-        for pool in (store.window_keys, store.window_values)
+        _pages(pool, view.window, dtype) for pool in (store.window_keys, store.window_values)
     )
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
@@ -81,8 +78,8 @@ def decode_attention(
         .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
     )
 
-    page_size = stored_k.shape[3]
-    num_seen = view.num_pages * page_size + (0 if new_keys is None else num_queries)
+    page_size = stored_k.shape[2]
+    num_seen = view.kept.most(batch_size) * page_size + (0 if new_keys is None else num_queries)
     per_token = max(chunks.shape[1], num_kv_heads * -(-head_dim // page_size))
     block_size = max(1, _MAX_SCORES // max(batch_size * per_token * num_groups * num_seen, 1))
     blocks = []
@@ -90,35 +87,33 @@ def decode_attention(
         stop = min(start + block_size, num_queries)
         block = chunks[:, :, :, start:stop].flatten(2, 3)  # [B, C + C_dropped, G * q, E]
         kept, dropped = block[:, : layout.num_kept_chunks], block[:, layout.num_kept_chunks :]
-        window_scores = _page_scores(dropped, window_k, layout, kept=False)
-        scores = _page_scores(kept, stored_k, layout, kept=True)
+        window_scores = _page_scores(dropped, window_k, view.window, layout, kept=False)
+        scores = _page_scores(kept, stored_k, view.kept, layout, kept=True)
         hidden_tokens, hidden_places = (
             _of_columns(mask, num_groups, start, stop) for mask in (view.hidden_tokens, view.hidden_places)
         )
-        place_tokens = view.place_tokens[:, 0]
         window_scores = window_scores.masked_fill(hidden_places, 0)
         if layout.num_dropped_chunks and layout.value_heads:
             share = window_scores[:, _head_index(layout.value_heads, num_kv_heads)]
-            scores.scatter_add_(3, place_tokens.expand_as(share), share)
+            scores.scatter_add_(3, view.place_tokens.expand_as(share), share)
         lowest = torch.finfo(dtype).min
         scores = scores.masked_fill(hidden_tokens, lowest)
         window_scores = window_scores.masked_fill(hidden_places, lowest)
         new_scores = None
         if new_keys is not None:
             new_scores = _new_scores(scaled[:, :, :, start:stop], new_keys, new_valid, start)
-        attended = _attend_regions(layout, scores, stored_v, window_scores, window_v, new_scores, new_values)
+        attended = _attend_regions(
+            layout, view, scores, stored_v, window_scores, window_v, new_scores, new_values
+        )
         blocks.append(attended.view(batch_size, num_kv_heads, num_groups, stop - start, head_dim))
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=3)  # [B, H_kv, G, Q, D]
     return out.flatten(1, 2).to(query.dtype)
 
 
-def _pages(
-    pool: torch.Tensor, pages: torch.Tensor | None, count: int, batch_size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Take pages of every row `[B, n, chunks or heads, P, E or D]`, as they lie where they are in order."""
-    if pages is None:
-        return pool[: batch_size * count].view(batch_size, count, *pool.shape[1:]).to(dtype)
-    return pool.index_select(0, pages.flatten()).view(*pages.shape, *pool.shape[1:]).to(dtype)
+def _pages(pool: torch.Tensor, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
+    """Take pages `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
+    taken = pool[: listed.count] if listed.pages is None else pool.index_select(0, listed.pages)
+    return taken.to(dtype)
 
 
 def _of_columns(mask: torch.Tensor, num_groups: int, start: int, stop: int) -> torch.Tensor:
@@ -128,26 +123,45 @@ def _of_columns(mask: torch.Tensor, num_groups: int, start: int, stop: int) -> t
     return mask[:, :, :, start:stop].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
 
 
-def _page_scores(query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
-    """Score `[B, chunks, G * q, E]` against pages `[B, n, chunks, P, E]`: `[B, heads, G * q, n * P]`."""
-    if query.shape[2] < _FEW_QUERIES:
-        scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
+def _page_scores(
+    query: torch.Tensor, keys: torch.Tensor, listed: PageList, layout: ChunkLayout, *, kept: bool
+) -> torch.Tensor:
+    """Score `[B, chunks, G * q, E]` against pages `[N, chunks, P, E]`: `[B, heads, G * q, n * P]`."""
+    if query.shape[2] >= _MANY_QUERIES:
+        keys = _in_order(keys, listed, query.shape[0])
+        return _sum_chunks(query @ keys.transpose(-1, -2), layout, kept=kept)
+    if listed.rows is None:
+        own = query.repeat_interleave(listed.count // query.shape[0], 0)
     else:
-        scores = (query @ _in_order(keys).transpose(-1, -2)).unflatten(3, (-1, keys.shape[3]))
-    return _sum_chunks(scores, layout, kept=kept).flatten(3)
+        own = query.index_select(0, listed.rows)
+    scores = _sum_chunks(own @ keys.transpose(-1, -2), layout, kept=kept)
+    scores = _by_row(scores, listed, query.shape[0])
+    return scores.permute(0, 2, 3, 1, 4).flatten(3)
 
 
-def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weigh pages `[B, n, heads, P, D]` by `[B, heads, G * q, n * P]`: `[B, heads, G * q, D]`."""
-    if weights.shape[2] < _FEW_QUERIES:
-        paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
-        return (paged @ values).sum(1)
-    return weights @ _in_order(values)
+def _weigh(weights: torch.Tensor, values: torch.Tensor, listed: PageList) -> torch.Tensor:
+    """Weigh pages `[N, heads, P, D]` by `[B, heads, G * q, n * P]`: `[B, heads, G * q, D]`."""
+    batch_size, num_heads, num_queries, _ = weights.shape
+    if num_queries >= _MANY_QUERIES:
+        return weights @ _in_order(values, listed, batch_size)
+    paged = weights.view(batch_size, num_heads, num_queries, -1, values.shape[2])
+    paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    if listed.rows is None or listed.numbers is None:
+        return _by_row(paged @ values, listed, batch_size).sum(1)
+    parts = paged.index_select(0, listed.numbers) @ values
+    return parts.new_zeros(batch_size, *parts.shape[1:]).index_add(0, listed.rows, parts)
 
 
-def _in_order(pages: torch.Tensor) -> torch.Tensor:
-    """Copy pages `[B, n, heads, P, D]` to tokens one after the other `[B, heads, n * P, D]`."""
-    return pages.transpose(1, 2).flatten(2, 3)
+def _by_row(parts: torch.Tensor, listed: PageList, batch_size: int) -> torch.Tensor:
+    """Bring what pages have `[N, …]` to `[B, n, …]`, something finite beyond a row's pages."""
+    if listed.entries is not None:
+        parts = parts.index_select(0, listed.entries.flatten())
+    return parts.view(batch_size, len(parts) // batch_size, *parts.shape[1:])
+
+
+def _in_order(pages: torch.Tensor, listed: PageList, batch_size: int) -> torch.Tensor:
+    """Copy pages `[N, heads, P, D]` to tokens one after the other `[B, heads, n * P, D]`."""
+    return _by_row(pages, listed, batch_size).transpose(1, 2).flatten(2, 3)
 
 
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
@@ -162,8 +176,9 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
         start, stop = bucket.kept if kept else bucket.dropped
         per_head = bucket.kept_per_head if kept else bucket.dropped_per_head
         if per_head:
-            chunks = partial[:, start:stop].unflatten(1, (bucket.num_heads, per_head))
-            parts.append(functools.reduce(torch.add, chunks.unbind(2)))
+            chunks = partial[:, start:stop].view(batch_size, bucket.num_heads, per_head, *partial.shape[2:])
+            # Far quicker than `sum` where a head has few of them.
+            parts.append(functools.reduce(torch.add, (chunks.select(2, place) for place in range(per_head))))
         elif not kept:
             parts.append(partial.new_zeros(batch_size, bucket.num_heads, *partial.shape[2:]))
     if not parts:
@@ -195,6 +210,7 @@ def _new_scores(
 
 def _attend_regions(
     layout: ChunkLayout,
+    view: StoredView,
     scores: torch.Tensor,
     stored_v: torch.Tensor,
     window_scores: torch.Tensor,
@@ -205,9 +221,9 @@ def _attend_regions(
     """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * q, D]`."""
     num_heads = len(layout.widths)
     parts = []
-    for heads, part_scores, part_v in (
-        (layout.value_heads, scores, stored_v),
-        (layout.window_heads, window_scores, window_v),
+    for heads, part_scores, part_v, listed in (
+        (layout.value_heads, scores, stored_v, view.kept),
+        (layout.window_heads, window_scores, window_v, view.window),
     ):
         if not heads:
             continue
@@ -215,11 +231,11 @@ def _attend_regions(
         if part_scores is window_scores:
             part_scores = part_scores[:, select]
         if new_scores is None or new_values is None:
-            part = _weigh(part_scores.softmax(-1), part_v)
+            part = _weigh(part_scores.softmax(-1), part_v, listed)
         else:
             num_stored = part_scores.shape[-1]
             weights = torch.cat([part_scores, new_scores[:, select]], dim=-1).softmax(-1)
-            part = _weigh(weights[..., :num_stored], part_v)
+            part = _weigh(weights[..., :num_stored].contiguous(), part_v, listed)
             part += weights[..., num_stored:] @ new_values[:, select].to(part.dtype)
         parts.append((heads, select, part))
     if len(parts) == 1:

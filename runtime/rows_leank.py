@@ -365,7 +365,7 @@ class RowState:
             window_columns = torch.stack(taken.nonzero(as_tuple=True))
         lengths.copy_(new)
         pruned_lengths.copy_(new_pruned)
-        placed = Columns(positions.long(), old[:, None], attended[:, None], self.max_length, window_columns)
+        placed = Columns(positions.long(), old[:, None], attended[:, None], self.bounds, window_columns)
         self.bounds = [length + count for length in self.bounds] if valid is None else new.tolist()
         return self._make_append(valid, seen, attended[:, None].repeat(1, count), placed)
 
@@ -377,7 +377,7 @@ class RowState:
         columns: Columns | None = None,
     ) -> Append:
         assert self.tables is not None
-        return Append(valid, seen, pruned, self.max_length, self.sink_size, self.tables, columns)
+        return Append(valid, seen, pruned, self.bounds, self.sink_size, self.tables, columns)
 
     def _pruned_after_append(self, new: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
         return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)

@@ -132,7 +132,7 @@ class ChunkStore:
             (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
         ):
             stored_keys, stored_values = (getattr(self, name) for name in names)
-            for rows, numbers, pages in (block.unbind() for block in filled.split(pages_per_block, 1)):
+            for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
                 if stored_keys.shape[1]:
                     new = self._to_chunks(self._page_tokens(keys, split, rows, numbers), lanes, rows)
                     stored_keys.index_copy_(0, pages, new.transpose(1, 2).to(stored_keys.dtype))
