@@ -127,8 +127,8 @@ class DecodeKernels:
         hopper = (properties.major, properties.minor) == (9, 0)
         per_sm = properties.shared_memory_per_multiprocessor
         per_block = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        shape, self.programs_per_sm = self._fit(per_sm, per_block)
-        self.num_programs = self.programs_per_sm * properties.multi_processor_count
+        shape = self._fit(per_sm, per_block)
+        self.num_programs = shape.num_instances * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
@@ -163,7 +163,7 @@ class DecodeKernels:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
         return _same_kernels, (self.key, self.generic)
 
-    def _fit(self, per_sm: int, per_block: int) -> tuple[Any, int]:
+    def _fit(self, per_sm: int, per_block: int) -> Any:
         """Choose tiles in flight and instances per multiprocessor: two hide each other's latency."""
         from .kernel_leank import KernelShape
 
@@ -178,7 +178,8 @@ class DecodeKernels:
         for instances in (2, 1) if shape.num_queries < 64 else (1,):
             stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
             if stages >= 2:
-                return replace(shape, num_stages=min(int(stages), _MAX_STAGES)), instances
+                num_stages = min(int(stages), _MAX_STAGES)
+                return replace(shape, num_stages=num_stages, num_instances=instances)
         raise ValueError(f"two tiles of {stage} bytes do not fit in {per_sm} bytes of shared memory")
 
     def append(

@@ -105,8 +105,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         early: T.int32,
     ):
         with T.Kernel(programs, threads=WARPGROUP + 32) as program:
-            if n < 64:
-                T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(shape.num_instances)
             q = [T.alloc_shared((n, e), dtype) for _ in chunks]
             k = [T.alloc_shared((stages, TILE, e), dtype) for _ in chunks]
             v = T.alloc_shared((stages, TILE, dv), dtype)
