@@ -65,6 +65,7 @@ class ChunkStore:
         self.window_keys = like.new_zeros(window_pages, layout.num_dropped_chunks, page, size)
         self.window_values = like.new_zeros(window_pages, len(layout.window_heads), page, head_dim)
         self.addresses = new_address()
+        tables.on(device)  # now, as it must not be while a step is captured
 
     @property
     def tensors(self) -> StoreTensors:
@@ -115,6 +116,7 @@ class ChunkStore:
                 setattr(self, name, pool)
         if not in_place:
             self.tables, self.addresses = tables, new_address()
+            tables.on(self.kept_keys.device)
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
         """Fill the empty store with a prompt.
