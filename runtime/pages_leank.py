@@ -89,12 +89,12 @@ class PageTables:
         """
         if device not in self._copies:
             with torch.inference_mode(False):  # they serve in any mode
-                number = torch.arange(max(self.runs))
-                tables = _starts(self.runs)[:, None] + number.minimum(torch.tensor(self.runs)[:, None] - 1)
+                number = _host(range(max(self.runs)))
+                tables = _starts(self.runs)[:, None] + number.minimum(_host(self.runs)[:, None] - 1)
                 slot = self.num_sink + (number - self.num_sink) % self.num_ring
                 slot = torch.where(number < self.num_sink, number, slot)
                 windows = _starts(self.window_runs)[:, None] + slot.minimum(
-                    torch.tensor(self.window_runs)[:, None] - 1
+                    _host(self.window_runs)[:, None] - 1
                 )
                 self._copies[device] = (
                     tables.to(torch.int32).to(device, non_blocking=True),
@@ -131,8 +131,8 @@ class PageTables:
         Returns:
             Each `[3, pages]`: row, number of the page in its row, page of the pool.
         """
-        count = -(-torch.tensor(lengths)[:, None] // self.page_size)
-        number = torch.arange(max(self.runs))
+        count = -(-_host(lengths)[:, None] // self.page_size)
+        number = _host(range(max(self.runs)))
         used = number < count
         held = used & ((number < self.num_sink) | (number >= count - self.num_ring))
         tables = self.on(torch.device("cpu"))
@@ -149,12 +149,12 @@ def _page_list(runs: Sequence[int], pool_runs: Sequence[int], device: torch.devi
     is_even = min(runs) == max(runs)
     if as_it_lies and is_even:
         return PageList(count)
-    rows = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
-    number = torch.arange(count) - _starts(runs)[rows]
+    rows = _host(range(len(runs))).repeat_interleave(_host(runs))
+    number = _host(range(count)) - _starts(runs)[rows]
     pages = None if as_it_lies else (_starts(pool_runs)[rows] + number).to(device, non_blocking=True)
     if is_even:
         return PageList(count, pages)
-    entries = _starts(runs)[:, None] + torch.arange(max(runs)).minimum(torch.tensor(runs)[:, None] - 1)
+    entries = _starts(runs)[:, None] + _host(range(max(runs))).minimum(_host(runs)[:, None] - 1)
     tensors = (rows, entries, rows * max(runs) + number)
     return PageList(count, pages, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
@@ -195,8 +195,13 @@ def spread_pages(lengths: Sequence[int], sink_size: int, ring_size: int) -> list
     return runs(bisect_left(range(num_pages * PAGE), True, lo=1, key=too_many) - 1)
 
 
+def _host(numbers: Sequence[int]) -> torch.Tensor:
+    """Return a tensor on the CPU, whatever torch's default device is."""
+    return torch.tensor(numbers, device="cpu")
+
+
 def _starts(runs: Sequence[int]) -> torch.Tensor:
-    counts = torch.tensor(runs)
+    counts = _host(runs)
     return counts.cumsum(0) - counts
 
 
@@ -215,11 +220,11 @@ def page_sources(
         Pages of the old pool, -1 for a page that is new `[sum(runs)]`, where `rows` lie.
     """
     if rows is None:
-        rows = torch.arange(len(runs))
+        rows = _host(range(len(runs)))
     number = torch.arange(max(runs), device=rows.device)
     if min(runs) == max(runs) and min(old_runs) == max(old_runs):
         pages = rows[:, None] * old_runs[0] + number
         return torch.where(number < old_runs[0], pages, -1).flatten()
     pages = _starts(old_runs)[rows][:, None] + number
-    pages = torch.where(number < torch.tensor(old_runs)[rows][:, None], pages, -1)
-    return pages[number < torch.tensor(runs)[:, None]]
+    pages = torch.where(number < _host(old_runs)[rows][:, None], pages, -1)
+    return pages[number < _host(runs)[:, None]]

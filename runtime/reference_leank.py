@@ -131,7 +131,7 @@ def _page_scores(
         keys = _in_order(keys, listed, query.shape[0])
         return _sum_chunks(query @ keys.transpose(-1, -2), layout, kept=kept)
     if listed.rows is None:
-        own = query.repeat_interleave(listed.count // query.shape[0], 0)
+        own = query[:, None].expand(-1, listed.count // query.shape[0], -1, -1, -1).flatten(0, 1)
     else:
         own = query.index_select(0, listed.rows)
     scores = _sum_chunks(own @ keys.transpose(-1, -2), layout, kept=kept)

@@ -438,7 +438,7 @@ class RowState:
         self.bounds = [self.bounds[row] for row in taken]
         if not is_same or not self.tables.fits(self.bounds):
             self.tables = PageTables(runs, self.sink_size, self.ring_size)
-        return torch.tensor(taken)
+        return torch.tensor(taken, device="cpu")
 
     @classmethod
     def concatenate(
