@@ -67,6 +67,8 @@ class KernelKey:
 
 def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
     """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
+    if num_columns == 1:
+        return 8 if num_groups <= 8 else 16
     wanted = num_columns * num_groups
     if wanted > 16:
         # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
