@@ -31,7 +31,7 @@ MAX_DRAFT = 32
 
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)
-_MAX_PARTS = 4  # as in kernel_product_leank
+_BLOCK, _MAX_PARTS = 64, 8  # as in kernel_product_leank
 
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -68,6 +68,8 @@ class KernelKey:
 
 def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
     """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
+    if num_columns == 1:
+        return 8 if num_groups <= 8 else 16
     wanted = num_columns * num_groups
     if wanted > 16:
         # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
@@ -105,18 +107,16 @@ class Product:
         parts: `[parts, B, n]`, fp32.
         steps: Steps of a block of outputs.
         stretch: Steps of a program instance.
-        block_size: Outputs of a block.
     """
 
     parts: torch.Tensor
     steps: int
     stretch: int
-    block_size: int
 
     @property
-    def cut(self) -> tuple[int, int, int]:
+    def cut(self) -> tuple[int, int]:
         """What kernels are told of how it was cut."""
-        return self.steps, self.stretch, self.block_size
+        return self.steps, self.stretch
 
     @property
     def vectors(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Product:
 
     def outputs(self) -> torch.Tensor:
         """Return the sum of all parts that there are `[B, 1, n]`, by torch."""
-        block = torch.arange(self.parts.shape[2], device=self.parts.device) // self.block_size
+        block = torch.arange(self.parts.shape[2], device=self.parts.device) // _BLOCK
         last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
         number = torch.arange(self.parts.shape[0], device=self.parts.device)
         return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)[:, None]
@@ -153,7 +153,7 @@ class DecodeKernels:
         from .kernel_attention_leank import generic_attention, hopper_attention
         from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_leank import merge_parts
-        from .kernel_product_leank import SIZES, product
+        from .kernel_product_leank import STEPS, product
 
         self.key = key
         self.generic = generic
@@ -163,8 +163,8 @@ class DecodeKernels:
         hopper = (properties.major, properties.minor) == (9, 0)
         per_sm = properties.shared_memory_per_multiprocessor
         per_block = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        shape, self.programs_per_sm = self._fit(per_sm, per_block)
-        self.num_programs = self.programs_per_sm * properties.multi_processor_count
+        shape = self._fit(per_sm, per_block)
+        self.num_programs = shape.num_instances * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
@@ -172,8 +172,8 @@ class DecodeKernels:
         others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         # Other GPUs take the library's products.
-        self._sizes = SIZES if hopper else {}
-        functions += [product(shape.dtype, tokens) for tokens in self._sizes]
+        self._steps = STEPS if hopper else {}
+        functions += [product(shape.dtype, tokens) for tokens in self._steps]
         (
             self._attention,
             self._merge,
@@ -184,7 +184,7 @@ class DecodeKernels:
             *products,
         ) = _compile([attention(shape), *functions], arch, has_barriers=by_tma)
         self._make_placeholders()
-        self._products = dict(zip(self._sizes, products, strict=True))
+        self._products = dict(zip(self._steps, products, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         self._handle = len(_kernels)
         _kernels.append(self)
@@ -209,7 +209,7 @@ class DecodeKernels:
         """Copy as the same kernels: compiled code cannot be copied, and a cache that holds it can be."""
         return _same_kernels, (self.key, self.generic)
 
-    def _fit(self, per_sm: int, per_block: int) -> tuple[Any, int]:
+    def _fit(self, per_sm: int, per_block: int) -> Any:
         """Choose tiles in flight and instances per multiprocessor: two hide each other's latency."""
         from .kernel_leank import KernelShape
 
@@ -224,7 +224,8 @@ class DecodeKernels:
         for instances in (2, 1) if shape.num_queries < 64 else (1,):
             stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
             if stages >= 2:
-                return replace(shape, num_stages=min(int(stages), _MAX_STAGES)), instances
+                num_stages = min(int(stages), _MAX_STAGES)
+                return replace(shape, num_stages=num_stages, num_instances=instances)
         raise ValueError(f"two tiles of {stage} bytes do not fit in {per_sm} bytes of shared memory")
 
     def append(
@@ -357,7 +358,7 @@ class DecodeKernels:
                 normed.view(vectors),
                 int(delta is not None),
                 eps,
-                *(delta.cut if delta else (1, 1, 1)),
+                *(delta.cut if delta else (1, 1)),
             )
         return summed, normed
 
@@ -383,10 +384,9 @@ class DecodeKernels:
         tokens = next((tokens for tokens in self._products if tokens >= batch_size), None)
         if tokens is None:
             output = torch.nn.functional.linear(states, weight, bias)
-            return Product(output.float().view(1, batch_size, num_outputs), 1, 1, num_outputs)
-        block_size, step_size, _ = self._sizes[tokens]
-        steps = -(-num_inputs // step_size)
-        total = -(-num_outputs // block_size) * steps
+            return Product(output.float().view(1, batch_size, num_outputs), 1, 1)
+        steps = -(-num_inputs // self._steps[tokens][0])
+        total = -(-num_outputs // _BLOCK) * steps
         stretch = max(-(-total // (2 * self._num_multiprocessors)), -(-steps // (_MAX_PARTS - 1)))
         size = (-(-(steps - 1) // stretch) + 1, batch_size, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
@@ -401,7 +401,7 @@ class DecodeKernels:
                 stretch,
                 int(bias is not None),
             )
-        return Product(parts, steps, stretch, block_size)
+        return Product(parts, steps, stretch)
 
     def _launch_append(
         self,

@@ -282,12 +282,12 @@ def disagreement(kernels: DecodeKernels) -> float:
 
 def in_parts(outputs: torch.Tensor) -> Product:
     """Return outputs `[B, 1, n]` as a product of which some blocks are cut in two."""
-    steps, stretch, block_size = 3, 4, 64
-    block = torch.arange(outputs.shape[-1], device=outputs.device) // block_size
+    steps, stretch = 3, 4
+    block = torch.arange(outputs.shape[-1], device=outputs.device) // 64
     cut = (block * steps + steps - 1) // stretch > block * steps // stretch
     whole = outputs[:, 0].float()
     parts = [torch.where(cut, whole / 4, whole), torch.where(cut, whole * 0.75, torch.nan)]
-    return Product(torch.stack(parts), steps, stretch, block_size)
+    return Product(torch.stack(parts), steps, stretch)
 
 
 def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -105,8 +105,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         early: T.int32,
     ):
         with T.Kernel(programs, threads=WARPGROUP + 32) as program:
-            if n < 64:
-                T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(shape.num_instances)
             q = [T.alloc_shared((n, e), dtype) for _ in chunks]
             k = [T.alloc_shared((stages, TILE, e), dtype) for _ in chunks]
             v = T.alloc_shared((stages, TILE, dv), dtype)
@@ -393,6 +392,9 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         early: T.int32,
     ):
         with T.Kernel(programs, **threads) as program:
+            if not cpu:  # else loads would not be cp.async's, which take 16 bytes
+                for pool in (kept_keys, values, window_keys, window_values):
+                    T.assume(pool.strides[0] % 8 == 0)
             q = [shared((n, e), dtype) for _ in chunks]
             k = [shared((*ring, TILE, e), dtype) for _ in chunks]
             v = shared((*ring, TILE, dv), dtype)

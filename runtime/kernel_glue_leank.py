@@ -188,7 +188,6 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         eps: T.float32,
         steps: T.int32,
         stretch: T.int32,
-        block_size: T.int32,
     ):
         with T.Kernel(query_heads + table_rows - 1, batch, **threads) as (head, row):
             place = T.alloc_local((PLACE_SIZE,), "int32")
@@ -215,15 +214,13 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 T.pdl_sync()
             token = seen[row, 0] - 1
             is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0), 0], "int32")
-            add_parts(
-                parallel, sums, last, loaded, projected, row, head * (d // LANES), steps, stretch, block_size
-            )
+            add_parts(parallel, sums, last, loaded, projected, row, head * (d // LANES), steps, stretch)
             for i, j in parallel(d // LANES, LANES):
                 states[i * LANES + j] = T.cast(sums[i, j], dtype)
             if head >= query_heads:
                 add_parts(
                     parallel, sums, last, loaded, projected, row, (head + table_rows - 1) * (d // LANES),
-                    steps, stretch, block_size,
+                    steps, stretch,
                 )  # fmt: skip
                 for i, j in parallel(d // LANES, LANES):
                     new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
@@ -287,7 +284,6 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         eps: T.float32,
         steps: T.int32,
         stretch: T.int32,
-        block_size: T.int32,
     ):
         with T.Kernel(rows, **threads) as row:
             weights = fragment(size, dtype)
@@ -311,9 +307,7 @@ def add_norm(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             if has_delta != 0:
                 for v in T.unroll(size[0]):
                     if v * size[1] < vectors:
-                        add_parts(
-                            parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch, block_size
-                        )
+                        add_parts(parallel, sums, last, loaded, delta, row, v * size[1], steps, stretch)
                         for i, j in parallel(*size[1:]):
                             if v * size[1] + i < vectors:
                                 states[v, i, j] = states[v, i, j] + T.cast(sums[i, j], dtype)
@@ -347,7 +341,6 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         output: T.Tensor((rows, vectors, LANES), dtype),
         steps: T.int32,
         stretch: T.int32,
-        block_size: T.int32,
     ):
         with T.Kernel(T.ceildiv(vectors, WARPGROUP), rows, **threads) as (block, row):
             gate = fragment((WARPGROUP, LANES), "float32")
@@ -357,9 +350,7 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
             if overlap:
                 T.pdl_trigger()
                 T.pdl_sync()
-            add_parts(
-                parallel, gate, last, loaded, gate_up, row, block * WARPGROUP, steps, stretch, block_size
-            )
+            add_parts(parallel, gate, last, loaded, gate_up, row, block * WARPGROUP, steps, stretch)
             add_parts(
                 parallel,
                 up,
@@ -370,7 +361,6 @@ def silu_mul(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                 vectors + block * WARPGROUP,
                 steps,
                 stretch,
-                block_size,
             )
             for i, j in parallel(WARPGROUP, LANES):
                 gate[i, j] = T.cast(T.cast(gate[i, j], dtype), "float32")

@@ -74,6 +74,7 @@ class KernelShape:
         num_stages: Tiles in flight.
         num_queries: Columns of the matrix products, N: queries of a KV head that a launch takes.
         load_tokens: Tokens that one load takes: a divisor of a tile and of both pools' pages.
+        num_instances: Program instances that a multiprocessor is to hold.
     """
 
     head_dim: int
@@ -84,6 +85,7 @@ class KernelShape:
     num_stages: int
     num_queries: int
     load_tokens: int = TILE
+    num_instances: int = 1
 
     @property
     def value_size(self) -> int:
@@ -450,6 +452,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             last = (stop - 1) // per_program
             T.fill(total, 0)
             if overlap:
+                T.pdl_trigger()  # the product may be launched and load weights, and waits for the end of this
                 T.pdl_sync()  # all above ran while attention still did
             if stop > begin[0]:
                 if last > first:

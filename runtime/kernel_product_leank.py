@@ -23,17 +23,17 @@ except ImportError as error:
 
 from .kernel_leank import FULL_ROW, WARPGROUP
 
-MAX_PARTS = 4  # of a block
+BLOCK = 64  # outputs of a block: the M of one wgmma
+MAX_PARTS = 8  # of a block
 
-# By tokens of a kernel: outputs of a block, inputs of a step, and steps in flight, with which two instances fit on
-# a multiprocessor. Blocks are larger where tokens are many: every step reads the tokens' inputs as well.
-SIZES = {8: (64, 256, 3), 16: (64, 128, 5), 32: (128, 64, 5), 64: (128, 64, 4)}
+# By tokens of a kernel: inputs of a step, and steps in flight; two instances fit on a multiprocessor.
+STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), 64: (128, 3)}
 
 
 @T.macro
 def add_parts(
     parallel: Any, sums: Any, last: Any, loaded: Any, parts: Any, row: Any, first: Any, steps: Any,
-    stretch: Any, block_size: Any,
+    stretch: Any,
 ) -> None:  # fmt: skip
     """Set `sums` to vectors of a row's outputs, the sum of their parts.
 
@@ -47,25 +47,26 @@ def add_parts(
         first: The first vector.
         steps: Steps of a block.
         stretch: Steps of a program instance.
-        block_size: Outputs of a block.
     """
     num_vectors, lanes = sums.shape
     for i in parallel(num_vectors):
-        block = T.truncdiv(T.min(first + i, parts.shape[2] - 1) * lanes, block_size)
+        block = T.min(first + i, parts.shape[2] - 1) * lanes // BLOCK
         last[i] = T.truncdiv(block * steps + steps - 1, stretch) - T.truncdiv(block * steps, stretch)
     for part in T.unroll(MAX_PARTS):
-        for i, j in parallel(num_vectors, lanes):
-            loaded[part, i, j] = parts[T.min(part, last[i]), row, T.min(first + i, parts.shape[2] - 1), j]
+        if part < parts.shape[0]:  # the same for all threads
+            for i, j in parallel(num_vectors, lanes):
+                loaded[part, i, j] = parts[T.min(part, last[i]), row, T.min(first + i, parts.shape[2] - 1), j]
     for i, j in parallel(num_vectors, lanes):
         sums[i, j] = loaded[0, i, j]
     for part in T.unroll(1, MAX_PARTS):
-        for i, j in parallel(num_vectors, lanes):
-            sums[i, j] += T.if_then_else(part <= last[i], loaded[part, i, j], 0.0)
+        if part < parts.shape[0]:
+            for i, j in parallel(num_vectors, lanes):
+                sums[i, j] += T.if_then_else(part <= last[i], loaded[part, i, j], 0.0)
 
 
 def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
     """Return the kernel of a linear module for up to `tokens` tokens: Hopper's, or plain loops for tests."""
-    block_size, size, stages = SIZES[tokens]
+    size, stages = STEPS[tokens]
     batch, outputs, inputs, most_parts = T.dynamic("batch, outputs, inputs, most_parts")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
@@ -79,16 +80,16 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
         part = T.alloc_var("int32")
         part = program - T.truncdiv(block * steps, stretch)
         if (has_bias != 0) & (part == 0):
-            for i, j in parallel(block_size, tokens):
-                sums[i, j] += T.cast(bias[T.min(block * block_size + i, bias.shape[0] - 1)], "float32")
-        for i, j in parallel(block_size, tokens):
-            if (block * block_size + i < parts.shape[2]) & (j < parts.shape[1]):
-                parts[part, j, block * block_size + i] = sums[i, j]
+            for i, j in parallel(BLOCK, tokens):
+                sums[i, j] += T.cast(bias[T.min(block * BLOCK + i, bias.shape[0] - 1)], "float32")
+        for i, j in parallel(BLOCK, tokens):
+            if (block * BLOCK + i < parts.shape[2]) & (j < parts.shape[1]):
+                parts[part, j, block * BLOCK + i] = sums[i, j]
 
     @T.macro
     def load_weight(weight: Any, w: Any, ready: Any, stage: Any, block: Any, step: Any) -> None:
         T.tma_copy(
-            weight[block * block_size : block * block_size + block_size, step * size : step * size + size],
+            weight[block * BLOCK : block * BLOCK + BLOCK, step * size : step * size + size],
             w[stage, :, :],
             barrier=ready[stage],
             eviction_policy="evict_first",  # rather than what the next kernel reads
@@ -105,9 +106,9 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
         has_bias: T.int32,
     ):
         with T.Kernel(programs, **threads) as program:
-            w = shared((*ring, block_size, size), dtype)
+            w = shared((*ring, BLOCK, size), dtype)
             x = shared((*ring, tokens, size), dtype)
-            sums = fragment((block_size, tokens), "float32")
+            sums = fragment((BLOCK, tokens), "float32")
             steps = T.alloc_var("int32")
             first = T.alloc_var("int32")
             count = T.alloc_var("int32")
@@ -115,15 +116,13 @@ def product(dtype: str, tokens: int, cpu: bool = False) -> Any:
             step = T.alloc_var("int32")
             steps = T.ceildiv(inputs, size)
             first = program * stretch
-            count = T.min(stretch, T.ceildiv(outputs, block_size) * steps - first)
+            count = T.min(stretch, T.ceildiv(outputs, BLOCK) * steps - first)
             block = T.truncdiv(first, steps)
             step = first - block * steps
             if cpu:
                 for t in T.serial(count):
                     T.copy(
-                        weight[
-                            block * block_size : (block + 1) * block_size, step * size : (step + 1) * size
-                        ],
+                        weight[block * BLOCK : (block + 1) * BLOCK, step * size : (step + 1) * size],
                         w,
                     )
                     T.copy(states[0:tokens, step * size : (step + 1) * size], x)

@@ -270,7 +270,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     append.pruned,
                     layout=self.layout,
                     sink_size=append.sink_size,
-                    max_length=append.max_length,
+                    max_length=max(append.bounds),
                     softmax_scale=softmax_scale,
                     view=append.view,
                 )

@@ -1,8 +1,8 @@
 """Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
 
 A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
-every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window for
-what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
+every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window
+for what only whole tokens need. Tables say which page of a pool holds which tokens of a row, and kernels read
 nothing else. Here a row's pages follow one another in both pools, its run:
 
     page of a row              0  1  2  3  4  5  6  7  8
@@ -17,11 +17,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 PAGE = 64
 """Tokens of a page, one tile of the kernels."""
+
+
+@dataclass(frozen=True)
+class PageList:
+    """Pages of a pool that plain torch reads, row by row.
+
+    Attributes:
+        count: How many (host).
+        pages: Which `[count]`; None: the pool's first as they lie.
+        rows: Row of each `[count]`; None: rows have equally many, like the next two.
+        entries: Place in the list of every row's pages `[B, n]`, some place beyond its last.
+        numbers: Place of each in `[B, n]`, flattened `[count]`.
+    """
+
+    count: int
+    pages: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+
+    def most(self, batch_size: int) -> int:
+        """Return n, the pages of the row that has most."""
+        return self.count // batch_size if self.entries is None else self.entries.shape[1]
 
 
 class PageTables:
@@ -65,12 +89,12 @@ class PageTables:
         """
         if device not in self._copies:
             with torch.inference_mode(False):  # they serve in any mode
-                number = torch.arange(max(self.runs))
-                tables = _starts(self.runs)[:, None] + number.minimum(torch.tensor(self.runs)[:, None] - 1)
+                number = _host(range(max(self.runs)))
+                tables = _starts(self.runs)[:, None] + number.minimum(_host(self.runs)[:, None] - 1)
                 slot = self.num_sink + (number - self.num_sink) % self.num_ring
                 slot = torch.where(number < self.num_sink, number, slot)
                 windows = _starts(self.window_runs)[:, None] + slot.minimum(
-                    torch.tensor(self.window_runs)[:, None] - 1
+                    _host(self.window_runs)[:, None] - 1
                 )
                 self._copies[device] = (
                     tables.to(torch.int32).to(device, non_blocking=True),
@@ -90,14 +114,25 @@ class PageTables:
         number = torch.where(slot < self.num_sink, slot, slot + rounds * self.num_ring)
         return torch.where(slot <= last, number, -1)
 
+    def lists(self, lengths: Sequence[int], device: torch.device) -> tuple[PageList, PageList]:
+        """List the pages of rows of `lengths` tokens, and their window pages.
+
+        All that there are, where these are few more: a pool is read as it lies then, and not copied.
+        """
+        runs = pages_of(lengths)
+        if len(runs) > 1 and 4 * sum(self.runs) <= 5 * sum(runs):
+            runs = list(self.runs)
+        windows = [min(run, self.num_sink + self.num_ring) for run in runs]
+        return _page_list(runs, self.runs, device), _page_list(windows, self.window_runs, device)
+
     def prompt_pages(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """List the pages that prompts of `lengths` tokens fill, in the first pool and in the window.
 
         Returns:
             Each `[3, pages]`: row, number of the page in its row, page of the pool.
         """
-        count = -(-torch.tensor(lengths)[:, None] // self.page_size)
-        number = torch.arange(max(self.runs))
+        count = -(-_host(lengths)[:, None] // self.page_size)
+        number = _host(range(max(self.runs)))
         used = number < count
         held = used & ((number < self.num_sink) | (number >= count - self.num_ring))
         tables = self.on(torch.device("cpu"))
@@ -106,6 +141,22 @@ class PageTables:
             rows, numbers = pages.nonzero(as_tuple=True)
             found.append(torch.stack([rows, numbers, table[rows, numbers].long()]))
         return found[0], found[1]
+
+
+def _page_list(runs: Sequence[int], pool_runs: Sequence[int], device: torch.device) -> PageList:
+    """List the first pages of every row's run in a pool."""
+    count, as_it_lies = sum(runs), len(runs) == 1 or tuple(runs) == tuple(pool_runs)
+    is_even = min(runs) == max(runs)
+    if as_it_lies and is_even:
+        return PageList(count)
+    rows = _host(range(len(runs))).repeat_interleave(_host(runs))
+    number = _host(range(count)) - _starts(runs)[rows]
+    pages = None if as_it_lies else (_starts(pool_runs)[rows] + number).to(device, non_blocking=True)
+    if is_even:
+        return PageList(count, pages)
+    entries = _starts(runs)[:, None] + _host(range(max(runs))).minimum(_host(runs)[:, None] - 1)
+    tensors = (rows, entries, rows * max(runs) + number)
+    return PageList(count, pages, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def _ring_pages(num_tokens: int) -> int:
@@ -144,8 +195,13 @@ def spread_pages(lengths: Sequence[int], sink_size: int, ring_size: int) -> list
     return runs(bisect_left(range(num_pages * PAGE), True, lo=1, key=too_many) - 1)
 
 
+def _host(numbers: Sequence[int]) -> torch.Tensor:
+    """Return a tensor on the CPU, whatever torch's default device is."""
+    return torch.tensor(numbers, device="cpu")
+
+
 def _starts(runs: Sequence[int]) -> torch.Tensor:
-    counts = torch.tensor(runs)
+    counts = _host(runs)
     return counts.cumsum(0) - counts
 
 
@@ -164,11 +220,11 @@ def page_sources(
         Pages of the old pool, -1 for a page that is new `[sum(runs)]`, where `rows` lie.
     """
     if rows is None:
-        rows = torch.arange(len(runs))
+        rows = _host(range(len(runs)))
     number = torch.arange(max(runs), device=rows.device)
     if min(runs) == max(runs) and min(old_runs) == max(old_runs):
         pages = rows[:, None] * old_runs[0] + number
         return torch.where(number < old_runs[0], pages, -1).flatten()
     pages = _starts(old_runs)[rows][:, None] + number
-    pages = torch.where(number < torch.tensor(old_runs)[rows][:, None], pages, -1)
-    return pages[number < torch.tensor(runs)[:, None]]
+    pages = torch.where(number < _host(old_runs)[rows][:, None], pages, -1)
+    return pages[number < _host(runs)[:, None]]

@@ -11,6 +11,7 @@ import functools
 import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
+from .pages_leank import PageList
 from .step_leank import StoredView, view_tables
 
 
@@ -51,13 +52,9 @@ def decode_attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     if view is None:
         view = view_tables(store, seen, pruned, sink_size, max_length)
-    stored_k, stored_v = (
-        _pages(pool, view.pages, view.num_pages, batch_size, dtype)
-        for pool in (store.kept_keys, store.values)
-    )
+    stored_k, stored_v = (_pages(pool, view.kept, dtype) for pool in (store.kept_keys, store.values))
     window_k, window_v = (
-        _pages(pool, view.window_pages, view.num_window_pages, batch_size, dtype)
-        for pool in (store.window_keys, store.window_values)
+        _pages(pool, view.window, dtype) for pool in (store.window_keys, store.window_values)
     )
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
@@ -71,29 +68,26 @@ def decode_attention(
 
     columns = chunks.flatten(2, 3)  # [B, C + C_dropped, G * Q, E]
     kept, dropped = columns[:, : layout.num_kept_chunks], columns[:, layout.num_kept_chunks :]
-    window_scores = _page_scores(dropped, window_k, layout, kept=False)
-    scores = _page_scores(kept, stored_k, layout, kept=True)
+    window_scores = _page_scores(dropped, window_k, view.window, layout, kept=False)
+    scores = _page_scores(kept, stored_k, view.kept, layout, kept=True)
     hidden_tokens, hidden_places = (
         _of_columns(mask, num_groups) for mask in (view.hidden_tokens, view.hidden_places)
     )
     window_scores = window_scores.masked_fill(hidden_places, 0)
     if layout.num_dropped_chunks and layout.value_heads:
         share = window_scores[:, head_index(layout.value_heads, num_kv_heads)]
-        scores.scatter_add_(3, view.place_tokens[:, 0].expand_as(share), share)
+        scores.scatter_add_(3, view.place_tokens.expand_as(share), share)
     lowest = torch.finfo(dtype).min
     scores = scores.masked_fill(hidden_tokens, lowest)
     window_scores = window_scores.masked_fill(hidden_places, lowest)
-    attended = _attend_regions(layout, scores, stored_v, window_scores, window_v)
+    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v)
     return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
 
 
-def _pages(
-    pool: torch.Tensor, pages: torch.Tensor | None, count: int, batch_size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Take pages of every row `[B, n, chunks or heads, P, E or D]`, as they lie where they are in order."""
-    if pages is None:
-        return pool[: batch_size * count].view(batch_size, count, *pool.shape[1:]).to(dtype)
-    return pool.index_select(0, pages.flatten()).view(*pages.shape, *pool.shape[1:]).to(dtype)
+def _pages(pool: torch.Tensor, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
+    """Take pages `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
+    taken = pool[: listed.count] if listed.pages is None else pool.index_select(0, listed.pages)
+    return taken.to(dtype)
 
 
 def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -101,16 +95,34 @@ def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
     return mask[:, 0] if mask.shape[3] == 1 else mask.expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
 
 
-def _page_scores(query: torch.Tensor, keys: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
-    """Score `[B, chunks, G * Q, E]` against pages `[B, n, chunks, P, E]`: `[B, heads, G * Q, n * P]`."""
-    scores = (query[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)
-    return _sum_chunks(scores, layout, kept=kept).flatten(3)
+def _page_scores(
+    query: torch.Tensor, keys: torch.Tensor, listed: PageList, layout: ChunkLayout, *, kept: bool
+) -> torch.Tensor:
+    """Score `[B, chunks, G * Q, E]` against pages `[N, chunks, P, E]`: `[B, heads, G * Q, n * P]`."""
+    if listed.rows is None:
+        own = query[:, None].expand(-1, listed.count // query.shape[0], -1, -1, -1).flatten(0, 1)
+    else:
+        own = query.index_select(0, listed.rows)
+    scores = _sum_chunks(own @ keys.transpose(-1, -2), layout, kept=kept)
+    return _by_row(scores, listed, query.shape[0]).permute(0, 2, 3, 1, 4).flatten(3)
 
 
-def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weigh pages `[B, n, heads, P, D]` by `[B, heads, G * Q, n * P]`: `[B, heads, G * Q, D]`."""
-    paged = weights.unflatten(3, (-1, values.shape[3])).permute(0, 3, 1, 2, 4)
-    return (paged @ values).sum(1)
+def _weigh(weights: torch.Tensor, values: torch.Tensor, listed: PageList) -> torch.Tensor:
+    """Weigh pages `[N, heads, P, D]` by `[B, heads, G * Q, n * P]`: `[B, heads, G * Q, D]`."""
+    batch_size, num_heads, num_queries, _ = weights.shape
+    paged = weights.view(batch_size, num_heads, num_queries, -1, values.shape[2])
+    paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    if listed.rows is None or listed.numbers is None:
+        return _by_row(paged @ values, listed, batch_size).sum(1)
+    parts = paged.index_select(0, listed.numbers) @ values
+    return parts.new_zeros(batch_size, *parts.shape[1:]).index_add(0, listed.rows, parts)
+
+
+def _by_row(parts: torch.Tensor, listed: PageList, batch_size: int) -> torch.Tensor:
+    """Bring what pages have `[N, …]` to `[B, n, …]`, something finite beyond a row's pages."""
+    if listed.entries is not None:
+        parts = parts.index_select(0, listed.entries.flatten())
+    return parts.view(batch_size, len(parts) // batch_size, *parts.shape[1:])
 
 
 def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
@@ -125,8 +137,9 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
         start, stop = bucket.kept if kept else bucket.dropped
         per_head = bucket.kept_per_head if kept else bucket.dropped_per_head
         if per_head:
-            chunks = partial[:, start:stop].unflatten(1, (bucket.num_heads, per_head))
-            parts.append(functools.reduce(torch.add, chunks.unbind(2)))
+            chunks = partial[:, start:stop].view(batch_size, bucket.num_heads, per_head, *partial.shape[2:])
+            # Far quicker than `sum` where a head has few of them.
+            parts.append(functools.reduce(torch.add, (chunks.select(2, place) for place in range(per_head))))
         elif not kept:
             parts.append(partial.new_zeros(batch_size, bucket.num_heads, *partial.shape[2:]))
     if not parts:
@@ -136,6 +149,7 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
 
 def _attend_regions(
     layout: ChunkLayout,
+    view: StoredView,
     scores: torch.Tensor,
     stored_v: torch.Tensor,
     window_scores: torch.Tensor,
@@ -144,15 +158,15 @@ def _attend_regions(
     """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * Q, D]`."""
     num_heads = len(layout.widths)
     parts = []
-    for heads, part_scores, part_v in (
-        (layout.value_heads, scores, stored_v),
-        (layout.window_heads, window_scores, window_v),
+    for heads, part_scores, part_v, listed in (
+        (layout.value_heads, scores, stored_v, view.kept),
+        (layout.window_heads, window_scores, window_v, view.window),
     ):
         if heads:
             select = head_index(heads, num_heads)
             if part_scores is window_scores:
                 part_scores = part_scores[:, select]
-            parts.append((select, _weigh(part_scores.softmax(-1), part_v)))
+            parts.append((select, _weigh(part_scores.softmax(-1), part_v, listed)))
     if len(parts) == 1:
         return parts[0][1]
     sample = parts[0][1]

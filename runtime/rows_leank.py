@@ -377,7 +377,7 @@ class RowState:
         columns: Columns | None = None,
     ) -> Append:
         assert self.tables is not None
-        return Append(valid, seen, pruned, self.max_length, self.sink_size, self.tables, columns)
+        return Append(valid, seen, pruned, self.bounds, self.sink_size, self.tables, columns)
 
     def _pruned_after_append(self, new: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
         return pruned_after_append(new, pruned, self.sink_size, self.recent_size, self.flush_size)
@@ -438,7 +438,7 @@ class RowState:
         self.bounds = [self.bounds[row] for row in taken]
         if not is_same or not self.tables.fits(self.bounds):
             self.tables = PageTables(runs, self.sink_size, self.ring_size)
-        return torch.tensor(taken)
+        return torch.tensor(taken, device="cpu")
 
     @classmethod
     def concatenate(

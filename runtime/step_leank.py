@@ -5,7 +5,7 @@ Integers known to the host and index tensors, worked out once for all layers of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from .layout_leank import StoreTensors
-from .pages_leank import PageTables
+from .pages_leank import PageList, PageTables
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,17 @@ class Split:
 class StoredView:
     """Where stored tokens lie and which of them query columns see; what the plain torch path needs of a step.
 
-    Masks are `[B, 1, 1, q, …]`, q being 1 where all columns see the same.
-
     Attributes:
-        pages: Pages of every row `[B, n]`; None where a pool is `[B, n]` of them as it lies, or begins so.
-        num_pages: n (host).
-        hidden_tokens: Tokens that a column does not see `[B, 1, 1, q, n * P]`.
-        window_pages: Window pages of every row `[B, m]`; None as with `pages`.
-        num_window_pages: m (host).
-        hidden_places: Places of those that hold no whole token `[B, 1, 1, q, m * P]`.
-        place_tokens: The token of every other place, any token in others `[B, 1, 1, 1, m * P]`.
+        kept: Pages of every row.
+        window: Its window pages.
+        hidden_tokens: Tokens of `kept` that a column does not see `[B, 1, 1, q or 1, n * P]`.
+        hidden_places: Places of `window` that hold no whole token for a column `[B, 1, 1, q or 1, m * P]`.
+        place_tokens: The token of every other place, any token in others `[B, 1, 1, m * P]`.
     """
 
-    pages: torch.Tensor | None
-    num_pages: int
+    kept: PageList
+    window: PageList
     hidden_tokens: torch.Tensor
-    window_pages: torch.Tensor | None
-    num_window_pages: int
     hidden_places: torch.Tensor
     place_tokens: torch.Tensor
 
@@ -72,69 +66,66 @@ def view_tables(
         sink_size: Tokens at the front that are never pruned.
         max_length: Upper bound of `seen` (host).
     """
-    page_size, window_size = store.kept_keys.shape[2], store.window_keys.shape[2]
-    count, num_window = -(-max_length // page_size), -(-max_length // window_size)
-    pages = store.page_table[:, :count].long()
-    windows = store.window_table[:, :num_window].long()
-    count, num_window = pages.shape[1], windows.shape[1]  # a loose bound may be beyond the tables
-    numbers = torch.arange(num_window, device=seen.device).expand_as(windows)
-    view = _stored_view(seen, pruned, sink_size, pages, count, page_size, windows, numbers, window_size)
-    # Elsewhere tables may hold anything.
-    used = ~view.hidden_tokens.all(3).view(len(seen), count, page_size).all(-1)
-    held = ~view.hidden_places.all(3).view(len(seen), num_window, window_size).all(-1)
-    return replace(view, pages=torch.where(used, pages, 0), window_pages=torch.where(held, windows, 0))
+    lists, sizes = [], (store.kept_keys.shape[2], store.window_keys.shape[2])
+    for table, size in zip((store.page_table, store.window_table), sizes, strict=True):
+        number = torch.arange(min(-(-max_length // size), table.shape[1]), device=seen.device)
+        token = (number[:, None] * size + torch.arange(size, device=seen.device))[None, None]
+        used = ~_hidden(token, seen, pruned, sink_size if table is store.window_table else None)
+        # Elsewhere tables may hold anything.
+        pages = torch.where(used.any(3).any(1), table[:, : len(number)].long(), 0)
+        lists.append(PageList(pages.numel(), pages.flatten()))
+    numbers = torch.arange(lists[1].count // len(seen), device=seen.device)[None]
+    return _stored_view(lists[0], lists[1], numbers, sizes, seen, pruned, sink_size)
 
 
 def view_runs(
-    tables: PageTables, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int, max_length: int
+    tables: PageTables, lengths: Sequence[int], seen: torch.Tensor, pruned: torch.Tensor, sink_size: int
 ) -> StoredView:
     """Say what columns see of a store with these tables, of whose window it is known what it holds.
 
     Args:
         tables: Tables of the store.
-        seen: As in `view_tables`, like the rest.
-        pruned: `[B, q]`.
-        sink_size: Sink.
-        max_length: Upper bound.
+        lengths: Upper bound of `seen` in every row (host).
+        seen: Tokens that a column sees `[B, q]`.
+        pruned: Pruned ones among them `[B, q]`.
+        sink_size: Tokens at the front that are never pruned.
     """
-    count = -(-max_length // tables.page_size)
-    numbers = tables.window_numbers(seen[:, -1])
-    pages = windows = None
-    run = tables.runs[0]
-    if len(tables.runs) > 1 and tables.is_even and 4 * run <= 5 * count:
-        count = run  # what is beyond is less than what a copy of the rest would cost
-    elif len(tables.runs) > 1:
-        pages, window = (table.long() for table in tables.on(seen.device))
-        pages, windows = pages[:, :count], window.gather(1, numbers.clamp(min=0).long())
-    size = tables.page_size
-    return _stored_view(seen, pruned, sink_size, pages, count, size, windows, numbers, size)
+    kept, window = tables.lists(lengths, seen.device)
+    numbers = tables.window_numbers(seen[:, -1])[:, : window.most(len(seen))]
+    return _stored_view(kept, window, numbers, (tables.page_size,) * 2, seen, pruned, sink_size)
 
 
 def _stored_view(
+    kept: PageList,
+    window: PageList,
+    numbers: torch.Tensor,
+    page_sizes: tuple[int, int],
     seen: torch.Tensor,
     pruned: torch.Tensor,
     sink_size: int,
-    pages: torch.Tensor | None,
-    num_pages: int,
-    page_size: int,
-    window_pages: torch.Tensor | None,
-    numbers: torch.Tensor,
-    window_size: int,
 ) -> StoredView:
-    device, num_tokens = seen.device, num_pages * page_size
-    end, first = seen[..., None], sink_size + pruned[..., None]  # [B, q, 1]
-    place = torch.arange(window_size, device=device)
-    tokens = (numbers[:, None, :, None] * window_size + place).flatten(2)  # [B, 1, m * P]
-    hidden = (tokens < 0) | (tokens >= end) | ((tokens >= sink_size) & (tokens < first))
+    num_tokens = kept.most(len(seen)) * page_sizes[0]
+    place = torch.arange(page_sizes[1], device=seen.device)
+    tokens = (numbers[:, :, None] * page_sizes[1] + place).flatten(1)  # [B or 1, m * P]
+    token = torch.arange(num_tokens, device=seen.device)
     return StoredView(
-        pages=pages,
-        num_pages=num_pages,
-        hidden_tokens=(torch.arange(num_tokens, device=device) >= end)[:, None, None],
-        window_pages=window_pages,
-        num_window_pages=numbers.shape[1],
-        hidden_places=hidden[:, None, None],
+        kept=kept,
+        window=window,
+        hidden_tokens=_hidden(token[None, None], seen, pruned)[:, None, None],
+        hidden_places=_hidden(tokens[:, None], seen, pruned, sink_size)[:, None, None],
         place_tokens=tokens.clamp(0, num_tokens - 1).long()[:, None, None],
     )
+
+
+def _hidden(
+    tokens: torch.Tensor, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int | None = None
+) -> torch.Tensor:
+    """Say which tokens `[B or 1, 1, …]` a column does not see, or given `sink_size` not whole `[B, q, …]`."""
+    end, behind = (counts.view(*counts.shape, *(1,) * (tokens.ndim - 2)) for counts in (seen, pruned))
+    hidden = tokens >= end
+    if sink_size is None:
+        return hidden
+    return hidden | (tokens < 0) | ((tokens >= sink_size) & (tokens < sink_size + behind))
 
 
 @dataclass(frozen=True)
@@ -169,8 +160,8 @@ class Append:
         seen: Tokens of its row that a column sees once all are stored, itself among them; in a column of
             padding those of the column before `[B, d]`, int32.
         pruned: Pruned ones among them `[B, d]`, int32.
-        max_length: Upper bound of `seen` (host).
-        sink_size: Sink.
+        bounds: Upper bound of `seen` in every row (host).
+        sink_size: Tokens at the front that are never pruned.
         tables: Pages of all rows.
         columns: Set for several columns; None for one.
     """
@@ -178,7 +169,7 @@ class Append:
     valid: torch.Tensor | None
     seen: torch.Tensor
     pruned: torch.Tensor
-    max_length: int
+    bounds: Sequence[int]
     sink_size: int
     tables: PageTables
     columns: Columns | None = None
@@ -187,7 +178,7 @@ class Append:
     @cached_property
     def view(self) -> StoredView:
         """Where what a column sees lies, worked out once for all layers."""
-        return view_runs(self.tables, self.seen, self.pruned, self.sink_size, self.max_length)
+        return view_runs(self.tables, self.bounds, self.seen, self.pruned, self.sink_size)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -61,6 +61,7 @@ class ChunkStore:
         self.window_keys = like.new_zeros(window_pages, layout.num_dropped_chunks, page, size)
         self.window_values = like.new_zeros(window_pages, len(layout.window_heads), page, head_dim)
         self.addresses = new_address()
+        tables.on(device)  # now, as it must not be while a step is captured
 
     @property
     def tensors(self) -> StoreTensors:
@@ -111,6 +112,7 @@ class ChunkStore:
                 setattr(self, name, pool)
         if not in_place:
             self.tables, self.addresses = tables, new_address()
+            tables.on(self.kept_keys.device)
 
     def write_prompt(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> None:
         """Fill the empty store with a prompt.
@@ -128,7 +130,7 @@ class ChunkStore:
             (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
         ):
             stored_keys, stored_values = (getattr(self, name) for name in names)
-            for rows, numbers, pages in (block.unbind() for block in filled.split(pages_per_block, 1)):
+            for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
                 if stored_keys.shape[1]:
                     new = self._to_chunks(self._page_tokens(keys, split, rows, numbers), lanes, rows)
                     stored_keys.index_copy_(0, pages, new.transpose(1, 2).to(stored_keys.dtype))

@@ -71,7 +71,7 @@ def _attend(
     """Attend with the last tokens `[H_kv, G, d, D]` to tokens `[n, H_kv, D]`, causally."""
     num_new, num_tokens = query.shape[2], keys.shape[0]
     if query.is_cuda:  # a form that flash attention knows
-        mask = causal_lower_right(num_new, num_tokens)
+        mask: torch.Tensor = causal_lower_right(num_new, num_tokens)  # type: ignore[assignment]
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new)
     attended = torch.nn.functional.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime import decode_kernels_leank, find_kernels_leank
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles
+from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles, queries_at_once
 from runtime.find_kernels_leank import find_kernels
 
 SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
@@ -92,31 +92,48 @@ def test_the_cpu_decodes_in_plain_torch_without_a_warning(caplog):
     assert find(device="cpu") is None and not caplog.records
 
 
-def test_the_plan_counts_every_row_by_itself():
-    # A full sink, tile borders, a ring that is full, that has gone round, that wraps inside a tile.
-    rows = [(1, 0), (8, 0), (9, 0), (64, 0), (65, 0), (88, 0), (72, 63), (73, 64), (137, 65), (500, 413)]
-    sink, ring = 8, 80
-    lengths, pruned = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-    plan = plan_tiles(lengths, pruned, sink, sink + ring)
+@pytest.mark.parametrize("sink", [0, 8, 64, 100])
+def test_the_plan_counts_every_row_by_itself(sink):
+    # Tokens, pruned ones of the first and of the last column.
+    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (500, 300, 400), (700, 500, 500)]
+    seen = torch.tensor([[row[0] - 1, row[0]] for row in rows], dtype=torch.int32)
+    pruned = torch.tensor([row[1:] for row in rows], dtype=torch.int32)
+    plan = plan_tiles(seen, pruned, sink)
     assert plan.dtype == torch.int32 and plan[0].tolist() == [0, 0]
-    for row, (length, pruned_length) in enumerate(rows):
-        recent = list(range(sink + pruned_length, length))
-        slots = [(token - sink) % ring for token in recent]
-        runs = [min(length, sink), len(recent), 0]
-        if slots and slots[-1] < slots[0]:
-            runs[1:] = [slots.index(0), len(slots) - slots.index(0)]
-        expected = [-(-pruned_length // 64), sum(-(-run // 64) for run in runs)]
-        assert (plan[row + 1] - plan[row]).tolist() == expected
+    for row, (length, least_pruned, _) in enumerate(rows):
+        tiles = [range(start, start + 64) for start in range(0, length, 64)]
+        hidden = [sink <= tile[0] and tile[-1] < sink + least_pruned for tile in tiles]
+        assert (plan[row + 1] - plan[row]).tolist() == [sum(hidden), len(hidden) - sum(hidden)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "groups", "head_dim", "room", "queries"),
+    [
+        (1, 4, 128, 232448, 8), (1, 16, 128, 101376, 16), (2, 4, 128, 232448, 8), (3, 4, 128, 232448, 16),
+        (8, 4, 128, 232448, 32), (9, 4, 128, 101376, 32), (16, 4, 128, 232448, 64), (32, 7, 128, 232448, 64),
+        (32, 1, 256, 232448, 32), (32, 4, 256, 232448, 32),
+    ],
+)  # fmt: skip
+def test_kernels_take_as_many_queries_as_new_tokens_have(
+    columns, groups, head_dim, room, queries, monkeypatch
+):
+    properties = SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert queries_at_once(columns, groups, head_dim, torch.device("cuda", 0)) == queries
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
-    ("generation", "instructions", "num_kernels", "num_overlapping"),
-    [((9, 0), ("wgmma_ss", "tma_load"), 10, 9), ((8, 0), ("mma", "cp_async"), 6, 0)],
-    ids=["Hopper", "Ampere"],
+    ("generation", "queries", "instructions", "num_kernels", "num_overlapping"),
+    [
+        ((9, 0), 8, ("wgmma_ss", "tma_load"), 10, 9),
+        ((9, 0), 64, ("wgmma_ss",), 10, 9),
+        ((8, 0), 8, ("mma", "cp_async_gs"), 6, 0),
+    ],
+    ids=["Hopper", "Hopper, 64 queries", "Ampere"],
 )
 def test_what_decoding_launches_compiles_without_a_gpu(
-    generation, instructions, num_kernels, num_overlapping, monkeypatch
+    generation, queries, instructions, num_kernels, num_overlapping, monkeypatch
 ):
     properties = SimpleNamespace(
         major=generation[0],
@@ -136,7 +153,7 @@ def test_what_decoding_launches_compiles_without_a_gpu(
         return kernel
 
     monkeypatch.setattr(tilelang, "compile", compiled)
-    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4))
+    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, queries))
     assert len(sources) == num_kernels
     (attention,) = (source for source in sources if "leank_attention" in source)
     assert all(instruction in attention for instruction in instructions)
@@ -152,7 +169,7 @@ def test_heads_that_threads_do_not_fill_compile_without_a_gpu(head_dim, chunk_si
     from runtime.kernel_glue_leank import append_tokens, rope_append
     from runtime.kernel_leank import KernelShape
 
-    shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", num_stages=2)
+    shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", 2, 8)
     target = {"kind": "cuda", "arch": "sm_90a"}
     tilelang.compile(append_tokens(shape, overlap=True), target=target)
     kernel = tilelang.compile(rope_append(shape, overlap=True), target=target)
@@ -165,12 +182,12 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
         shutil.copytree(Path(decode_kernels_leank.__file__).parent, tmp_path / copy)
     monkeypatch.syspath_prepend(tmp_path)
     query = torch.ones(1, 2, 1, 64)
-    rest = [torch.empty(0)] * 9
+    rest = [torch.empty(0)] * 11
     modules = [importlib.import_module(f"{copy}.{name}") for copy in ("first_copy", "second_copy")]
     for number, module in enumerate(modules):
         kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
         module._kernels.append(kernels)
-    assert [int(module._attend(0, query, *rest, 0, 8, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
+    assert [int(module._attend(0, query, *rest, 8, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
 
 
 def test_the_operators_have_true_schemas_and_shapes_without_data():
@@ -180,26 +197,39 @@ def test_the_operators_have_true_schemas_and_shapes_without_data():
     )
     decode_kernels_leank._kernels.append(kernels)
     handle = len(decode_kernels_leank._kernels) - 1
-    tensors = [torch.zeros(2, 3) for _ in range(9)]
+    tensors = [torch.zeros(2, 3) for _ in range(11)]
     checks = ("test_schema", "test_faketensor")
     query = torch.zeros(2, 4, 1, 64)
-    torch.library.opcheck(
-        decode_kernels_leank._attend, (handle, query, *tensors, 4, 8, 0.1), test_utils=checks
-    )
-    append = (handle, *tensors, None, 4, 8)
+    torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 8, 0.1), test_utils=checks)
+    append = (handle, *tensors, None)
     torch.library.opcheck(decode_kernels_leank._append, append, test_utils=checks)
+
+
+def test_the_plan_that_arrives_behind_the_operator_is_the_one_that_was_given():
+    plans = []
+    kernels = SimpleNamespace(_launch_attend=lambda query, *rest: plans.append(rest[3]) or query * 2)
+    decode_kernels_leank._kernels.append(kernels)
+    given = [torch.zeros(2, 3) for _ in range(11)]
+    with torch.inference_mode():
+        decode_kernels_leank._attend(
+            len(decode_kernels_leank._kernels) - 1, torch.zeros(2, 4, 1, 64), *given, 8, 0.1
+        )
+    assert plans[0] is given[-1]
 
 
 @pytest.mark.parametrize(
     ("device", "per_sm", "per_block"),
     [("H200", 233472, 232448), ("A100", 167936, 166912), ("L40S", 102400, 101376)],
 )
-def test_buffers_fit_in_shared_memory(device, per_sm, per_block):
+@pytest.mark.parametrize("queries", [8, 32, 64])
+def test_buffers_fit_in_shared_memory(device, per_sm, per_block, queries):
     pytest.importorskip("tilelang")
+    if queries == 64 and device == "L40S":
+        pytest.skip("not asked for there")
     for head_dim, chunk_size, max_chunks in ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9)):
-        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks)
-        shape, instances = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
+        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks, queries)
+        shape = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
         stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
         assert shape.num_stages >= 2
         assert shape.num_stages * stage <= per_block
-        assert instances * (shape.num_stages * stage + 1024) <= per_sm
+        assert shape.num_instances * (shape.num_stages * stage + 1024) <= per_sm

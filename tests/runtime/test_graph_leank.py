@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import layer_leank
+from runtime import layer_leank, pages_leank
 from runtime.graph_leank import DecodeGraph
 from runtime.modeling_leank import LeanKLlamaModel
 
@@ -98,6 +98,32 @@ def test_a_captured_step_follows_the_rule(
     rows[1] = rows[1][: 14 + 28]
     ours, cache = fed_logits(pair.leank, rows, counts)
     assert cache.graph.num_replays > 20
+    for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
+        assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (2, 3, 9), (5, 30, 1)], ids=str)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_drafts_that_are_stored_first_follow_the_rule(
+    side, sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close, monkeypatch
+):
+    """By kernels several columns are stored before they attend; padding and single tokens among them."""
+    monkeypatch.setattr(pages_leank, "PAGE", 4)
+    sink, recent, flush = sizes
+    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
+    counts = [
+        [20, 14, 3],
+        [5, 1, 0],
+        [32, 3, 9],
+        [1, 1, 1],
+        [7, 7, 7],
+        [2, 0, 32],
+        [1, 1, 0],
+        [40, 3, 2],
+        [6, 6, 1],
+    ]
+    rows = [ids(1, sum(row), seed)[0] for seed, row in enumerate(zip(*counts, strict=True))]
+    ours, _ = fed_logits(pair.leank, rows, counts, side)
     for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
         assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
 

@@ -88,6 +88,36 @@ def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, some_
         assert_close(model, one.store.window_keys, other.store.window_keys)
 
 
+def test_rows_of_mixed_lengths_decode_as_they_do_alone(model, assert_close):
+    """Pages run out for some rows before others; beams then copy them in place, or lay them out anew."""
+    lengths, num_steps = [300, 20, 61, 130], 150
+    prompts = [ids(1, length, seed) for seed, length in enumerate(lengths)]
+    steps = [ids(1, num_steps, 10 + seed) for seed in range(4)]
+
+    def decoded(cache, rows, places, positions):
+        logits = []
+        for place in range(*places):
+            token = torch.cat([steps[row][:, place : place + 1] for row in rows])
+            position = torch.tensor([[length + place] for length in positions], device="cuda")
+            logits.append(model(token, position_ids=position, past_key_values=cache).logits)
+        return torch.cat(logits, 1).float()
+
+    with torch.no_grad():
+        caches = [model(prompt).past_key_values for prompt in prompts]
+        alone = copy.deepcopy(caches)
+        joined = type(caches[0]).concatenate(caches)
+        parts = [decoded(joined, range(4), (0, 100), lengths)]
+        assert joined.graph.num_replays > 90 and joined.graph.num_captures > 1
+        expected = [
+            decoded(cache, [row], (0, num_steps), lengths[row : row + 1]) for row, cache in enumerate(alone)
+        ]
+        assert_close(model, parts[0], torch.cat([logits[:, :100] for logits in expected]))
+        order = torch.tensor([3, 1, 0, 2], device="cuda")
+        joined.reorder_cache(order)
+        ours = decoded(joined, order.tolist(), (100, num_steps), [lengths[row] for row in order.tolist()])
+    assert_close(model, ours, torch.cat([expected[row][:, 100:] for row in order.tolist()]))
+
+
 # PyTorch calls the mode a prototype when it is switched on.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])

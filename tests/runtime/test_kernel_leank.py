@@ -14,7 +14,7 @@ from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_ca
 from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
-from runtime.kernel_product_leank import SIZES, product  # noqa: E402
+from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.layout_leank import order_channels  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
@@ -50,7 +50,7 @@ class CpuKernels(DecodeKernels):
         *kernels, products = compiled_for_cpu(shape)
         for name, kernel in zip(names, kernels, strict=True):
             setattr(self, name, kernel)
-        self._products, self._sizes, self._num_multiprocessors = {8: products}, SIZES, num_programs
+        self._products, self._steps, self._num_multiprocessors = {8: products}, STEPS, num_programs
         self._make_placeholders()
 
     def append(self, *arguments):
@@ -106,17 +106,22 @@ def case_of(widths, rows, *, seed=0, sink=SINK, groups=GROUPS, columns=1, head_d
 
 
 @functools.cache
-def torchs_error(scale, num_queries=1):
-    """The error of dense SDPA in float32, over a row as long as the longest here."""
+def torchs_error(scale, head_dim, num_queries):
+    """The error of dense SDPA in float32, over rows as short and as long as they are here."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(5, 8, n, D, generator=generator) for n in (num_queries, 500, 500))
-    ours, exact = (
-        torch.nn.functional.scaled_dot_product_attention(
-            *(tensor.to(dtype) for tensor in (query, key, value)), scale=scale
+    errors = []
+    for length in (2, 33, 500):
+        query, key, value = (
+            torch.randn(5, 8, n, head_dim, generator=generator) for n in (num_queries, length, length)
         )
-        for dtype in (torch.float32, torch.float64)
-    )
-    return float((ours - exact).abs().max())
+        ours, exact = (
+            torch.nn.functional.scaled_dot_product_attention(
+                *(tensor.to(dtype) for tensor in (query, key, value)), scale=scale
+            )
+            for dtype in (torch.float32, torch.float64)
+        )
+        errors.append(float((ours - exact).abs().max()))
+    return max(errors)
 
 
 @pytest.fixture
@@ -131,7 +136,7 @@ def check(oracle):
         error = (actual - expected).abs()
         if case.valid is not None:
             error = error.masked_fill(~case.valid[:, None, :, None], 0)
-        bound = 2 * torchs_error(scale, case.query.shape[1] * case.query.shape[2] // 2)
+        bound = 2 * torchs_error(scale, case.query.shape[3], case.query.shape[1] * case.query.shape[2] // 2)
         assert float(error[rows].max()) <= bound, (
             f"{float(error[rows].max()):.2e}, twice torch's is {bound:.2e}"
         )

@@ -58,7 +58,7 @@ def test_a_decode_step_without_padding_asks_nothing_of_the_device():
     rows.step(0, 2, 30, None, meta)
     for start in range(30, 50):
         step = rows.step(start, 2, 1, None, meta)
-        assert step.append is not None and step.append.max_length == start + 1
+        assert step.append is not None and step.append.bounds == [start + 1] * 2
 
 
 def test_a_padded_decode_step_asks_nothing_of_the_device():
