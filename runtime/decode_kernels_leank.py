@@ -154,6 +154,7 @@ class DecodeKernels:
         from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_leank import merge_parts
         from .kernel_product_leank import STEPS, product
+        from .kernel_turn_leank import copy_row
 
         self.key = key
         self.generic = generic
@@ -169,7 +170,7 @@ class DecodeKernels:
         arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
         attention = hopper_attention if by_tma else generic_attention
-        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul)
+        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row)
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         # Other GPUs take the library's products.
         self._steps = STEPS if hopper else {}
@@ -181,6 +182,7 @@ class DecodeKernels:
             self._rope_append,
             self._add_norm,
             self._silu_mul,
+            self._copy_row,
             *products,
         ) = _compile([attention(shape), *functions], arch, has_barriers=by_tma)
         self._make_placeholders()
@@ -280,6 +282,26 @@ class DecodeKernels:
             self._handle, query, *store, seen, pruned, plan, sink_size, softmax_scale
         )
         return output
+
+    def copy_row(
+        self,
+        store: StoreTensors,
+        span: tuple[int, int, int],
+        sink_size: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Copy a row for dense attention: K, zeros where channels are pruned, and V.
+
+        Args:
+            store: What is stored, in pages of `TILE` tokens.
+            span: The row, its tokens, pruned ones among them.
+            sink_size: Tokens at the front that are never pruned.
+            keys: Where K of heads that see pruned tokens goes `[tokens or more, heads, D]`, contiguous.
+            values: Where their V goes.
+        """
+        with torch.cuda.device(keys.device):
+            self._copy_row(*self._arguments(store), keys, values, *span, sink_size)
 
     # What follows is launched as it is, not as operators: a fused step is captured, never traced.
     def rope_append(

@@ -218,6 +218,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 layout=self.layout,
                 sink_size=append.sink_size,
                 softmax_scale=softmax_scale,
+                kernels=self._kernels_for(query[:, :, :1]),
             )
         store.append(key, value, append)
         return out

@@ -1,9 +1,9 @@
-"""Attention of several new tokens without a kernel of ours: chunks of input, turns of a conversation.
+"""Attention of many new tokens at once: turns of a conversation, chunks of input.
 
 A channel that is pruned adds nothing to a score. So K with zeros in its place, and the new tokens behind, are
 all that dense attention needs to give what the pruned cache means: torch's flash attention does the work.
-One row is copied at a time, so that no more than a row of a layer is held twice. Heads of width 0 see whole
-tokens alone, which are few.
+One row is copied at a time, so that no more than a row of a layer is held twice; by a kernel where there is
+one. Heads of width 0 see whole tokens alone, which are few.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from .decode_kernels_leank import DecodeKernels
 from .layout_leank import ChunkLayout, StoreTensors, head_index
 
 _Heads = slice | list[int]
@@ -29,6 +30,7 @@ def attend_turn(
     layout: ChunkLayout,
     sink_size: int,
     softmax_scale: float,
+    kernels: DecodeKernels | None = None,
 ) -> torch.Tensor:
     """Attend to what is stored, and causally to new tokens that are not stored yet.
 
@@ -37,29 +39,33 @@ def attend_turn(
         new_keys: Keys of the query tokens themselves, all channels `[B, H_kv, d, D]`.
         new_values: Their V `[B, H_kv, d, D]`.
         new_valid: Real tokens among them `[B, d]`, bool; None if all are.
-        store: What is stored; its `head_table` is not looked at.
+        store: What is stored.
         stored: Tokens of every row in the store, and pruned ones among them.
         layout: How the layer's channels are cut into chunks.
         sink_size: Tokens at the front that are never pruned.
         softmax_scale: Factor on the logits.
+        kernels: What copies rows, of the store's and the query's dtype; None is plain torch.
 
     Returns:
         `[B, H, d, D]` in the dtype of `query`; zeros for padding.
     """
     dtype = torch.promote_types(query.dtype, store.kept_keys.dtype)
-    grouped = query.to(dtype).unflatten(1, (len(layout.widths), -1))  # [B, H_kv, G, d, D]
+    batch_size, _, num_new, head_dim = query.shape
+    num_heads = len(layout.widths)
+    grouped = query.to(dtype).view(batch_size, num_heads, -1, num_new, head_dim)
     rows = []
-    for row, (length, pruned) in enumerate(stored):
-        real = slice(None) if new_valid is None else new_valid[row].nonzero()[:, 0]
+    for row, span in enumerate(stored):
+        real = None if new_valid is None else new_valid[row].nonzero()[:, 0]
         columns, keys, values = (
-            states[row].to(dtype)[..., real, :] for states in (grouped, new_keys, new_values)
+            states[row].to(dtype) if real is None else states[row].to(dtype).index_select(-2, real)
+            for states in (grouped, new_keys, new_values)
         )
         attended = torch.zeros_like(columns)
         if columns.shape[2]:
-            cached = _RowOfStore(store, layout, row, length, pruned, sink_size)
-            for heads, dense_keys, dense_values in cached.with_new(keys, values):
+            cached = _RowOfStore(store, layout, row, *span, sink_size)
+            for heads, dense_keys, dense_values in cached.with_new(keys, values, kernels):
                 attended[heads] = _attend(columns[heads], dense_keys, dense_values, softmax_scale)
-        if new_valid is not None:
+        if real is not None:
             attended = torch.zeros_like(grouped[row]).index_copy(2, real, attended)
         rows.append(attended)
     return torch.stack(rows).flatten(1, 2).to(query.dtype)
@@ -71,7 +77,7 @@ def _attend(
     """Attend with the last tokens `[H_kv, G, d, D]` to tokens `[n, H_kv, D]`, causally."""
     num_new, num_tokens = query.shape[2], keys.shape[0]
     if query.is_cuda:  # a form that flash attention knows
-        mask: torch.Tensor = causal_lower_right(num_new, num_tokens)  # type: ignore[assignment]
+        mask: torch.Tensor = causal_lower_right(num_new, num_tokens)
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new)
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -97,10 +103,9 @@ class _RowOfStore:
         pruned: int,
         sink_size: int,
     ) -> None:
-        self.store, self.layout, self.length = store, layout, length
-        device = store.kept_keys.device
-        page_size = store.window_keys.shape[2]
-        self.pages = store.page_table[row, : -(-length // store.kept_keys.shape[2])].long()
+        self.store, self.layout = store, layout
+        self.span, self.sink_size = (row, length, pruned), sink_size
+        device, page_size = store.kept_keys.device, store.window_keys.shape[2]
         sink = torch.arange(min(length, sink_size), device=device)
         recent = torch.arange(min(sink_size + pruned, length), length, device=device)
         self.whole = torch.cat([sink, recent])
@@ -109,30 +114,49 @@ class _RowOfStore:
         self.channels = store.chunk_index[row if store.chunk_index.shape[0] > 1 else 0].long()
 
     def with_new(
-        self, new_keys: torch.Tensor, new_values: torch.Tensor
+        self, new_keys: torch.Tensor, new_values: torch.Tensor, kernels: DecodeKernels | None
     ) -> Iterator[tuple[_Heads, torch.Tensor, torch.Tensor]]:
         """Yield heads, and K and V of tokens that these see `[n, heads, D]`, new ones `[H_kv, d, D]` last."""
-        num_heads, _, head_dim = new_keys.shape
-        keys = new_keys.new_zeros(self.length, num_heads, head_dim)
-        self._put(keys, slice(None), self._in_order(self.store.kept_keys), kept=True)
+        length = self.span[1]
+        for heads in (self.layout.value_heads, self.layout.window_heads):
+            if not heads:
+                continue
+            select = head_index(heads, len(self.layout.widths))
+            added = new_keys[select].transpose(0, 1), new_values[select].transpose(0, 1)
+            num_stored = length if heads is self.layout.value_heads else len(self.whole)
+            keys, values = (new.new_empty(num_stored + len(new), *new.shape[1:]) for new in added)
+            if heads is self.layout.window_heads:
+                self._copy_whole_tokens(select, keys[:num_stored], values[:num_stored])
+            elif kernels is not None:
+                kernels.copy_row(self.store, self.span, self.sink_size, keys, values)
+            else:
+                self._copy_all_tokens(select, keys[:length], values[:length])
+            keys[num_stored:], values[num_stored:] = added
+            yield select, keys, values
+
+    def _copy_all_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy heads that see pruned tokens, into `[length, heads, D]`."""
+        length, num_heads = self.span[1], len(self.layout.widths)
+        dense = keys.new_zeros(length, num_heads, self.layout.head_dim)
+        self._put(dense, slice(None), self._in_order(self.store.kept_keys), kept=True)
         pages, places = self.window
-        self._put(keys, self.whole, self.store.window_keys[pages, :, places], kept=False)
-        for heads, tokens, values in (
-            (self.layout.value_heads, slice(None), lambda: self._in_order(self.store.values)),
-            (self.layout.window_heads, self.whole, lambda: self.store.window_values[pages, :, places]),
-        ):
-            if heads:
-                select = head_index(heads, num_heads)
-                yield (
-                    select,
-                    torch.cat([keys[:, select][tokens], new_keys[select].transpose(0, 1)]),
-                    torch.cat([values().to(keys.dtype), new_values[select].transpose(0, 1)]),
-                )
+        self._put(dense, self.whole, self.store.window_keys[pages, :, places], kept=False)
+        keys.copy_(dense[:, select])
+        values.copy_(self._in_order(self.store.values))
+
+    def _copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy heads of width 0, into `[whole tokens, heads, D]`."""
+        pages, places = self.window
+        dense = keys.new_zeros(len(self.whole), len(self.layout.widths), self.layout.head_dim)
+        self._put(dense, slice(None), self.store.window_keys[pages, :, places], kept=False)
+        keys.copy_(dense[:, select])
+        values.copy_(self.store.window_values[pages, :, places])
 
     def _in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Copy the row's pages of a pool `[pages, m, P, n]`, token after token `[length, m, n]`."""
-        taken = pool.index_select(0, self.pages).transpose(1, 2)
-        return taken.flatten(0, 1)[: self.length]
+        row, length, _ = self.span
+        pages = self.store.page_table[row, : -(-length // pool.shape[2])].long()
+        return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length]
 
     def _put(
         self, keys: torch.Tensor, tokens: torch.Tensor | slice, chunks: torch.Tensor, *, kept: bool

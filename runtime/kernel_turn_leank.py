@@ -1,0 +1,86 @@
+"""A row of the cache laid out densely, for attention that is not ours, in TileLang.
+
+    leank_copy_row      K, zeros where channels are pruned, and V, for heads that see pruned tokens
+
+One block copies a tile of tokens of one head: chunks are put in the order of channels in shared memory.
+"""
+
+# No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
+from typing import Any
+
+try:
+    import tilelang.language as T  # noqa: N812
+except ImportError as error:
+    raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
+
+from .kernel_leank import TILE, WARPGROUP, KernelShape, pool_types
+
+
+def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
+    """Return the kernel that copies a row of a cache whose pages are tiles."""
+    d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
+    batch, layouts, all_chunks = T.dynamic("batch, layouts, all_chunks")
+    entries, window_entries, table_rows = T.dynamic("entries, window_entries, table_rows")
+    tokens, heads = T.dynamic("tokens, heads")
+    pools = pool_types(shape, cpu)
+    shared = T.alloc_local if cpu else T.alloc_shared
+    parallel = T.grid if cpu else T.Parallel
+    threads = {} if cpu else {"threads": WARPGROUP}
+
+    @T.prim_func
+    def leank_copy_row(
+        kept_keys: pools[0],
+        values: pools[1],
+        window_keys: pools[2],
+        window_values: pools[3],
+        index: T.Tensor((layouts, all_chunks, e), "int32"),
+        table: T.Tensor((table_rows, 8), "int32"),
+        page_table: T.Tensor((batch, entries), "int32"),
+        window_table: T.Tensor((batch, window_entries), "int32"),
+        dense_keys: T.Tensor((tokens, heads, d), dtype),
+        dense_values: T.Tensor((tokens, heads, d), dtype),
+        row: T.int32,
+        length: T.int32,
+        pruned: T.int32,
+        sink_size: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(length, TILE), table_rows - 1, **threads) as (block, head):
+            tile = shared((TILE, d), dtype)
+            # Variables, as all loads of a page share them.
+            layout = T.alloc_var("int32")
+            page = T.alloc_var("int32")
+            window_page = T.alloc_var("int32")
+            kept = T.alloc_var("int32")
+            dropped = T.alloc_var("int32")
+            value_row = T.alloc_var("int32")
+            layout = T.if_then_else(layouts > 1, row, 0)
+            page = page_table[row, block]
+            kept = table[head, 0]
+            dropped = table[head, 3]
+            value_row = table[head, 2]
+            if value_row >= 0:
+                for i, j in parallel(TILE, d):
+                    tile[i, j] = T.cast(0, dtype)
+                for c in T.serial(table[head, 1]):
+                    for i, j in parallel(TILE, e):
+                        if index[layout, kept + c, j] >= 0:
+                            tile[i, T.max(index[layout, kept + c, j], 0) % d] = kept_keys[
+                                page, kept + c, i, j
+                            ]
+                if (block * TILE < sink_size) | (block * TILE + TILE > sink_size + pruned):
+                    window_page = window_table[row, block]
+                    for c in T.serial(table[head, 4]):
+                        for i, j in parallel(TILE, e):
+                            channel = index[layout, table[table_rows - 1, 0] + dropped + c, j]
+                            if (channel >= 0) & (
+                                (block * TILE + i < sink_size) | (block * TILE + i >= sink_size + pruned)
+                            ):
+                                tile[i, T.max(channel, 0) % d] = window_keys[window_page, dropped + c, i, j]
+                for i, j in parallel(TILE, d):
+                    if block * TILE + i < length:
+                        dense_keys[block * TILE + i, value_row, j] = tile[i, j]
+                for i, j in parallel(TILE, d):
+                    if block * TILE + i < length:
+                        dense_values[block * TILE + i, value_row, j] = values[page, value_row, i, j]
+
+    return leank_copy_row
