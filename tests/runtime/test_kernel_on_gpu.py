@@ -1,7 +1,6 @@
 """The kernels on a GPU: hostile shapes against the reference, real masks, one compilation for all of them."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
