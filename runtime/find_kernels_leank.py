@@ -21,6 +21,7 @@ from .decode_kernels_leank import (
 )
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
+from .turns_leank import StoredRow
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -276,8 +277,23 @@ def disagreement(kernels: DecodeKernels) -> float:
     # Neither TF32 nor autocast, which a caller may have on, touches fp64.
     pairs = [(run_case(kernels, several, _SCALE), several.expected(_SCALE, torch.float64))]
     pairs += _run_glue(kernels, _small_case(key, 1))
+    if key.load_tokens == TILE:
+        pairs += _copy_rows(kernels, _small_case(key, 1))
     errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs])
     return float(errors.nan_to_num(nan=torch.inf).max())
+
+
+def _copy_rows(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return rows' K and V laid out densely by the kernel and by plain torch."""
+    store, none = case.appended(), case.keys[0, :, :0]
+    pairs = []
+    for row, (seen, pruned) in enumerate(
+        zip(case.seen[:, -1].tolist(), case.pruned[:, 0].tolist(), strict=True)
+    ):
+        stored = StoredRow(store, case.layout, row, seen, pruned, case.sink_size)
+        for ours, expected in zip(*(stored.with_new(none, none, by) for by in (kernels, None)), strict=True):
+            pairs += zip(ours[1:], expected[1:], strict=True)
+    return pairs
 
 
 def in_parts(outputs: torch.Tensor) -> Product:

@@ -62,7 +62,7 @@ def attend_turn(
         )
         attended = torch.zeros_like(columns)
         if columns.shape[2]:
-            cached = _RowOfStore(store, layout, row, *span, sink_size)
+            cached = StoredRow(store, layout, row, *span, sink_size)
             for heads, dense_keys, dense_values in cached.with_new(keys, values, kernels):
                 attended[heads] = _attend(columns[heads], dense_keys, dense_values, softmax_scale)
         if real is not None:
@@ -91,8 +91,8 @@ def _attend(
     return attended.view(query.shape)
 
 
-class _RowOfStore:
-    """One row of a store, to be read densely."""
+class StoredRow:
+    """One row of a store, to be read densely: its tokens, and pruned ones among them."""
 
     def __init__(
         self,

@@ -126,9 +126,9 @@ def test_kernels_take_as_many_queries_as_new_tokens_have(
 @pytest.mark.parametrize(
     ("generation", "queries", "instructions", "num_kernels", "num_overlapping"),
     [
-        ((9, 0), 8, ("wgmma_ss", "tma_load"), 10, 9),
-        ((9, 0), 64, ("wgmma_ss",), 10, 9),
-        ((8, 0), 8, ("mma", "cp_async_gs"), 6, 0),
+        ((9, 0), 8, ("wgmma_ss", "tma_load"), 11, 9),
+        ((9, 0), 64, ("wgmma_ss",), 11, 9),
+        ((8, 0), 8, ("mma", "cp_async_gs"), 7, 0),
     ],
     ids=["Hopper", "Hopper, 64 queries", "Ampere"],
 )

@@ -15,6 +15,7 @@ from runtime.kernel_attention_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
+from runtime.kernel_turn_leank import copy_row  # noqa: E402
 from runtime.layout_leank import order_channels  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
@@ -46,7 +47,7 @@ class CpuKernels(DecodeKernels):
             shape.max_chunks, shape.num_queries, shape.load_tokens,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
-        names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul")
+        names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row")
         *kernels, products = compiled_for_cpu(shape)
         for name, kernel in zip(names, kernels, strict=True):
             setattr(self, name, kernel)
@@ -62,7 +63,7 @@ class CpuKernels(DecodeKernels):
 
 @functools.cache
 def compiled_for_cpu(shape):
-    made = (generic_attention, merge_parts, append_tokens, rope_append, add_norm, silu_mul)
+    made = (generic_attention, merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row)
     functions = [*(make(shape, cpu=True) for make in made), product("float32", 8, cpu=True)]
     return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
 
@@ -275,7 +276,9 @@ def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on():
     assert not disagreement(kernels) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["_append", "_rope_append", "_add_norm", "_silu_mul", "_products"])
+@pytest.mark.parametrize(
+    "name", ["_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row", "_products"]
+)
 def test_the_check_on_first_use_notices_every_kernel(name):
     kernels = on_cpu(4)
     nothing = lambda *args: None  # noqa: E731
