@@ -239,7 +239,7 @@ def make_case(
         keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         valid=valid,
-        store=StoreTensors(*memory, index, table, *tables),
+        store=StoreTensors._make([*memory, index, table, *tables]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
     )
