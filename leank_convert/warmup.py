@@ -53,7 +53,8 @@ def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dic
         )
     began = time.perf_counter()
     kernels = find_kernels(model, chosen, _COMPUTED_DTYPES[name])
-    if kernels is None:
+    everything = find_kernels(model, chosen, _COMPUTED_DTYPES[name], drafts=True)
+    if kernels is None or everything is None:
         raise LeanKError(
             f"the kernels of `{checkpoint}` cannot be used on `{torch.cuda.get_device_name(chosen)}`",
             hint="a warning above says why; decoding works without them, in plain torch",
@@ -67,6 +68,7 @@ def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dic
         "num_key_value_groups": config.num_attention_heads // config.num_key_value_heads,
         "chunk_size": layout.chunk_size,
         "shapes": len(kernels),
+        "draft_kernels": len(everything) - len(kernels),
         "seconds": time.perf_counter() - began,
         "cache": os.environ.get("TILELANG_CACHE_DIR", str(Path("~/.tilelang/cache").expanduser())),
     }
@@ -77,7 +79,8 @@ def render_warm_up(facts: dict[str, Any]) -> str:
     return (
         f"compiled and checked in {facts['seconds']:.1f} s on {facts['device']}: {facts['dtype']}, head_dim "
         f"{facts['head_dim']}, {facts['num_key_value_groups']} query heads per KV head, chunks of "
-        f"{facts['chunk_size']}, {facts['shapes']} layer {'shape' if facts['shapes'] == 1 else 'shapes'}; "
+        f"{facts['chunk_size']}, {facts['shapes']} layer {'shape' if facts['shapes'] == 1 else 'shapes'}, "
+        f"{facts['draft_kernels']} more kernels for drafts; "
         f"kept in {facts['cache']}"
     )
 
@@ -108,10 +111,18 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
     return model
 
 
-def find_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> list[Any] | None:
+def find_kernels(
+    model: Any, device: torch.device, dtype: torch.dtype, *, drafts: bool = False
+) -> list[Any] | None:
     """Compile the decode kernels that serve all layers of a LeanK model, one for each shape of a layer.
 
     Layers differ in nothing that is compiled in but the most chunks that one of their heads has.
+
+    Args:
+        model: A LeanK model.
+        device: Where it is to decode.
+        dtype: What it is to compute in.
+        drafts: Whether to compile those for several new tokens of a row too.
 
     Returns:
         The kernels; None where plain torch decodes, be it in one layer.
@@ -123,12 +134,15 @@ def find_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> list[A
         return None
     config, layers = model.config, model.build_cache().layers
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
-    find: Any = getattr(sys.modules[type(layers[0]).__module__], "find_kernels", None)
+    runtime = sys.modules[type(layers[0]).__module__]
+    find: Any = getattr(runtime, "find_kernels", None)
     if find is None:
         raise LeanKError(
             f"`{config.name_or_path}` was exported by another release of leank-convert",
             hint="export it again",
         )
+    # Earlier releases have no kernels for drafts.
+    most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
     found = [
         find(
             device,
@@ -137,7 +151,9 @@ def find_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> list[A
             num_groups=config.num_attention_heads // config.num_key_value_heads,
             chunk_size=layers[0].layout.chunk_size,
             max_chunks=max_chunks,
+            **({} if num_columns == 1 else {"num_columns": num_columns}),
         )
         for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
+        for num_columns in range(1, most_columns + 1)
     ]
-    return None if None in found else found
+    return None if None in found else list(dict.fromkeys(found))  # several numbers of columns share kernels

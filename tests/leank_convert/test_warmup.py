@@ -38,6 +38,21 @@ def test_a_checkpoint_is_loaded_without_weights_and_its_layers_looked_for_by_the
     assert callable(vars(warmup.sys.modules[type(layers[0]).__module__])["find_kernels"])
 
 
+def test_kernels_for_drafts_are_asked_for_by_number_of_columns(checkpoint, monkeypatch):
+    model, asked = warmup.load_without_weights(checkpoint("bfloat16")), []
+    runtime = warmup.sys.modules[type(model.build_cache().layers[0]).__module__]
+
+    def find(device, dtype, *, max_chunks, num_columns=1, **_):
+        asked.append(num_columns)
+        return max_chunks, num_columns > 8
+
+    monkeypatch.setattr(runtime, "find_kernels", find)
+    one = warmup.find_kernels(model, torch.device("cuda"), torch.bfloat16)
+    assert set(asked) == {1}
+    assert len(warmup.find_kernels(model, torch.device("cuda"), torch.bfloat16, drafts=True)) == 2 * len(one)
+    assert set(asked) == set(range(1, 33))
+
+
 @pytest.fixture
 def cuda(monkeypatch):
     """Past the first checks: what is refused next needs no GPU."""
@@ -73,3 +88,4 @@ def test_kernels_are_compiled_for_a_checkpoint_on_a_gpu(source_model, fitting_ma
     facts = json.loads(result.stdout)
     assert (facts["dtype"], facts["head_dim"]) == ("bfloat16", 64)
     assert facts["shapes"] >= 1
+    assert facts["draft_kernels"] >= 2
