@@ -31,7 +31,7 @@ MAX_DRAFT = 32
 
 # Columns of the matrix products that attention is compiled for.
 _QUERIES = (8, 16, 32, 64)
-_BLOCK, _MAX_PARTS = 64, 8  # as in kernel_product_leank
+_BLOCK, _MAX_PARTS = 64, 4  # as in kernel_product_leank
 
 _LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -129,6 +129,11 @@ class Product:
         last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
         number = torch.arange(self.parts.shape[0], device=self.parts.device)
         return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)[:, None]
+
+
+def _num_parts(steps: int, stretch: int) -> int:
+    """Return in how many parts a block of so many steps can lie."""
+    return steps // stretch if steps % stretch == 0 else -(-(steps - 1) // stretch) + 1
 
 
 _kernels: list[DecodeKernels] = []  # operators name kernels by their place here
@@ -409,8 +414,10 @@ class DecodeKernels:
             return Product(output.float().view(1, batch_size, num_outputs), 1, 1)
         steps = -(-num_inputs // self._steps[tokens][0])
         total = -(-num_outputs // _BLOCK) * steps
-        stretch = max(-(-total // (2 * self._num_multiprocessors)), -(-steps // (_MAX_PARTS - 1)))
-        size = (-(-(steps - 1) // stretch) + 1, batch_size, num_outputs)
+        stretch = -(-total // (2 * self._num_multiprocessors))
+        while _num_parts(steps, stretch) > _MAX_PARTS:
+            stretch += 1
+        size = (_num_parts(steps, stretch), batch_size, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
         weight = weight.detach()
         with torch.cuda.device(states.device):

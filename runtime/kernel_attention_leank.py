@@ -393,8 +393,10 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     ):
         with T.Kernel(programs, **threads) as program:
             if not cpu:  # else loads would not be cp.async's, which take 16 bytes
-                for pool in (kept_keys, values, window_keys, window_values):
-                    T.assume(pool.strides[0] % 8 == 0)
+                T.assume(kept_keys.strides[0] % 8 == 0)
+                T.assume(values.strides[0] % 8 == 0)
+                T.assume(window_keys.strides[0] % 8 == 0)
+                T.assume(window_values.strides[0] % 8 == 0)
             q = [shared((n, e), dtype) for _ in chunks]
             k = [shared((*ring, TILE, e), dtype) for _ in chunks]
             v = shared((*ring, TILE, dv), dtype)

@@ -24,7 +24,7 @@ except ImportError as error:
 from .kernel_leank import FULL_ROW, WARPGROUP
 
 BLOCK = 64  # outputs of a block: the M of one wgmma
-MAX_PARTS = 8  # of a block
+MAX_PARTS = 4  # of a block
 
 # By tokens of a kernel: inputs of a step, and steps in flight; two instances fit on a multiprocessor.
 STEPS = {8: (256, 3), 16: (128, 5), 32: (128, 4), 64: (128, 3)}

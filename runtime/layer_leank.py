@@ -452,7 +452,7 @@ class AttentionHandle:
         if step.split is not None:
             self.layer.split(step)
             if not step.num_decode:
-                self.layer.choose_kernels(query)  # for the steps to come
+                self.layer.choose_kernels(query[:, :, :1])  # for the steps to come
         if step.num_decode:
             scale = head_dim**-0.5 if scaling is None else scaling
             decoded = self.layer.decode(
