@@ -97,7 +97,7 @@ def test_rope_append_rounds_as_the_stock_classes(rows, has_norm, dtype):
     lengths = [(1, 0), (88, 0), (500, 413), (73, 64)] * 16
     mask = torch.arange(128) < torch.tensor([0, 32, 96, 128])[:, None]
     case = make_case(
-        mask, lengths[:rows], chunk_size=32, num_groups=4, sink_size=8, num_slots=88, dtype=dtype,
+        mask, lengths[:rows], chunk_size=32, num_groups=4, sink_size=8, dtype=dtype,
         device=torch.device("cuda", 0),
     )  # fmt: skip
     kernels, norm = kernels_of(dtype), LlamaRMSNorm(128, 1e-6).to("cuda", dtype)
@@ -108,10 +108,10 @@ def test_rope_append_rounds_as_the_stock_classes(rows, has_norm, dtype):
     appended, plain = case.store.map_memory(torch.clone), case.store.map_memory(torch.clone)
     with torch.no_grad():
         norms = (norm.weight, norm.weight, 1e-6) if has_norm else None
-        ours = kernels.rope_append(projected, cos, sin, norms, appended, case.lengths, None, 8, 88)
+        ours = kernels.rope_append(projected, cos, sin, norms, appended, case.seen, None)
         states = (norm(case.query), norm(case.keys)) if has_norm else (case.query, case.keys)
         query, keys = apply_rotary_pos_emb(*states, cos, sin)
-        kernels.append(keys.contiguous(), case.values, plain, case.lengths, None, 8, 88)
+        kernels.append(keys.contiguous(), case.values, plain, case.seen, None)
     # A norm that is rounded otherwise may change more than the last place after a sum.
     if has_norm:
         assert ((ours - query).float().norm() / query.float().norm()) < torch.finfo(dtype).eps / 4
