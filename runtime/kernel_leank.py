@@ -39,7 +39,7 @@ TILE = 64  # tokens of a tile: the M of one wgmma
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
 WARPGROUP = 128
 FULL_ROW = T.GemmWarpPolicy.FullRow  # every warp takes 16 of the 64 tokens, or 16 channels of V
-_PARTS = 16  # parts that the merge loads before it uses the first
+_PARTS, _FEW_PARTS = 16, 4  # parts that the merge loads before it uses the first
 
 # Places in `seg`. HIDDEN_TILES are the pruned tiles of the row, which a head of width 0 has none of.
 (ROW, HEAD, FIRST, STOP, PRUNED_TILES, KEPT, NUM_KEPT, VALUE_ROW, DROPPED, NUM_DROPPED, WINDOW_ROW,
@@ -412,6 +412,45 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": min(d, WARPGROUP)}
 
+    @T.macro
+    def add_parts(
+        count: int, first: Any, last: Any, begin: Any, per_program: Any, query: Any, part: Any, part_lse: Any,
+        total: Any, state: Any, parts: Any, lse: Any,
+    ) -> None:  # fmt: skip
+        program = T.alloc_var("int32")
+        earlier_top = T.alloc_var("float32")
+        weight = T.alloc_var("float32")
+        for i in T.serial((last - first + count) // count):
+            earlier_top = state[0]
+            for p in T.unroll(count):
+                program = T.min(first + i * count + p, last)
+                # The first instance ends with this head, unless it also began with it.
+                part_lse[p] = lse[
+                    program,
+                    T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
+                    query,
+                ]
+                if first + i * count + p > last:
+                    part_lse[p] = NEG
+                for j in parallel(d):
+                    part[p, j] = parts[
+                        program,
+                        T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
+                        query,
+                        j,
+                    ]
+            for p in T.unroll(count):
+                state[0] = T.max(state[0], part_lse[p])
+            weight = T.exp2(earlier_top - state[0])
+            state[1] = state[1] * weight
+            for j in parallel(d):
+                total[j] = total[j] * weight
+            for p in T.unroll(count):
+                weight = T.exp2(part_lse[p] - state[0])
+                state[1] += weight
+                for j in parallel(d):
+                    total[j] = total[j] + weight * part[p, j]
+
     @T.prim_func
     def leank_merge(
         table: T.Tensor((table_rows, 8), "int32"),
@@ -426,6 +465,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             part = fragment((_PARTS, d), "float32")
             total = fragment((d,), "float32")
             part_lse = T.alloc_local((_PARTS,), "float32")
+            state = T.alloc_local((2,), "float32")  # greatest log-sum-exp, sum of weights
             span = T.alloc_local((2,), "int32")
             begin = T.alloc_local((1,), "int32")
             head = T.alloc_var("int32")
@@ -433,11 +473,6 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             stop = T.alloc_var("int32")
             first = T.alloc_var("int32")
             last = T.alloc_var("int32")
-            program = T.alloc_var("int32")
-            top = T.alloc_var("float32", init=NEG)
-            earlier_top = T.alloc_var("float32")
-            weight = T.alloc_var("float32")
-            sum_of_weights = T.alloc_var("float32", init=0.0)
             num_heads = table_rows - 1
             head = query_head // g
             stretch_bounds(span, 0, programs, num_heads, table, plan, batch)
@@ -456,42 +491,21 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 T.pdl_sync()  # all above ran while attention still did
             if stop > begin[0]:
                 if last > first:
-                    for i in T.serial((last - first + _PARTS) // _PARTS):
-                        earlier_top = top
-                        for p in T.unroll(_PARTS):
-                            program = T.min(first + i * _PARTS + p, last)
-                            # The first instance ends with this head, unless it also began with it.
-                            part_lse[p] = lse[
-                                program,
-                                T.if_then_else((program == first) & (program * per_program < begin[0]), 1, 0),
-                                column * g + query_head % g,
-                            ]
-                            if first + i * _PARTS + p > last:
-                                part_lse[p] = NEG
-                            for j in parallel(d):
-                                part[p, j] = parts[
-                                    program,
-                                    T.if_then_else(
-                                        (program == first) & (program * per_program < begin[0]), 1, 0
-                                    ),
-                                    column * g + query_head % g,
-                                    j,
-                                ]
-                        for p in T.unroll(_PARTS):
-                            top = T.max(top, part_lse[p])
-                        weight = T.exp2(earlier_top - top)
-                        sum_of_weights = sum_of_weights * weight
-                        for j in parallel(d):
-                            total[j] = total[j] * weight
-                        for p in T.unroll(_PARTS):
-                            weight = T.exp2(part_lse[p] - top)
-                            sum_of_weights += weight
-                            for j in parallel(d):
-                                total[j] = total[j] + weight * part[p, j]
+                    state[0] = NEG
+                    state[1] = 0
+                    # Few parts are the rule where rows are many; many are loaded at once.
+                    if last - first < _FEW_PARTS:
+                        add_parts(
+                            _FEW_PARTS, first, last, begin, per_program, column * g + query_head % g, part,
+                            part_lse, total, state, parts, lse,
+                        )  # fmt: skip
+                    else:
+                        add_parts(
+                            _PARTS, first, last, begin, per_program, column * g + query_head % g, part,
+                            part_lse, total, state, parts, lse,
+                        )  # fmt: skip
                     for j in parallel(d):
-                        output[row, query_head, first_column + column, j] = T.cast(
-                            total[j] / sum_of_weights, dtype
-                        )
+                        output[row, query_head, first_column + column, j] = T.cast(total[j] / state[1], dtype)
             else:  # a row without tokens
                 for j in parallel(d):
                     output[row, query_head, first_column + column, j] = T.cast(0, dtype)

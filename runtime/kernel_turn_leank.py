@@ -23,7 +23,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     entries, window_entries, table_rows = T.dynamic("entries, window_entries, table_rows")
     tokens, heads = T.dynamic("tokens, heads")
     pools = pool_types(shape, cpu)
-    shared = T.alloc_local if cpu else T.alloc_shared
+    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
 
@@ -45,7 +45,12 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         sink_size: T.int32,
     ):
         with T.Kernel(T.ceildiv(length, TILE), table_rows - 1, **threads) as (block, head):
+            if not cpu:  # else loads would not take 16 bytes
+                T.assume(kept_keys.strides[0] % 8 == 0)
+                T.assume(values.strides[0] % 8 == 0)
+                T.assume(window_keys.strides[0] % 8 == 0)
             tile = shared((TILE, d), dtype)
+            chunk = fragment((TILE, e), dtype)
             # Variables, as all loads of a page share them.
             layout = T.alloc_var("int32")
             page = T.alloc_var("int32")
@@ -63,19 +68,22 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                     tile[i, j] = T.cast(0, dtype)
                 for c in T.serial(table[head, 1]):
                     for i, j in parallel(TILE, e):
-                        if index[layout, kept + c, j] >= 0:
-                            tile[i, T.max(index[layout, kept + c, j], 0) % d] = kept_keys[
-                                page, kept + c, i, j
-                            ]
+                        chunk[i, j] = kept_keys[page, kept + c, i, j]
+                    for i, j in parallel(TILE, e):
+                        channel = index[layout, kept + c, j]
+                        if channel >= 0:
+                            tile[i, T.max(channel, 0) % d] = chunk[i, j]
                 if (block * TILE < sink_size) | (block * TILE + TILE > sink_size + pruned):
                     window_page = window_table[row, block]
                     for c in T.serial(table[head, 4]):
+                        for i, j in parallel(TILE, e):
+                            chunk[i, j] = window_keys[window_page, dropped + c, i, j]
                         for i, j in parallel(TILE, e):
                             channel = index[layout, table[table_rows - 1, 0] + dropped + c, j]
                             if (channel >= 0) & (
                                 (block * TILE + i < sink_size) | (block * TILE + i >= sink_size + pruned)
                             ):
-                                tile[i, T.max(channel, 0) % d] = window_keys[window_page, dropped + c, i, j]
+                                tile[i, T.max(channel, 0) % d] = chunk[i, j]
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:
                         dense_keys[block * TILE + i, value_row, j] = tile[i, j]

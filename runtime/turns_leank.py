@@ -9,6 +9,7 @@ one. Heads of width 0 see whole tokens alone, which are few.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -105,13 +106,22 @@ class StoredRow:
     ) -> None:
         self.store, self.layout = store, layout
         self.span, self.sink_size = (row, length, pruned), sink_size
-        device, page_size = store.kept_keys.device, store.window_keys.shape[2]
-        sink = torch.arange(min(length, sink_size), device=device)
-        recent = torch.arange(min(sink_size + pruned, length), length, device=device)
-        self.whole = torch.cat([sink, recent])
-        self.window = store.window_table[row].long()[self.whole // page_size], self.whole % page_size
         # Channel of every lane; a lane of padding has none.
         self.channels = store.chunk_index[row if store.chunk_index.shape[0] > 1 else 0].long()
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """Numbers of whole tokens `[w]`."""
+        (_, length, pruned), device = self.span, self.store.window_keys.device
+        sink = torch.arange(min(length, self.sink_size), device=device)
+        recent = torch.arange(min(self.sink_size + pruned, length), length, device=device)
+        return torch.cat([sink, recent])
+
+    @cached_property
+    def window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of whole tokens in the window, and places in these, each `[w]`."""
+        page_size = self.store.window_keys.shape[2]
+        return self.store.window_table[self.span[0]].long()[self.whole // page_size], self.whole % page_size
 
     def with_new(
         self, new_keys: torch.Tensor, new_values: torch.Tensor, kernels: DecodeKernels | None
