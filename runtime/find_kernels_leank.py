@@ -286,10 +286,9 @@ def disagreement(kernels: DecodeKernels) -> float:
 def _copy_rows(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return rows' K and V laid out densely by the kernel and by plain torch."""
     store, none = case.appended(), case.keys[0, :, :0]
-    pairs = []
-    for row, (seen, pruned) in enumerate(
-        zip(case.seen[:, -1].tolist(), case.pruned[:, 0].tolist(), strict=True)
-    ):
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spans = torch.stack([case.seen[:, -1], case.pruned[:, 0]], dim=1).tolist()
+    for row, (seen, pruned) in enumerate(spans):
         stored = StoredRow(store, case.layout, row, seen, pruned, case.sink_size)
         for ours, expected in zip(*(stored.with_new(none, none, by) for by in (kernels, None)), strict=True):
             pairs += zip(ours[1:], expected[1:], strict=True)

@@ -123,10 +123,17 @@ class ChunkStore:
             split: Which columns are tokens, and which pages they fill.
         """
         # Block by block, so that no second copy of a long prompt's keys exists.
-        pages_per_block = max(_BLOCK_SIZE // (keys.shape[1] * keys.shape[3] * self.tables.page_size), 1)
-        num_kept = self.layout.num_kept_chunks
+        per_page = keys.shape[1] * keys.shape[3] * self.tables.page_size
+        pages_per_block = max(_BLOCK_SIZE // per_page, 1)
+        num_kept, kept_pages = self.layout.num_kept_chunks, split.kept_pages
+        if split.order is None and self.tables.is_even:
+            num_full = keys.shape[2] // self.tables.page_size
+            step = max(_BLOCK_SIZE // (per_page * keys.shape[0]), 1)
+            for start in range(0, num_full, step):
+                self._write_full_pages(keys, values, start, min(start + step, num_full))
+            kept_pages = kept_pages.view(3, keys.shape[0], -1)[:, :, num_full:].flatten(1)
         for names, filled, lanes, heads in (
-            (_POOLS[0], split.kept_pages, slice(num_kept), self._value_heads),
+            (_POOLS[0], kept_pages, slice(num_kept), self._value_heads),
             (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
         ):
             stored_keys, stored_values = (getattr(self, name) for name in names)
@@ -137,6 +144,16 @@ class ChunkStore:
                 if stored_values.shape[1]:
                     new = self._page_tokens(values, split, rows, numbers).index_select(2, heads)
                     stored_values.index_copy_(0, pages, new.transpose(1, 2).to(stored_values.dtype))
+
+    def _write_full_pages(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
+        """Fill pages `start` to `stop` of every row, where all rows have as many, and all tokens are real."""
+        size, batch_size = self.tables.page_size, keys.shape[0]
+        tokens = slice(start * size, stop * size)
+        new_keys = self._to_chunks(keys[:, :, tokens].transpose(1, 2), slice(self.layout.num_kept_chunks))
+        new_values = values[:, :, tokens].index_select(1, self._value_heads).transpose(1, 2)
+        for pool, new in ((self.kept_keys, new_keys), (self.values, new_values)):
+            pages = pool.view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
+            pages.copy_(new.view(batch_size, stop - start, size, *new.shape[2:]).transpose(2, 3))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
         """Add tokens behind each row's last one; there must be room.

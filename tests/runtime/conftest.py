@@ -467,6 +467,22 @@ class PlainKernels:
         gate, up = gate_up.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
+    def copy_row(self, store, span, sink_size, keys, values):
+        row, length, pruned = span
+        token, size = torch.arange(length), store.kept_keys.shape[2]
+        page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
+        whole = (token < sink_size) | (token >= sink_size + pruned)
+        dense = keys.new_zeros(length, len(store.head_table) - 1, keys.shape[2])
+        for chunk, lanes in enumerate(store.chunk_index[min(row, len(store.chunk_index) - 1)]):
+            real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
+            if dropped < 0:
+                dense.flatten(1)[:, lanes[real]] = store.kept_keys[page, chunk, token % size][:, real]
+            else:
+                held = store.window_keys[window_page[whole], dropped, token[whole] % size]
+                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real]
+        keys[:length] = dense[:, store.head_table[:-1, 2] >= 0]
+        values[:length] = store.values[page, :, token % size]
+
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
