@@ -21,7 +21,7 @@ from .decode_kernels_leank import (
 )
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
-from .turns_leank import StoredRow
+from .turns_leank import StoredRow, with_new
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -285,12 +285,14 @@ def disagreement(kernels: DecodeKernels) -> float:
 
 def _copy_rows(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return rows' K and V laid out densely by the kernel and by plain torch."""
-    store, none = case.appended(), case.keys[0, :, :0]
+    store, none = case.appended(), case.keys[:1, :, :0]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans = torch.stack([case.seen[:, -1], case.pruned[:, 0]], dim=1).tolist()
     for row, (seen, pruned) in enumerate(spans):
         stored = StoredRow(store, case.layout, row, seen, pruned, case.sink_size)
-        for ours, expected in zip(*(stored.with_new(none, none, by) for by in (kernels, None)), strict=True):
+        for ours, expected in zip(
+            *(with_new([stored], none, none, by) for by in (kernels, None)), strict=True
+        ):
             pairs += zip(ours[1:], expected[1:], strict=True)
     return pairs
 

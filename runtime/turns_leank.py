@@ -2,8 +2,8 @@
 
 A channel that is pruned adds nothing to a score. So K with zeros in its place, and the new tokens behind, are
 all that dense attention needs to give what the pruned cache means: torch's flash attention does the work.
-One row is copied at a time, so that no more than a row of a layer is held twice; by a kernel where there is
-one. Heads of width 0 see whole tokens alone, which are few.
+Some rows are copied at a time, so that little of a layer is held twice; by a kernel where there is one. Heads
+of width 0 see whole tokens alone, which are few.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .decode_kernels_leank import DecodeKernels
 from .layout_leank import ChunkLayout, StoreTensors, head_index
+
+# Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
+_MAX_TOKENS = 1 << 18
 
 _Heads = slice | list[int]
 
@@ -51,40 +54,48 @@ def attend_turn(
         `[B, H, d, D]` in the dtype of `query`; zeros for padding.
     """
     dtype = torch.promote_types(query.dtype, store.kept_keys.dtype)
-    batch_size, _, num_new, head_dim = query.shape
-    num_heads = len(layout.widths)
-    grouped = query.to(dtype).view(batch_size, num_heads, -1, num_new, head_dim)
-    rows = []
-    for row, span in enumerate(stored):
-        real = None if new_valid is None else new_valid[row].nonzero()[:, 0]
+    grouped = query.to(dtype).view(query.shape[0], len(layout.widths), -1, *query.shape[2:])
+    output = torch.zeros_like(grouped)  # [B, H_kv, G, d, D]
+    for rows in _alike(stored, new_valid):
+        real = slice(None) if new_valid is None else new_valid[rows.start].nonzero()[:, 0]
         columns, keys, values = (
-            states[row].to(dtype) if real is None else states[row].to(dtype).index_select(-2, real)
-            for states in (grouped, new_keys, new_values)
+            states[rows].to(dtype)[..., real, :] for states in (grouped, new_keys, new_values)
         )
+        if not columns.shape[3]:
+            continue
+        cached = [
+            StoredRow(store, layout, row, *stored[row], sink_size) for row in range(rows.start, rows.stop)
+        ]
         attended = torch.zeros_like(columns)
-        if columns.shape[2]:
-            cached = StoredRow(store, layout, row, *span, sink_size)
-            for heads, dense_keys, dense_values in cached.with_new(keys, values, kernels):
-                attended[heads] = _attend(columns[heads], dense_keys, dense_values, softmax_scale)
-        if real is not None:
-            attended = torch.zeros_like(grouped[row]).index_copy(2, real, attended)
-        rows.append(attended)
-    return torch.stack(rows).flatten(1, 2).to(query.dtype)
+        for heads, dense_keys, dense_values in with_new(cached, keys, values, kernels):
+            attended[:, heads] = _attend(columns[:, heads], dense_keys, dense_values, softmax_scale)
+        output[rows][..., real, :] = attended
+    return output.flatten(1, 2).to(query.dtype)
+
+
+def _alike(stored: Sequence[tuple[int, int]], new_valid: torch.Tensor | None) -> Iterator[slice]:
+    """Yield rows that attend at once: neighbours with equally many tokens, every row alone with padding."""
+    start = 0
+    for stop in range(1, len(stored) + 1):
+        ends = stop == len(stored) or new_valid is not None or stored[stop] != stored[start]
+        if ends or (stop + 1 - start) * stored[start][0] > _MAX_TOKENS:
+            yield slice(start, stop)
+            start = stop
 
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Attend with the last tokens `[H_kv, G, d, D]` to tokens `[n, H_kv, D]`, causally."""
-    num_new, num_tokens = query.shape[2], keys.shape[0]
+    """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]`, causally."""
+    num_new, num_tokens = query.shape[3], keys.shape[1]
     if query.is_cuda:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new)
     attended = torch.nn.functional.scaled_dot_product_attention(
-        query.flatten(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
+        query.flatten(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         attn_mask=mask,
         scale=softmax_scale,
         enable_gqa=True,
@@ -92,8 +103,52 @@ def _attend(
     return attended.view(query.shape)
 
 
+def with_new(
+    cached: Sequence[StoredRow],
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    kernels: DecodeKernels | None,
+) -> Iterator[tuple[_Heads, torch.Tensor, torch.Tensor]]:
+    """Yield heads, and K and V of all tokens that these see, new ones last.
+
+    Args:
+        cached: R rows with equally many tokens.
+        new_keys: `[R, H_kv, d, D]`.
+        new_values: `[R, H_kv, d, D]`.
+        kernels: What copies rows; None is plain torch.
+
+    Yields:
+        What selects the heads, their K and V, each `[R, n, heads, D]`.
+    """
+    layout = cached[0].layout
+    for heads in (layout.value_heads, layout.window_heads):
+        if not heads:
+            continue
+        select = head_index(heads, len(layout.widths))
+        num_stored = cached[0].length if heads is layout.value_heads else len(cached[0].whole)
+        added = [states[:, select].transpose(1, 2) for states in (new_keys, new_values)]
+        size = (len(cached), num_stored + new_keys.shape[2], *added[0].shape[2:])
+        keys, values = new_keys.new_empty(size), new_values.new_empty(size)
+        for row, row_keys, row_values in zip(cached, keys, values, strict=True):
+            if heads is layout.window_heads:
+                row.copy_whole_tokens(select, row_keys[:num_stored], row_values[:num_stored])
+            elif kernels is not None:
+                span = (row.row, row.length, row.pruned)
+                kernels.copy_row(row.store, span, row.sink_size, row_keys, row_values)
+            else:
+                row.copy_all_tokens(select, row_keys[:num_stored], row_values[:num_stored])
+        keys[:, num_stored:], values[:, num_stored:] = added
+        yield select, keys, values
+
+
 class StoredRow:
-    """One row of a store, to be read densely: its tokens, and pruned ones among them."""
+    """One row of a store, to be read densely.
+
+    Attributes:
+        row: Its number.
+        length: Its tokens.
+        pruned: Pruned ones among them.
+    """
 
     def __init__(
         self,
@@ -104,59 +159,34 @@ class StoredRow:
         pruned: int,
         sink_size: int,
     ) -> None:
-        self.store, self.layout = store, layout
-        self.span, self.sink_size = (row, length, pruned), sink_size
-        # Channel of every lane; a lane of padding has none.
-        self.channels = store.chunk_index[row if store.chunk_index.shape[0] > 1 else 0].long()
+        self.store, self.layout, self.sink_size = store, layout, sink_size
+        self.row, self.length, self.pruned = row, length, pruned
 
     @cached_property
     def whole(self) -> torch.Tensor:
         """Numbers of whole tokens `[w]`."""
-        (_, length, pruned), device = self.span, self.store.window_keys.device
-        sink = torch.arange(min(length, self.sink_size), device=device)
-        recent = torch.arange(min(self.sink_size + pruned, length), length, device=device)
-        return torch.cat([sink, recent])
+        device, recent = self.store.window_keys.device, self.sink_size + self.pruned
+        sink = torch.arange(min(self.length, self.sink_size), device=device)
+        return torch.cat([sink, torch.arange(min(recent, self.length), self.length, device=device)])
 
     @cached_property
-    def window(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of whole tokens in the window, and places in these, each `[w]`."""
         page_size = self.store.window_keys.shape[2]
-        return self.store.window_table[self.span[0]].long()[self.whole // page_size], self.whole % page_size
+        return self.store.window_table[self.row].long()[self.whole // page_size], self.whole % page_size
 
-    def with_new(
-        self, new_keys: torch.Tensor, new_values: torch.Tensor, kernels: DecodeKernels | None
-    ) -> Iterator[tuple[_Heads, torch.Tensor, torch.Tensor]]:
-        """Yield heads, and K and V of tokens that these see `[n, heads, D]`, new ones `[H_kv, d, D]` last."""
-        length = self.span[1]
-        for heads in (self.layout.value_heads, self.layout.window_heads):
-            if not heads:
-                continue
-            select = head_index(heads, len(self.layout.widths))
-            added = new_keys[select].transpose(0, 1), new_values[select].transpose(0, 1)
-            num_stored = length if heads is self.layout.value_heads else len(self.whole)
-            keys, values = (new.new_empty(num_stored + len(new), *new.shape[1:]) for new in added)
-            if heads is self.layout.window_heads:
-                self._copy_whole_tokens(select, keys[:num_stored], values[:num_stored])
-            elif kernels is not None:
-                kernels.copy_row(self.store, self.span, self.sink_size, keys, values)
-            else:
-                self._copy_all_tokens(select, keys[:length], values[:length])
-            keys[num_stored:], values[num_stored:] = added
-            yield select, keys, values
-
-    def _copy_all_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def copy_all_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy heads that see pruned tokens, into `[length, heads, D]`."""
-        length, num_heads = self.span[1], len(self.layout.widths)
-        dense = keys.new_zeros(length, num_heads, self.layout.head_dim)
+        dense = keys.new_zeros(self.length, len(self.layout.widths), self.layout.head_dim)
         self._put(dense, slice(None), self._in_order(self.store.kept_keys), kept=True)
-        pages, places = self.window
+        pages, places = self._window
         self._put(dense, self.whole, self.store.window_keys[pages, :, places], kept=False)
         keys.copy_(dense[:, select])
         values.copy_(self._in_order(self.store.values))
 
-    def _copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy heads of width 0, into `[whole tokens, heads, D]`."""
-        pages, places = self.window
+        pages, places = self._window
         dense = keys.new_zeros(len(self.whole), len(self.layout.widths), self.layout.head_dim)
         self._put(dense, slice(None), self.store.window_keys[pages, :, places], kept=False)
         keys.copy_(dense[:, select])
@@ -164,18 +194,18 @@ class StoredRow:
 
     def _in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Copy the row's pages of a pool `[pages, m, P, n]`, token after token `[length, m, n]`."""
-        row, length, _ = self.span
-        pages = self.store.page_table[row, : -(-length // pool.shape[2])].long()
-        return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[:length]
+        pages = self.store.page_table[self.row, : -(-self.length // pool.shape[2])].long()
+        return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
 
     def _put(
         self, keys: torch.Tensor, tokens: torch.Tensor | slice, chunks: torch.Tensor, *, kept: bool
     ) -> None:
         """Put tokens' chunks `[tokens, chunks, E]` where their channels are in keys `[n, H_kv, D]`."""
-        num_kept = self.layout.num_kept_chunks
-        channels = (self.channels[:num_kept] if kept else self.channels[num_kept:]).flatten()
+        index, num_kept = self.store.chunk_index, self.layout.num_kept_chunks
+        order = index[self.row if index.shape[0] > 1 else 0].long()
+        channels = (order[:num_kept] if kept else order[num_kept:]).flatten()
         lanes = chunks.flatten(1).to(keys.dtype)
-        if self.layout.has_padded_lanes:
+        if self.layout.has_padded_lanes:  # which hold no channel
             real = (channels >= 0).nonzero()[:, 0]
             channels, lanes = channels[real], lanes.index_select(1, real)
         if isinstance(tokens, slice):
