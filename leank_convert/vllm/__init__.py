@@ -1,0 +1,31 @@
+"""vLLM serves converted checkpoints: configs, models, cache groups and an attention backend, as its plugin.
+
+vLLM calls `register` in each of its processes, maybe more than once. A page of a layer is split in two. Kept
+pages hold, for every token, the kept channels of K and V of heads of width > 0; window pages hold the rest.
+Both are cache groups of vLLM and draw blocks from its one pool. Window pages between the sink and the recent
+window are given back when decoding begins.
+"""
+
+from __future__ import annotations
+
+from leank_convert.architectures import ARCHITECTURES
+
+BACKEND = "LEANK"
+
+
+def register() -> None:
+    """Tell transformers and vLLM of the configs, architectures and the attention backend."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from leank_convert.vllm.configs import CONFIG_CLASSES
+
+    for config_class in CONFIG_CLASSES:
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for family in ARCHITECTURES.values():
+        name = f"LeanK{family.stem}ForCausalLM"
+        # By name: the front end has no need of the model.
+        ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")
+    if BACKEND not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND, "leank_convert.vllm.backend.LeanKBackend")

@@ -1,0 +1,262 @@
+"""vLLM's attention backend of LeanK layers: what a step does, and doing it, by kernel or in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from leank_convert.vllm import BACKEND
+from leank_convert.vllm.attention import (
+    PagedStore,
+    append_by_slot,
+    attend_densely,
+    decode_attention,
+    gather_tokens,
+)
+from leank_convert.vllm.pages import STEP, view_layer
+from leank_convert.vllm.rows import MAX_COLUMNS, Prompt, Rows, cut_rows, uniform_rows
+from leank_convert.vllm.rule import WindowSizes
+
+_BLOCK_SIZE = 64  # a tile of the decode kernels
+
+
+class LeanKBackend(AttentionBackend):
+    """Backend of both cache groups."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that the backend is registered by."""
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type[LeanKImpl]:
+        """Return what computes attention."""
+        return LeanKImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LeanKMetadataBuilder]:
+        """Return what describes a step."""
+        return LeanKMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the sizes of pages that kernels take."""
+        return [MultipleOf(STEP)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the size of pages where none is asked for."""
+        return _BLOCK_SIZE
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Whether prompts' lengths are told."""
+        return True
+
+
+@dataclass
+class LeanKMetadata:
+    """What one step does to one cache group.
+
+    Attributes:
+        num_tokens: New tokens of all requests, those of padding counted.
+        max_length: Upper bound of `lengths`.
+        num_columns: New tokens of each request; None if they differ.
+        starts: First token of every request, and one past the last; on the host.
+        lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of padding.
+        prompts: Tokens of its prompt `[B]`, int32.
+        block_table: The group's pages of every request `[B, n]`, int32.
+        slots: Page times page size plus place of every token, -1 of padding `[T]`.
+    """
+
+    num_tokens: int
+    max_length: int
+    num_columns: int | None
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    prompts: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    _cut: tuple[Rows | None, list[Prompt]] | None = field(default=None, repr=False)
+    _plan: torch.Tensor | None = field(default=None, repr=False)
+
+    def cut(self, sizes: WindowSizes) -> tuple[Rows | None, list[Prompt]]:
+        """Rows and prompts of the step, made by the first layer that asks.
+
+        So they are part of a captured graph, which makes them anew from `lengths` and `prompts`.
+        """
+        if self._cut is None:
+            if self.num_columns is not None:
+                rows = uniform_rows(self.lengths, self.prompts, self.num_columns, sizes)
+                self._cut = rows, []
+            else:
+                lengths, prompts = torch.stack([self.lengths, self.prompts]).tolist()
+                self._cut = cut_rows(self.starts.tolist(), lengths, prompts, sizes, self.lengths.device)
+        return self._cut
+
+    def plan(self, kernels: Any, rows: Rows, sink_size: int) -> torch.Tensor:
+        """What the kernels do with the rows, made by the first layer that asks."""
+        if self._plan is None:
+            self._plan = kernels.plan(rows.seen, rows.pruned, sink_size)
+        return self._plan
+
+
+class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
+    """Describes steps; what captured graphs read lies at the same place in every step."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Requests with drafts count as decoding ones.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Whether steps may be captured: of requests with as many new tokens each, where kernels decode."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        kernels = [layer.kernels for layer in layers if hasattr(layer, "kernels")]
+        if kernels and None not in kernels:
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LeanKMetadata:
+        """Describe a step."""
+        common = common_attn_metadata
+        num_requests, num_tokens = common.num_reqs, common.num_actual_tokens
+        if common.rswa_prefix_lens is not None:  # a batch that only warms up has none
+            given = common.rswa_prefix_lens[:num_requests]
+            self._prompts[: len(given)].copy_(given, non_blocking=True)
+        columns = common.max_query_len
+        uniform = columns <= MAX_COLUMNS and num_tokens == num_requests * columns
+        return LeanKMetadata(
+            num_tokens=num_tokens,
+            max_length=common.max_seq_len,
+            num_columns=columns if uniform else None,
+            starts=common.query_start_loc_cpu[: num_requests + 1],
+            lengths=common.seq_lens[:num_requests],
+            prompts=self._prompts[:num_requests],
+            block_table=common.block_table_tensor[:num_requests],
+            slots=common.slot_mapping[:num_tokens],
+        )
+
+
+class LeanKImpl(AttentionImpl[LeanKMetadata]):
+    """Writes a step's tokens to both groups' pages, then attends to them."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale = head_size, float(scale)
+        self.kv_cache_dtype = "auto"
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: LeanKMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with `[T, H, D]`, `key` and `value` being `[T, H_kv, D]`; return `output`."""
+        if attn_metadata is None:  # memory is measured
+            return output.zero_()
+        step = window_step = attn_metadata
+        if layer.window is not None:
+            window_step = get_forward_context().attn_metadata[layer.window.layer_name]
+        query, key, value = (states[: step.num_tokens] for states in (query, key, value))
+        store = _store_of(layer, kv_cache, step, window_step)
+        rows, prompts = step.cut(layer.sizes)
+        if step.num_columns is not None and layer.kernels is not None:
+            assert rows is not None
+            keys, values = (_to_columns(states, step.num_columns) for states in (key, value))
+            valid = (step.slots >= 0).view(rows.seen.shape)
+            layer.kernels.append(keys, values, store, rows.seen, valid)
+        else:
+            append_by_slot(key, value, store, layer.layout, step.slots, window_step.slots)
+        if rows is not None and rows.tokens is None:
+            columns = _to_columns(query, rows.seen.shape[1])
+            attended = self._attend(layer, columns, store, rows, step)
+            output[: step.num_tokens] = attended.transpose(1, 2).flatten(0, 1)
+        elif rows is not None:
+            assert rows.valid is not None and rows.requests is not None
+            of_rows = store._replace(
+                page_table=store.page_table[rows.requests], window_table=store.window_table[rows.requests]
+            )
+            attended = self._attend(layer, query[rows.tokens].transpose(1, 2), of_rows, rows, step)
+            output[rows.tokens[rows.valid]] = attended.transpose(1, 2)[rows.valid]
+        for prompt in prompts:
+            part = slice(prompt.first, prompt.stop)
+            if prompt.num_tokens == prompt.stop - prompt.first:
+                keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
+            else:
+                keys, values = gather_tokens(store, layer.layout, prompt.request, prompt.num_tokens)
+            output[part] = attend_densely(query[part], keys, values, self.scale)
+        return output
+
+    def _attend(
+        self, layer: Any, query: torch.Tensor, store: PagedStore, rows: Rows, step: LeanKMetadata
+    ) -> torch.Tensor:
+        """Attend with rows of columns `[B, H, d, D]`, by kernel where one serves."""
+        sink_size = layer.sizes.sink
+        kernels = layer.kernels if rows.tokens is None else layer.wide_kernels
+        if kernels is None:
+            return decode_attention(
+                query,
+                store,
+                rows.seen,
+                rows.pruned,
+                layout=layer.layout,
+                sink_size=sink_size,
+                max_length=step.max_length,
+                softmax_scale=self.scale,
+            )
+        plan = step.plan(kernels, rows, sink_size)
+        attended: torch.Tensor = kernels.attend(
+            query, store, rows.seen, rows.pruned, plan, sink_size=sink_size, softmax_scale=self.scale
+        )
+        return attended
+
+
+def _to_columns(states: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """View tokens `[B * d, H, D]` as rows of columns `[B, H, d, D]`."""
+    return states.unflatten(0, (-1, num_columns)).transpose(1, 2)
+
+
+def _store_of(
+    layer: Any, kv_cache: torch.Tensor, step: LeanKMetadata, window_step: LeanKMetadata
+) -> PagedStore:
+    """View the layer's part of both groups' pages."""
+    window = None if layer.window is None else layer.window.kv_cache
+    pages = view_layer(kv_cache, window, layer.layout, layer.start)
+    return PagedStore(*pages, layer.chunk_index, layer.head_table, step.block_table, window_step.block_table)

@@ -1,0 +1,102 @@
+"""The specs of both cache groups for vLLM, and the manager of the window's pages.
+
+Importing this module registers them: a spec that comes from another process brings its manager along, so the
+engine core knows both without the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from leank_convert.vllm.rule import WindowSizes, pruned_tokens_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeanKKeptSpec(FullAttentionSpec):
+    """Kept channels, and V of heads of width > 0, of every token."""
+
+
+# Not a FullAttentionSpec: vLLM groups specs by the class that they are instances of.
+@dataclass(frozen=True, kw_only=True)
+class LeanKWindowSpec(AttentionSpec):
+    """Dropped channels, and V of heads of width 0, of whole tokens."""
+
+    sizes: WindowSizes
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Of one request: a prompt attends densely to itself, so until it is read it is whole."""
+        return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Whether all of them are windows of the same sizes."""
+        return all(
+            isinstance(spec, LeanKWindowSpec) and spec.sizes == self.sizes for spec in kv_cache_specs.values()
+        )
+
+
+class LeanKWindowManager(SingleTypeKVCacheManager):
+    """Gives back pages between sink and recent tokens once decoding has begun.
+
+    A page that was given back keeps its hash until it is used again. A prompt attends densely to itself, so a
+    hit of the prefix cache needs the window's pages of the whole prefix: where some are gone the hit is
+    shorter, what is computed is the same.
+    """
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back the pages that no query behind the processed tokens sees."""
+        spec = self.kv_cache_spec
+        assert isinstance(spec, LeanKWindowSpec) and num_prompt_tokens is not None
+        sink = spec.sizes.sink
+        pruned = pruned_tokens_of(processed_computed_tokens + 1, num_prompt_tokens, spec.sizes)
+        self._remove_blocks_in_range(
+            request_id, cdiv(sink, self.block_size), (sink + pruned) // self.block_size
+        )
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """Find the longest prefix of which all pages are there."""
+        assert dcp_world_size == pcp_world_size == 1 and not drop_eagle_block  # refused before
+        size = kv_cache_spec.block_size
+        hashes = resolve_block_hashes(
+            block_hashes,
+            block_pool.hash_block_size,
+            size,
+            supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
+            alignment_tokens=alignment_tokens,
+        )
+        found: list[list[Any]] = []
+        for index in range(max_length // size):
+            cached = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
+            if not cached:
+                break
+            found.append(cached)
+        while len(found) * size % alignment_tokens:
+            found.pop()
+        columns = tuple([cached[group] for cached in found] for group in range(len(kv_cache_group_ids)))
+        return columns, len(found) * size
+
+
+# The registry fills itself with vLLM's own only while it is empty.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(LeanKKeptSpec, FullAttentionManager, uniform_type_base_spec=LeanKKeptSpec)
+KVCacheSpecRegistry.register(LeanKWindowSpec, LeanKWindowManager, uniform_type_base_spec=LeanKWindowSpec)

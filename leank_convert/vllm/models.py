@@ -1,0 +1,245 @@
+"""vLLM's models with LeanK attention in place of their own, whatever the family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
+from leank_convert._runtime.find_kernels_leank import find_kernels
+from leank_convert._runtime.layout_leank import order_channels
+from leank_convert.vllm import BACKEND
+from leank_convert.vllm.backend import LeanKBackend
+from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
+from leank_convert.vllm.pages import ModelPages
+from leank_convert.vllm.refusals import check_options
+from leank_convert.vllm.rows import MAX_COLUMNS
+from leank_convert.vllm.rule import WindowSizes
+
+# Files beside the weights that vLLM loads with them, and what they hold.
+_NO_WEIGHTS = ("channel_mask", "scaling_factors")
+
+
+class LeanKWindow(nn.Module, AttentionLayerBase):
+    """The window's pages of all layers: vLLM gives a layer one cache, so these have a layer of their own."""
+
+    def __init__(self, attention: LeanKAttention, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self.layer_name = f"{attention.layer_name}.window"
+        self.num_heads = attention.num_heads  # vLLM builds metadata of layers alike in it together
+        self.kv_cache = torch.tensor([])
+        self._spec = attention.window_spec
+        vllm_config.compilation_config.static_forward_context[self.layer_name] = self
+
+    def get_attn_backend(self) -> type[LeanKBackend]:
+        """Return the backend whose metadata the pages have."""
+        return LeanKBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Return what vLLM is to allocate."""
+        return self._spec(vllm_config)
+
+
+class LeanKAttention(Attention):
+    """Attention of a layer whose K and V lie in the pages of two cache groups.
+
+    The stage's first layer has the cache of all, the others share it: a page holds all layers' part of its
+    tokens.
+
+    Attributes:
+        sizes: Of the window.
+        layout: How the channels of the rank's heads are cut.
+        start: Where the layer begins in a token's numbers.
+        window: Whose cache the window's pages are; None where no layer drops a channel.
+        kernels: What decodes; None is plain torch.
+        wide_kernels: The same for rows of up to `MAX_COLUMNS` new tokens.
+    """
+
+    def __init__(
+        self,
+        stock: Attention,
+        settings: LeanKSettings,
+        pages: ModelPages,
+        vllm_config: VllmConfig,
+        first: LeanKAttention | None,
+    ) -> None:
+        super().__init__(
+            stock.num_heads,
+            stock.head_size,
+            stock.impl.scale,
+            num_kv_heads=stock.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=stock.quant_config,
+            prefix=stock.layer_name,
+            kv_sharing_target_layer_name=first.layer_name if first else None,
+            attn_backend=LeanKBackend,
+        )
+        self.sizes = WindowSizes(settings.sink_size, settings.recent_size, settings.flush_size)
+        self.pages = pages
+        self.kernels: Any = None
+        self.wide_kernels: Any = None
+        drafts = vllm_config.speculative_config
+        self._num_columns = 1 + (drafts.num_speculative_tokens if drafts else 0)
+        self._load_tokens = _load_tokens(pages, vllm_config.cache_config.block_size)
+
+        rank = get_tensor_model_parallel_rank()
+        stage = pages.stages[get_pp_group().rank_in_group]
+        layer = extract_layer_index(stock.layer_name)
+        own = pages.layout(rank, stage)
+        self.layout = own.layers[layer - stage[0]]
+        self.start = own.starts[layer - stage[0]]
+        mask = settings.channel_masks[layer, list(pages.heads[rank][layer])]
+        device = self._k_scale.device
+        index = self.layout.chunk_index(order_channels(mask)[None])
+        table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
+        self.register_buffer("chunk_index", index.to(device), persistent=False)
+        self.register_buffer("head_table", table.to(device), persistent=False)
+        self._first = (first,)  # in a tuple, as it is no submodule
+        self._own_window = None
+        if first is None and pages.numbers.window:
+            self._own_window = LeanKWindow(self, vllm_config)
+
+    @property
+    def window(self) -> LeanKWindow | None:
+        """Whose cache the window's pages are."""
+        (first,) = self._first
+        return self._own_window if first is None else first._own_window
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Find what decodes, which may take its compilation: no request is to wait for it."""
+        super().process_weights_after_loading(act_dtype)
+        if self.chunk_index.device.type == "cuda":
+            self.kernels, self.wide_kernels = (
+                find_kernels(
+                    self.chunk_index.device,
+                    self.kv_cache_torch_dtype,
+                    head_dim=self.head_size,
+                    num_groups=self.num_heads // self.num_kv_heads,
+                    chunk_size=self.layout.chunk_size,
+                    max_chunks=self.layout.max_chunks,
+                    num_columns=columns,
+                    load_tokens=self._load_tokens,
+                )
+                for columns in (self._num_columns, MAX_COLUMNS)
+            )
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Return what vLLM is to allocate for kept channels."""
+        return LeanKKeptSpec(**self._fields(vllm_config, kept=True))
+
+    def window_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Return what it is to allocate for the window."""
+        return LeanKWindowSpec(**self._fields(vllm_config, kept=False), sizes=self.sizes)
+
+    def _fields(self, vllm_config: VllmConfig, *, kept: bool) -> dict[str, Any]:
+        block_size, dtype = vllm_config.cache_config.block_size, self.kv_cache_torch_dtype
+        element = get_dtype_size(dtype)
+        numbers = self.pages.numbers
+        return {
+            "block_size": block_size if kept else self.pages.window_block_size(block_size),
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": dtype,
+            "num_head_slots": 1,
+            "state_content_bytes": (numbers.kept if kept else numbers.window) * element,
+            # Both alike, so that vLLM needs to pack nothing.
+            "page_size_padded": self.pages.numbers_per_block(block_size) * element,
+        }
+
+
+class _LeanKForCausalLM:
+    """Replaces the attention layers of a stock model, and deals the heads of weights to ranks."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        check_options(vllm_config)
+        # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
+        vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self._settings = read_settings(vllm_config.model_config.hf_config)
+        context = vllm_config.compilation_config.static_forward_context
+        modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
+        num_layers, num_stages = len(self._settings.widths), get_pp_group().world_size
+        pages = ModelPages(
+            self._settings.widths,
+            self._settings.head_dim,
+            get_tensor_model_parallel_world_size(),
+            tuple(get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)),
+        )
+        first = None
+        for module in modules:
+            del context[module.attn.layer_name]
+            module.attn = LeanKAttention(module.attn, self._settings, pages, vllm_config, first)
+            first = first or module.attn
+        self._pages = pages
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load weights; heads of attention are put in the order of ranks."""
+        return super().load_weights(self._in_rank_order(weights))  # type: ignore[misc, no-any-return]
+
+    @cached_property
+    def _head_orders(self) -> list[torch.Tensor]:
+        """Each layer's KV heads, in the order in which vLLM gives ranks equal parts."""
+        hands = dict.fromkeys(self._pages.heads)  # several ranks may have the same
+        return [
+            torch.tensor([head for hand in hands for head in hand[layer]])
+            for layer in range(len(self._pages.widths))
+        ]
+
+    def _in_rank_order(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name in _NO_WEIGHTS:
+                continue
+            projection = next(
+                (part for part in name.split(".") if part[1:] == "_proj" and part[0] in "qkvo"), None
+            )
+            dim = 1 if projection == "o_proj" else 0
+            if projection is not None and tensor.ndim > dim:  # the output's bias has no heads
+                order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+                heads = tensor.unflatten(dim, (len(order), -1))
+                tensor = heads.index_select(dim, order).flatten(dim, dim + 1)
+            yield name, tensor
+
+
+class LeanKLlamaForCausalLM(_LeanKForCausalLM, LlamaForCausalLM):  # type: ignore[misc]
+    """Llama."""
+
+
+class LeanKMistralForCausalLM(_LeanKForCausalLM, MistralForCausalLM):  # type: ignore[misc]
+    """Mistral."""
+
+
+class LeanKQwen2ForCausalLM(_LeanKForCausalLM, Qwen2ForCausalLM):  # type: ignore[misc]
+    """Qwen2 and Qwen2.5."""
+
+
+class LeanKQwen3ForCausalLM(_LeanKForCausalLM, Qwen3ForCausalLM):  # type: ignore[misc]
+    """Qwen3."""
+
+
+def _load_tokens(pages: ModelPages, block_size: int) -> int:
+    """Tokens that a kernel loads at once: a divisor of both pages' sizes."""
+    window = pages.window_block_size(block_size)
+    return next(size for size in (64, 32, 16) if block_size % size == window % size == 0)

@@ -1,0 +1,212 @@
+"""What a token takes in the pages of both groups, layer by layer, and which heads a rank has. No vLLM.
+
+A page is one piece of memory for all layers of a rank. Kept pages hold of each layer, window pages alike
+
+    [kept chunks C][tokens][E]      then V of heads of width > 0  [heads][tokens][D]
+    [dropped chunks ][tokens][E]    then V of heads of width 0    [heads][tokens][D]
+
+so kept and window page together are a dense page, but for the padding of a head's last chunk. Ranks have to
+agree on a page's size: of one page for all layers that is the largest of sums, which differ little between
+ranks, not a sum of largests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
+
+STEP = 16
+"""Tokens of a page are a multiple of it."""
+
+
+class Numbers(NamedTuple):
+    """Numbers of one token in the pages of either group."""
+
+    kept: int
+    window: int
+
+
+def numbers_of(layout: ChunkLayout) -> Numbers:
+    """Count the numbers of a token of one layer."""
+    size, head_dim = layout.chunk_size, layout.head_dim
+    return Numbers(
+        layout.num_kept_chunks * size + len(layout.value_heads) * head_dim,
+        layout.num_dropped_chunks * size + len(layout.window_heads) * head_dim,
+    )
+
+
+def deal_heads(
+    widths: Sequence[Sequence[int]], head_dim: int, num_ranks: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Give each rank its KV heads of every layer, so that all ranks' pages are about alike in size.
+
+    A checkpoint sorts heads by width: in its order one rank would have all narrow ones. Within a layer heads
+    are dealt in turn, forth and back; the heaviest hand goes to the rank that has least so far.
+
+    Args:
+        widths: Kept channels `[L][H_kv]`.
+        head_dim: D.
+        num_ranks: Ranks of tensor parallelism. Where they are more than the heads, several have the same one.
+
+    Returns:
+        KV heads `[rank][layer]`, ascending.
+    """
+    chunk_size = choose_chunk_size(widths, head_dim)
+    num_heads = len(widths[0])
+    num_hands = min(num_ranks, num_heads)
+    weights = [0] * num_hands
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_hands)]
+    for layer in widths:
+        cost = [numbers_of(ChunkLayout((width,), head_dim, chunk_size)).kept for width in layer]
+        hands: list[list[int]] = [[] for _ in range(num_hands)]
+        for place, head in enumerate(sorted(range(num_heads), key=lambda head: -cost[head])):
+            turn, seat = divmod(place, num_hands)
+            hands[seat if turn % 2 == 0 else -1 - seat].append(head)
+        hands.sort(key=lambda hand: -sum(cost[head] for head in hand))
+        for rank, hand in zip(sorted(range(num_hands), key=weights.__getitem__), hands, strict=True):
+            dealt[rank].append(tuple(sorted(hand)))
+            weights[rank] += sum(cost[head] for head in hand)
+    return tuple(tuple(dealt[rank * num_hands // num_ranks]) for rank in range(num_ranks))
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Pages of a rank.
+
+    Attributes:
+        layers: How the channels of the rank's heads are cut, of each of its layers.
+    """
+
+    layers: tuple[ChunkLayout, ...]
+
+    @cached_property
+    def starts(self) -> tuple[Numbers, ...]:
+        """Where in a token's numbers each layer begins, and one past the last."""
+        starts = [Numbers(0, 0)]
+        for layout in self.layers:
+            own = numbers_of(layout)
+            starts.append(Numbers(starts[-1].kept + own.kept, starts[-1].window + own.window))
+        return tuple(starts)
+
+    @property
+    def numbers(self) -> Numbers:
+        """Numbers of a token in all layers."""
+        return self.starts[-1]
+
+
+@dataclass(frozen=True)
+class ModelPages:
+    """Pages of all ranks, of tensor and of pipeline parallelism.
+
+    Attributes:
+        widths: Kept channels `[L][H_kv]`.
+        head_dim: D.
+        num_ranks: Ranks of tensor parallelism.
+        stages: The first layer of every stage of a pipeline, and one past its last.
+    """
+
+    widths: tuple[tuple[int, ...], ...]
+    head_dim: int
+    num_ranks: int
+    stages: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def heads(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """KV heads `[rank][layer]`."""
+        return deal_heads(self.widths, self.head_dim, self.num_ranks)
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """E, of all layers, as in the checkpoint's own runtime."""
+        return choose_chunk_size(self.widths, self.head_dim)
+
+    def layout(self, rank: int, stage: tuple[int, int]) -> PageLayout:
+        """Pages of a rank in a stage."""
+        dealt = self.heads[rank]
+        return PageLayout(
+            tuple(
+                ChunkLayout(
+                    tuple(self.widths[layer][head] for head in dealt[layer]), self.head_dim, self.chunk_size
+                )
+                for layer in range(*stage)
+            )
+        )
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Numbers of a token in pages: those of the rank that needs most, as all ranks have to agree."""
+        ranks = [self.layout(rank, stage).numbers for rank in range(self.num_ranks) for stage in self.stages]
+        return Numbers(max(rank.kept for rank in ranks), max(rank.window for rank in ranks))
+
+    def window_block_size(self, block_size: int) -> int:
+        """Choose the tokens of a window page for kept pages of `block_size` tokens.
+
+        A pool has one size of blocks, the larger page's, so the window page takes as many tokens as fit into
+        a kept page, or a sixteenth more. Hits of the prefix cache end at multiples of both sizes, so not any
+        number.
+        """
+        kept, window = self.numbers
+        if not window:
+            return block_size
+        most = max(STEP, block_size * kept * 17 // (window * 16))
+        sizes = range(STEP, most + 1, STEP)
+        return max(size for size in sizes if math.lcm(size, block_size) <= 4 * block_size)
+
+    def numbers_per_block(self, block_size: int) -> int:
+        """Numbers of a block of the pool: those of the larger page."""
+        kept, window = self.numbers
+        return max(kept * block_size, window * self.window_block_size(block_size))
+
+
+class LayerPages(NamedTuple):
+    """Where one layer lies in the pages of both groups, as the decode kernels take it.
+
+    Attributes:
+        kept_keys: Kept channels of all tokens `[pages, C, P, E]`.
+        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
+        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
+    """
+
+    kept_keys: torch.Tensor
+    values: torch.Tensor
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+
+
+def view_layer(
+    kept: torch.Tensor, window: torch.Tensor | None, layout: ChunkLayout, start: Numbers
+) -> LayerPages:
+    """View one layer's part of the pages of both groups.
+
+    Args:
+        kept: Pages `[pages, 1, P, numbers]`, each contiguous.
+        window: Pages `[window_pages, 1, P_window, numbers]`; None where nothing is dropped.
+        layout: How the layer's channels are cut.
+        start: Where the layer begins in a token's numbers.
+    """
+    size, head_dim = layout.chunk_size, layout.head_dim
+    num_kept, num_dropped = layout.num_kept_chunks, layout.num_dropped_chunks
+    window = kept if window is None else window
+    return LayerPages(
+        _view_rows(kept, start.kept, num_kept, size),
+        _view_rows(kept, start.kept + num_kept * size, len(layout.value_heads), head_dim),
+        _view_rows(window, start.window, num_dropped, size),
+        _view_rows(window, start.window + num_dropped * size, len(layout.window_heads), head_dim),
+    )
+
+
+def _view_rows(pages: torch.Tensor, start: int, num_rows: int, width: int) -> torch.Tensor:
+    num_pages, _, num_tokens, _ = pages.shape
+    return pages.as_strided(
+        (num_pages, num_rows, num_tokens, width),
+        (pages.stride(0), num_tokens * width, width, 1),
+        pages.storage_offset() + start * num_tokens,
+    )

@@ -1,0 +1,53 @@
+"""What a LeanK checkpoint cannot be served with, said in one sentence before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from leank_convert.vllm import BACKEND
+
+# Drafts that no model makes.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix")
+
+
+def check_options(vllm_config: Any) -> None:
+    """Raise unless a LeanK cache can be kept with these options.
+
+    Args:
+        vllm_config: The engine's `VllmConfig`.
+
+    Raises:
+        ValueError: If one of them asks for what is not supported.
+    """
+    for message in _problems(vllm_config):
+        raise ValueError(f"a LeanK checkpoint cannot be served so: {message}")
+
+
+def _problems(vllm_config: Any) -> Iterator[str]:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield f"--kv-cache-dtype {cache.cache_dtype}: kept channels are not quantized yet; leave it out"
+    if cache.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill: no layer's keys are another's; leave it out"
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, option)
+        if size > 1:
+            yield f"--{option.replace('_', '-')} {size}: use --tensor-parallel-size instead"
+    if vllm_config.kv_transfer_config is not None:
+        yield "--kv-transfer-config: no connector moves pages of two groups; leave it out"
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name != BACKEND:
+        yield f"--attention-backend {backend.name} reads another cache; leave it out"
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.method not in _DRAFTS:
+        yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
+    ranks = parallel.tensor_parallel_size
+    if ranks > 1 and vllm_config.lora_config is not None:
+        yield f"--enable-lora with {ranks} ranks of tensor parallelism: adapters know no order of heads"
+    if ranks > 1 and vllm_config.quant_config is not None:
+        yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
+    if vllm_config.model_config.attention_chunk_size is not None:
+        yield "`attention_chunk_size` in config.json: only full attention can be pruned"
