@@ -317,11 +317,12 @@ def _write_weights(
         for future in flushed:
             future.result()
         hashed = {name: digest() for name, digest in digests.items()}
-    if checkpoint.index is not None:
-        weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
-        size = {**(checkpoint.index.get("metadata") or {}), "total_size": checkpoint.num_data_bytes}
-        index = {**checkpoint.index, "metadata": size, "weight_map": dict(sorted(weight_map.items()))}
-        write_atomically(partial / INDEX_NAME, encode_json(index))
+    # Of a single shard, too: engines take every safetensors file for weights unless an index names them.
+    given = checkpoint.index or {}
+    weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
+    size = {**(given.get("metadata") or {}), "total_size": checkpoint.num_data_bytes}
+    index = {**given, "metadata": size, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(partial / INDEX_NAME, encode_json(index))
     return hashed
 
 
