@@ -40,7 +40,7 @@ RANKS = [
     {"hub", "tokenizer"},
     {"mask", "mask_tensor", "mask_listing", "checkpoint_masks"},
     {"data", "report"},
-    {"train", "methods.*", "export"},
+    {"train", "methods.*", "export", "vllm"},
     {"onnx", "convert", "trust"},
     {"verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
     {"cli"},
@@ -49,6 +49,8 @@ RANKS = [
 NEVER_EACH_OTHER = [
     ("train", "export"),
     ("methods.*", "export"),
+    ("train", "vllm"),
+    ("export", "vllm"),
     ("train", "onnx"),
     ("methods.*", "onnx"),
     ("verify", "evaluate"),
@@ -81,6 +83,8 @@ WITHOUT_TORCH = [
     "__main__",
     "__init__",
 ]
+# An engine runs no checkpoint's code, so its plugin takes the runtime that is packaged.
+IMPORTS_RUNTIME = "vllm"
 RUNTIME_LIBRARIES = {"torch", "transformers"}
 # May be absent; transformers asks for whatever remote code imports outside `try`.
 OPTIONAL_LIBRARIES = {"tilelang"}
@@ -156,6 +160,9 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
             continue
         imported = _component(module)
         if imported == component:
+            continue
+        if imported == "_runtime":
+            assert component == IMPORTS_RUNTIME, "the toolkit reaches the runtime through a checkpoint alone"
             continue
         assert _rank(imported) <= _rank(component), f"`{component}` is below `{imported}`"
         pair = {component, imported}

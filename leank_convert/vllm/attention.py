@@ -170,10 +170,8 @@ def decode_attention(
         # What lies where nothing is seen may be anything: it is replaced, never multiplied.
         part = (queries @ keys.transpose(-1, -2)).unflatten(2, (groups, num_columns))
         part = part.masked_fill(~where[:, None, None], 0).flatten(2, 3)
-        heads = torch.arange(num_kv_heads, device=query.device).repeat_interleave(
-            torch.tensor(counts, device=query.device)
-        )
-        scores.index_add_(1, heads, part)
+        head_of = [head for head, count in enumerate(counts) for _ in range(count)]
+        scores.index_add_(1, torch.tensor(head_of, dtype=torch.long, device=query.device), part)
 
     output = scores.new_empty(batch_size, num_kv_heads, groups * num_columns, head_dim)
     for heads, rows, where in (

@@ -204,25 +204,35 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             layer.kernels.append(keys, values, store, rows.seen, valid)
         else:
             append_by_slot(key, value, store, layer.layout, step.slots, window_step.slots)
-        if rows is not None and rows.tokens is None:
-            columns = _to_columns(query, rows.seen.shape[1])
-            attended = self._attend(layer, columns, store, rows, step)
-            output[: step.num_tokens] = attended.transpose(1, 2).flatten(0, 1)
-        elif rows is not None:
-            assert rows.valid is not None and rows.requests is not None
-            of_rows = store._replace(
-                page_table=store.page_table[rows.requests], window_table=store.window_table[rows.requests]
-            )
-            attended = self._attend(layer, query[rows.tokens].transpose(1, 2), of_rows, rows, step)
-            output[rows.tokens[rows.valid]] = attended.transpose(1, 2)[rows.valid]
+        if rows is not None:
+            self._attend_with_rows(layer, query, store, rows, step, output)
         for prompt in prompts:
             part = slice(prompt.first, prompt.stop)
-            if prompt.num_tokens == prompt.stop - prompt.first:
+            if prompt.num_tokens == prompt.stop - prompt.first:  # nothing of it was read before
                 keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
             else:
                 keys, values = gather_tokens(store, layer.layout, prompt.request, prompt.num_tokens)
             output[part] = attend_densely(query[part], keys, values, self.scale)
         return output
+
+    def _attend_with_rows(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        store: PagedStore,
+        rows: Rows,
+        step: LeanKMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        if rows.tokens is None or rows.valid is None:
+            attended = self._attend(layer, _to_columns(query, rows.seen.shape[1]), store, rows, step)
+            output[: step.num_tokens] = attended.transpose(1, 2).flatten(0, 1)
+            return
+        of_rows = store._replace(
+            page_table=store.page_table[rows.requests], window_table=store.window_table[rows.requests]
+        )
+        attended = self._attend(layer, query[rows.tokens].transpose(1, 2), of_rows, rows, step)
+        output[rows.tokens[rows.valid]] = attended.transpose(1, 2)[rows.valid]
 
     def _attend(
         self, layer: Any, query: torch.Tensor, store: PagedStore, rows: Rows, step: LeanKMetadata

@@ -14,6 +14,7 @@ class _ServedConfig:
     """What vLLM asks of a config beyond the family's."""
 
     leank: dict[str, Any] | None
+    architectures: list[str] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Check the version of vLLM, then the `leank` block."""
@@ -24,8 +25,9 @@ class _ServedConfig:
     # model has such a window. Nothing else reads it of layers that bring their own backend.
     @property
     def rswa_window(self) -> int | None:
-        """The recent window, None without a `leank` block."""
-        return None if self.leank is None else int(self.leank["recent_size"])
+        """The recent window; None where the stock class is asked for, by `--hf-overrides`."""
+        own = any(name.startswith("LeanK") for name in self.architectures or ())
+        return int(self.leank["recent_size"]) if own and self.leank is not None else None
 
 
 class LeanKLlamaConfig(_ServedConfig, runtime.LeanKLlamaConfig):

@@ -195,7 +195,7 @@ class _LeanKForCausalLM:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks."""
-        return super().load_weights(self._in_rank_order(weights))  # type: ignore[misc, no-any-return]
+        return super().load_weights(self._in_rank_order(weights))  # type: ignore[misc]
 
     @cached_property
     def _head_orders(self) -> list[torch.Tensor]:
@@ -223,19 +223,19 @@ class _LeanKForCausalLM:
             yield name, tensor
 
 
-class LeanKLlamaForCausalLM(_LeanKForCausalLM, LlamaForCausalLM):  # type: ignore[misc]
+class LeanKLlamaForCausalLM(_LeanKForCausalLM, LlamaForCausalLM):
     """Llama."""
 
 
-class LeanKMistralForCausalLM(_LeanKForCausalLM, MistralForCausalLM):  # type: ignore[misc]
+class LeanKMistralForCausalLM(_LeanKForCausalLM, MistralForCausalLM):
     """Mistral."""
 
 
-class LeanKQwen2ForCausalLM(_LeanKForCausalLM, Qwen2ForCausalLM):  # type: ignore[misc]
+class LeanKQwen2ForCausalLM(_LeanKForCausalLM, Qwen2ForCausalLM):
     """Qwen2 and Qwen2.5."""
 
 
-class LeanKQwen3ForCausalLM(_LeanKForCausalLM, Qwen3ForCausalLM):  # type: ignore[misc]
+class LeanKQwen3ForCausalLM(_LeanKForCausalLM, Qwen3ForCausalLM):
     """Qwen3."""
 
 

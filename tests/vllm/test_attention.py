@@ -1,0 +1,137 @@
+"""Attention over pages scattered in a pool agrees with softmax over each query's own keys, written out."""
+
+import pytest
+import torch
+
+from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from leank_convert.vllm.attention import (
+    PagedStore,
+    append_by_slot,
+    attend_densely,
+    decode_attention,
+    gather_tokens,
+)
+from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
+
+HEAD_DIM, GROUPS, SINK, SCALE = 16, 2, 3, 0.3
+LENGTHS = (70, 5, 33)
+PAGE, WINDOW_PAGE = 16, 32
+
+
+@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16)], ids=str)
+def case(request):
+    """A pool of pages of NaN in which three rows have been written token by token."""
+    widths = request.param
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
+    layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM))
+    numbers = numbers_of(layout)
+    pools = [
+        torch.full((20, 1, size, count + 4), torch.nan)
+        .flatten(1)[:, : size * count]
+        .unflatten(1, (1, size, count))
+        for size, count in zip((PAGE, WINDOW_PAGE), numbers, strict=True)
+    ]
+    pages = [torch.randperm(19, generator=generator).to(torch.int32)[:15].view(3, 5) + 1 for _ in pools]
+    store = PagedStore(
+        *view_layer(*pools, layout, Numbers(0, 0)),
+        layout.chunk_index(order_channels(mask)[None]),
+        torch.tensor(layout.head_table, dtype=torch.int32),
+        *pages,
+    )
+    keys, values = (
+        torch.randn(3, max(LENGTHS), len(widths), HEAD_DIM, generator=generator) for _ in range(2)
+    )
+    for row, length in enumerate(LENGTHS):
+        token = torch.arange(length)
+        slots = [
+            table[row, token // size] * size + token % size
+            for table, size in zip(pages, (PAGE, WINDOW_PAGE), strict=True)
+        ]
+        append_by_slot(keys[row, :length], values[row, :length], store, layout, *slots)
+    return layout, mask, store, keys, values
+
+
+def written_out(query, keys, values, mask, seen, pruned):
+    """One query `[H_kv, G, D]` over keys `[n, H_kv, D]`."""
+    token = torch.arange(seen)
+    whole = (token < SINK) | (token >= SINK + pruned)
+    output = torch.zeros_like(query)
+    for head in range(len(mask)):
+        channels = whole[:, None] | mask[head]
+        scores = SCALE * query[head] @ (keys[:seen, head] * channels).T
+        if not mask[head].any():
+            scores = scores.masked_fill(~whole, -torch.inf)
+        output[head] = scores.softmax(-1) @ values[:seen, head]
+    return output
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_every_column_sees_what_its_numbers_say(case, num_columns):
+    layout, mask, store, keys, values = case
+    query = torch.randn(3, len(mask) * GROUPS, num_columns, HEAD_DIM)
+    column = torch.arange(num_columns)
+    seen = (torch.tensor(LENGTHS)[:, None] - (num_columns - 1) + column).to(torch.int32)
+    pruned = torch.stack([column * 4 + 20, column * 0, column * 8]).to(torch.int32)
+    output = decode_attention(
+        query,
+        store,
+        seen,
+        pruned,
+        layout=layout,
+        sink_size=SINK,
+        max_length=max(LENGTHS),
+        softmax_scale=SCALE,
+    )
+    for row in range(3):
+        for number in range(num_columns):
+            expected = written_out(
+                query[row, :, number].unflatten(0, (len(mask), GROUPS)),
+                keys[row],
+                values[row],
+                mask,
+                int(seen[row, number]),
+                int(pruned[row, number]),
+            )
+            torch.testing.assert_close(output[row, :, number], expected.flatten(0, 1))
+
+
+def test_pages_that_were_given_back_are_not_read(case):
+    layout, _, store, _, _ = case
+    seen, pruned = torch.tensor([[70]], dtype=torch.int32), torch.tensor([[61]], dtype=torch.int32)
+    one = store._replace(page_table=store.page_table[:1], window_table=store.window_table[:1])
+    query = torch.randn(1, len(layout.widths) * GROUPS, 1, HEAD_DIM)
+    options = {"layout": layout, "sink_size": SINK, "max_length": 70, "softmax_scale": SCALE}
+    before = decode_attention(query, one, seen, pruned, **options)
+    for pool in (store.window_keys, store.window_values):
+        pool[store.window_table[0, 1]] = torch.inf  # tokens 32 … 63 are pruned
+    torch.testing.assert_close(decode_attention(query, one, seen, pruned, **options), before)
+
+
+@pytest.mark.parametrize("num_queries", [70, 9])
+def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
+    layout, mask, store, keys, values = case
+    gathered = gather_tokens(store, layout, 0, 70)
+    torch.testing.assert_close(gathered[0], keys[0].transpose(0, 1))
+    torch.testing.assert_close(gathered[1], values[0].transpose(0, 1))
+    query = torch.randn(num_queries, len(mask) * GROUPS, HEAD_DIM)
+    output = attend_densely(query, *gathered, SCALE)
+    for number in range(num_queries):
+        expected = written_out(
+            query[number].unflatten(0, (len(mask), GROUPS)),
+            keys[0],
+            values[0],
+            mask,
+            71 - num_queries + number,
+            0,
+        )
+        torch.testing.assert_close(output[number], expected.flatten(0, 1))
+
+
+def test_padding_is_written_nowhere_that_is_read(case):
+    layout, _, store, keys, values = case
+    before = [pool[1:].clone() for pool in store[:4]]
+    nowhere = torch.tensor([-1, -1])
+    append_by_slot(keys[0, :2], values[0, :2], store, layout, nowhere, nowhere)
+    for pool, held in zip(store[:4], before, strict=True):
+        torch.testing.assert_close(pool[1:], held, equal_nan=True)

@@ -1,0 +1,86 @@
+"""The window's manager on vLLM's own pool of blocks: what is held, what is given back, what a hit finds."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowManager, LeanKWindowSpec
+from leank_convert.vllm.rule import WindowSizes
+
+BLOCK = 16
+FIELDS = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+SPEC = LeanKWindowSpec(**FIELDS, num_head_slots=1, state_content_bytes=128, sizes=WindowSizes(16, 64, 16))
+
+
+def make_manager():
+    pool = BlockPool(num_gpu_blocks=200, enable_caching=False, hash_block_size=BLOCK)
+    return LeanKWindowManager(
+        SPEC, block_pool=pool, enable_caching=False, kv_cache_group_id=1, scheduler_block_size=BLOCK
+    )
+
+
+def test_both_groups_are_known_to_vllm_and_apart():
+    kept = LeanKKeptSpec(**FIELDS)
+    assert KVCacheSpecRegistry.get_manager_class(SPEC) is LeanKWindowManager
+    assert KVCacheSpecRegistry.get_uniform_type_base_spec(SPEC) is LeanKWindowSpec
+    assert KVCacheSpecRegistry.get_uniform_type_base_spec(kept) is LeanKKeptSpec
+    assert not SPEC.is_uniform_with_collection({"kept": kept})
+
+
+def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes():
+    manager = make_manager()
+    pool = manager.block_pool
+    free = pool.get_num_free_blocks()
+    manager.allocate_new_blocks("r", 1000, 1000)
+    for computed in (0, 256, 999):
+        manager.remove_skipped_blocks("r", computed, 1000)
+        assert free - pool.get_num_free_blocks() == 63
+    manager.remove_skipped_blocks("r", 1000, 1000)  # the first token of the answer comes next
+    # The sink's page, and those that hold tokens 936 … 999, the recent ones, and one that comes.
+    held = [index for index, block in enumerate(manager.req_to_blocks["r"]) if not block.is_null]
+    assert held == [0, 58, 59, 60, 61, 62]
+    assert free - pool.get_num_free_blocks() == len(held)
+    manager.free("r")
+    assert pool.get_num_free_blocks() == free
+
+
+def test_pages_held_while_decoding_are_few_and_hold_all_that_is_whole():
+    manager = make_manager()
+    for total in range(301, 1500):
+        manager.remove_skipped_blocks("r", total - 1, 300)
+        manager.allocate_new_blocks("r", total, total)
+        if total == 301:
+            continue
+        blocks = manager.req_to_blocks["r"]
+        assert sum(not block.is_null for block in blocks) <= 1 + (64 + 16) // BLOCK + 1
+        recent = range(max(16, total - 64), total)
+        assert not any(blocks[token // BLOCK].is_null for token in (*range(16), *recent))
+
+
+class Cached:
+    """A pool in which some of the pages of a prefix are cached."""
+
+    hash_block_size = BLOCK
+
+    def __init__(self, pages):
+        self.pages = pages
+
+    def get_cached_block(self, block_hash, groups):
+        return [f"page {block_hash}"] * len(groups) if block_hash in self.pages else None
+
+
+@pytest.mark.parametrize(
+    ("pages", "alignment", "expected"),
+    [(range(10), 16, 10), ({0, 1, 2, 5, 6}, 16, 3), ({1, 2}, 16, 0), (range(7), 64, 4)],
+    ids=["all", "some gone", "the first gone", "a whole step"],
+)
+def test_a_hit_is_the_prefix_of_which_every_page_is_there(pages, alignment, expected):
+    found, length = LeanKWindowManager.find_longest_cache_hit(
+        list(range(20)), 10 * BLOCK, [1], Cached(set(pages)), SPEC, False, alignment
+    )
+    assert found == ([f"page {index}" for index in range(expected)],)
+    assert length == expected * BLOCK

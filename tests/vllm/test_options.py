@@ -1,0 +1,70 @@
+"""What a LeanK checkpoint cannot be served with is refused in one sentence that names it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from leank_convert.vllm import configs
+from leank_convert.vllm.refusals import check_options
+
+
+def options(**changes):
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(backend=None),
+        model_config=SimpleNamespace(attention_chunk_size=None),
+        **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        target = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
+        ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora with 2 ranks"),
+        ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
+        ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_supported_is_named(changes, named):
+    with pytest.raises(ValueError, match=r"^a LeanK checkpoint cannot be served so: ") as error:
+        check_options(options(**changes))
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_supported_passes():
+    check_options(options())
+    check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.0", None])
+def test_another_release_of_vllm_is_refused(found, monkeypatch):
+    monkeypatch.setattr(configs, "installed_version", lambda: found)
+    with pytest.raises(ValueError, match=f"vLLM {found} is installed.*0.32.x and 0.33.x.*pip install"):
+        configs.check_version()
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.0", "0.33.1+cu129"])
+def test_a_tested_release_of_vllm_passes(found, monkeypatch):
+    monkeypatch.setattr(configs, "installed_version", lambda: found)
+    configs.check_version()

@@ -1,0 +1,92 @@
+"""What pages hold: each channel once, in about equal shares of every rank, of real masks as promised."""
+
+import pytest
+import torch
+
+from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
+from leank_convert.mask import load_mask
+from leank_convert.masks import find_by_name
+from leank_convert.vllm.pages import ModelPages, deal_heads, numbers_of, view_layer
+
+LLAMA, QWEN = "llama-3.1-8b-instruct", "qwen2.5-7b-instruct"
+
+
+def pages_of(name, num_ranks=1, num_stages=1):
+    mask = load_mask(find_by_name(name))
+    widths = tuple(tuple(sorted(row)) for row in mask.widths)
+    size = len(widths) // num_stages
+    stages = tuple((stage * size, (stage + 1) * size) for stage in range(num_stages))
+    return ModelPages(widths, mask.channel_mask.shape[-1], num_ranks, stages)
+
+
+def test_kept_and_window_pages_are_a_dense_page_together():
+    kept, window = numbers_of(ChunkLayout((0, 32, 64, 128), 128, 32))
+    assert kept + window == 2 * 4 * 128
+    # Heads of width 0 keep V in the window alone.
+    assert kept == 32 + 64 + 128 + 3 * 128
+
+
+@pytest.mark.parametrize(("num_heads", "num_ranks"), [(8, 1), (8, 2), (8, 4), (8, 8), (2, 4)])
+def test_each_head_is_dealt_once_in_equal_numbers(num_heads, num_ranks):
+    widths = [[0, 0, 32, 32, 64, 64, 96, 128][-num_heads:]] * 3
+    dealt = deal_heads(widths, 128, num_ranks)
+    assert len(dealt) == num_ranks
+    for layer in range(3):
+        hands = [rank[layer] for rank in dealt]
+        assert {len(hand) for hand in hands} == {max(1, num_heads // num_ranks)}
+        # Where ranks are more than heads, neighbours have the same one.
+        assert sorted(head for hand in dict.fromkeys(hands) for head in hand) == list(range(num_heads))
+        assert hands == sorted(hands, key=list(dict.fromkeys(hands)).index)
+
+
+def test_one_rank_keeps_the_order_of_the_checkpoint():
+    assert deal_heads([[0, 32, 64, 128]], 128, 1) == (((0, 1, 2, 3),),)
+
+
+@pytest.mark.parametrize("name", [LLAMA, QWEN])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_pages_of_ranks_are_within_a_twentieth_of_an_equal_share(name, num_ranks):
+    alone, dealt = pages_of(name), pages_of(name, num_ranks)
+    shares = [
+        ours * min(num_ranks, len(alone.widths[0])) / whole
+        for ours, whole in zip(dealt.numbers, alone.numbers, strict=True)
+    ]
+    assert max(shares) < 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "more_blocks"),
+    [(LLAMA, 1, 1.75), (LLAMA, 2, 1.7), (LLAMA, 4, 1.68), (QWEN, 1, 1.9)],
+)
+def test_a_pool_has_more_blocks_than_a_dense_model(name, num_ranks, more_blocks):
+    pages = pages_of(name, num_ranks)
+    dense = 2 * len(pages.widths) * len(pages.widths[0]) * pages.head_dim // num_ranks * 64
+    assert dense / pages.numbers_per_block(64) > more_blocks
+
+
+def test_stages_of_a_pipeline_agree_on_pages():
+    stages = pages_of(LLAMA, num_stages=2)
+    own = [stages.layout(0, stage).numbers for stage in stages.stages]
+    assert stages.numbers == (max(numbers.kept for numbers in own), max(numbers.window for numbers in own))
+
+
+@pytest.mark.parametrize(("block_size", "expected"), [(16, 16), (32, 32), (64, 64)])
+def test_window_pages_are_as_many_tokens_as_fit_into_a_block(block_size, expected):
+    assert pages_of(QWEN).window_block_size(block_size) == expected
+    alike = ModelPages(((32, 32),), 64, 1, ((0, 1),))  # 192 numbers kept, 64 dropped
+    assert alike.window_block_size(block_size) == 3 * block_size
+    assert ModelPages(((64, 64),), 64, 1, ((0, 1),)).window_block_size(block_size) == block_size
+
+
+def test_views_of_layers_share_no_number_and_leave_none_out():
+    widths = ((0, 5, 16), (16, 16, 16), (3, 3, 7))
+    pages = ModelPages(widths, 16, 1, ((0, 3),))
+    layout, (kept, window) = pages.layout(0, (0, 3)), pages.numbers
+    pools = [torch.zeros(4, 1, 16, kept + 3)[..., :kept], torch.zeros(4, 1, 32, window)]
+    pools[0] = torch.zeros(4, 16 * kept + 7).as_strided((4, 1, 16, kept), (16 * kept + 7, 16 * kept, kept, 1))
+    for own, start in zip(layout.layers, layout.starts, strict=False):
+        for view in view_layer(*pools, own, start):
+            view += 1
+    for pool in pools:
+        assert pool.eq(1).all()
+    assert choose_chunk_size(widths, 16) == 4
