@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,6 +25,7 @@ from leank_convert.export.config_json import build_config, build_leank_facts, en
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
 from leank_convert.windows import Windows
 
@@ -171,23 +174,39 @@ def build_model(setup: Setup, device: torch.device | None = None) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    facts, dtype = setup.geometry.facts, setup.dtype_name
-    known = setup.mask.provenance or MaskProvenance.for_model(
-        setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
-    )
-    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {})
-    config = build_config({**setup.geometry.config, "dtype": dtype}, facts.architecture, leank, {})
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, _FOLDER_NAME)
         folder.mkdir()
         copy_runtime_files(folder)
-        (folder / CONFIG_NAME).write_bytes(encode_json(config))
+        (folder / CONFIG_NAME).write_bytes(encode_json(_leank_config(setup)))
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
         with torch.device(device or setup.device):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 loaded, trust_remote_code=True, dtype=setup.dtype
             )
     return model.eval()
+
+
+def write_folder(setup: Setup, parent: Path) -> Path:
+    """Write what an engine that makes up its weights reads: a LeanK config, and a tokenizer of few words."""
+    folder = parent / _FOLDER_NAME
+    folder.mkdir()
+    config = _leank_config(setup)
+    tokens = json.loads((MODEL_DIR / CONFIG_NAME).read_text())["vocab_size"]
+    config["vocab_size"] = max(config["vocab_size"], tokens)
+    (folder / CONFIG_NAME).write_bytes(encode_json(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copyfile(MODEL_DIR / name, folder / name)
+    return folder
+
+
+def _leank_config(setup: Setup) -> dict[str, Any]:
+    facts = setup.geometry.facts
+    known = setup.mask.provenance or MaskProvenance.for_model(
+        setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
+    )
+    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {})
+    return build_config({**setup.geometry.config, "dtype": setup.dtype_name}, facts.architecture, leank, {})
 
 
 def name_attention(model: Any, setup: Setup) -> str:

@@ -50,6 +50,12 @@ _DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
         "largest": ([(4096, 1024), (32768, 128)], [(48, 8)]),
         "limit": (None, 0.002),  # the toy model and some rows
     },
+    "serve": {
+        "cases": ([(8192, 512)], [(96, 8)]),
+        "requests": (256, 6),
+        "concurrency": ([1, 8, 32, 64], [2]),
+        "memory": (40.0, 0.02),
+    },
     "train": {
         "length": ((65536,), (96,)),
         "questions": (8, 3),
@@ -168,7 +174,7 @@ def benchmark() -> None:
     """Measure speed and memory beside dense peers in the same process.
 
     Tables go to stderr; the last line of stdout is one JSON document. Results are checked before they are
-    timed: what is wrong gets no figure, and the command exits 1.
+    timed, but for those of `serve`: what is wrong gets no figure, and the command exits 1.
     """
 
 
@@ -242,6 +248,30 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 
     parts |= dict.fromkeys(skip, ())
     return benchmark_memory(setup, limit=None if limit is None else round(limit * 1e9), **parts)
+
+
+@benchmark.command()
+@case_options()
+@_size_option("--case cases", "prompt x new", "Repeatable. Default: 8kx512.", many=True)
+@click.option("--requests", type=click.IntRange(1, MAX_COUNT), help="Sent all at once. Default: 256.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, MAX_COUNT),
+    multiple=True,
+    help="Requests at a time in a further run; repeatable. Default: 1, 8, 32 and 64.",
+)
+@click.option(
+    "--memory",
+    type=FiniteRange(0, 1e6, min_open=True),
+    help="GB of the cache, of either side. Default: 40.",
+)
+@click.option("--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of both sides.")
+@click.option("--dense-options", default="", metavar="TEXT", help="The same of the dense side alone.")
+def serve(setup: Setup, **options: Any) -> dict[str, Any]:
+    """Requests at once, output tokens a second and latencies of vLLM's server, LeanK against dense."""
+    from leank_convert.benchmark.serve import benchmark_serve
+
+    return benchmark_serve(setup, **options)
 
 
 @benchmark.command()

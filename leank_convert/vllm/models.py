@@ -95,6 +95,10 @@ class LeanKAttention(Attention):
             kv_sharing_target_layer_name=first.layer_name if first else None,
             attn_backend=LeanKBackend,
         )
+        if self.head_size != settings.head_dim:  # vLLM's Qwen2 takes hidden_size / heads whatever is stated
+            raise ValueError(
+                f"config.json: `head_dim` is {settings.head_dim}, vLLM's model has heads of {self.head_size}"
+            )
         self.sizes = WindowSizes(settings.sink_size, settings.recent_size, settings.flush_size)
         self.pages = pages
         self.kernels: Any = None

@@ -1,0 +1,139 @@
+"""Checkpoints for vLLM, what their own runtime answers, and the engine in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from leank_convert.export import export_checkpoint
+from leank_convert.mask import ChannelMask
+from leank_convert.testbed import MODEL_DIR
+
+NEW = 60
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # few cores, and tests beside each other
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# Sink, recent and flush so small that prompts outgrow them; none of them a multiple of a page.
+SIZES = {"sink_size": 10, "recent_size": 50, "flush_size": 7}
+
+
+def random_mask(widths: Sequence[Sequence[int]], head_dim: int) -> ChannelMask:
+    """Keep so many channels of each head, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
+    for layer, row in enumerate(widths):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+    return ChannelMask(mask)
+
+
+@pytest.fixture(scope="session")
+def shipped(once_per_run: Callable[..., Path]) -> Path:
+    """The shipped model, which speaks, with heads of many widths."""
+    widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 8, 64]]
+    mask = random_mask(widths, 64)
+    return once_per_run("served_testbed", lambda out: export_checkpoint(MODEL_DIR, mask, out, **SIZES))
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(
+    once_per_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Makes a checkpoint of a family with random weights, whose answers depend on every channel."""
+
+    @functools.cache
+    def make(family: str) -> Path:
+        source = tmp_path_factory.mktemp("sources") / family
+        config = getattr(transformers, f"{family}Config")(
+            hidden_size=256,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            vocab_size=256,
+            max_position_embeddings=1024,
+            tie_word_embeddings=family == "Qwen2",
+            **({} if family == "Llama" else {"sliding_window": None}),
+        )
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.15)
+        model.save_pretrained(source)
+        mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
+        return once_per_run(f"served_{family}", lambda out: export_checkpoint(source, mask, out, **SIZES))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(random_checkpoint: Callable[[str], Path]) -> Path:
+    """A Llama of random weights."""
+    return random_checkpoint("Llama")
+
+
+def prompts_of(folder: Path, lengths: Sequence[int] = (30, 170, 500, 40, 901, 12)) -> list[list[int]]:
+    """Token ids without meaning, and no two prompts alike."""
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    return [
+        [1] + [10 + (7 * place * (number + 3) + place * place) % (size - 20) for place in range(length - 1)]
+        for number, length in enumerate(lengths)
+    ]
+
+
+@functools.cache
+def answers_of(folder: Path, *, dense: bool = False) -> list[list[int]]:
+    """What the checkpoint's own runtime answers, one prompt at a time; or the dense model of its weights."""
+    if dense:
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt in prompts_of(folder):
+        row = torch.tensor([prompt])
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        output = model.generate(row, attention_mask=torch.ones_like(row), **options)
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+def run_engine(
+    folder: Path, *, rounds: int = 1, processes: bool = False, fails: bool = False, **options: Any
+) -> Any:
+    """Run the engine on the folder's prompts; what it said, or wrote where it is to fail."""
+    asked = {
+        "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
+        "prompts": prompts_of(folder),
+        "new": NEW,
+        "rounds": rounds,
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(asked)],
+        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"[-8000:]
+    if fails:
+        return done.stdout + done.stderr
+    return json.loads(done.stdout.rpartition("SAID ")[2].splitlines()[0])

@@ -1,0 +1,45 @@
+"""One run of vLLM's engine in a process of its own: `python engine.py JSON` prints a line of JSON.
+
+Read from the argument: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and how often they
+are answered, `rounds`.
+"""
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    """Answer the prompts and say what it took."""
+    asked = json.loads(sys.argv[1])
+    llm = LLM(
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 << 20,
+        max_model_len=1024,
+        disable_log_stats=False,
+        **{"dtype": "float32", "block_size": 32, **asked["options"]},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+    said = {"answers": [], "cached": []}
+    for _ in range(asked["rounds"]):
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
+        said["cached"].append([output.num_cached_tokens for output in outputs])
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    said["preemptions"] = counters["vllm:num_preemptions"]
+    said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None:  # it is in this process
+        cache = core.scheduler.kv_cache_config
+        said["blocks"] = cache.num_blocks
+        said["groups"] = [
+            [type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size]
+            for group in cache.kv_cache_groups
+        ]
+    print("SAID", json.dumps(said), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""`benchmark serve` starts both servers on toy sizes and prints what vLLM's own benchmark measured."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.vllm.conftest import ENVIRONMENT
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+import os
+
+
+def test_both_sides_are_measured_on_as_much_memory():
+    options = ("--device", "cpu", "--dtype", "float32", "--options", "--enforce-eager --block-size 32")
+    done = subprocess.run(
+        [sys.executable, "-m", "leank_convert", "benchmark", "serve", *options],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    ours, dense = document["sides"]["leank"], document["sides"]["dense"]
+    assert document["memory_bytes"] == 20_000_000
+    # The toy's mask keeps 0.3125 of K's channels, and V of every head of a width: some 0.6 of a dense page.
+    assert 1.3 < ours["blocks"] / dense["blocks"] < 1.8
+    for side in (ours, dense):
+        assert [run["concurrency"] for run in side["runs"]] == [None, 2]
+        assert all(run["output_tokens_per_second"] > 0 for run in side["runs"])
+    assert "serve, prompt 96, 8 new tokens, 4 requests, 2 at a time" in done.stderr

@@ -1,0 +1,98 @@
+"""vLLM answers with the tokens of the checkpoint's own runtime, whatever its scheduler does meanwhile."""
+
+import shutil
+
+import pytest
+
+from tests.vllm.conftest import answers_of, run_engine
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+
+
+def test_the_mask_changes_answers(checkpoint):
+    """Else the tests below would pass without a plugin."""
+    assert (
+        sum(a != b for a, b in zip(answers_of(checkpoint), answers_of(checkpoint, dense=True), strict=True))
+        > 3
+    )
+
+
+def test_a_batch_and_the_prefix_cache(checkpoint):
+    said = run_engine(checkpoint, rounds=2)
+    assert said["answers"] == [answers_of(checkpoint)] * 2
+    # Hits end at multiples of both groups' pages.
+    assert said["groups"] == [["LeanKKeptSpec", 32], ["LeanKWindowSpec", 48]]
+    assert said["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 480, 0, 864, 0]]
+    assert said["preemptions"] == 0
+
+
+def test_prompts_in_chunks_then_from_the_prefix_cache(checkpoint):
+    said = run_engine(checkpoint, rounds=2, max_num_batched_tokens=128, block_size=16)
+    assert said["answers"] == [answers_of(checkpoint)] * 2
+    assert min(said["cached"][1][1:3]) > 0
+
+
+def test_a_pool_so_small_that_pages_are_evicted_and_requests_preempted(checkpoint):
+    said = run_engine(checkpoint, rounds=3, num_gpu_blocks_override=55)
+    assert said["answers"] == [answers_of(checkpoint)] * 3
+    assert said["preemptions"] > 0
+    # Some of a prefix is gone, and the rest is still a hit.
+    assert 0 < sum(map(sum, said["cached"])) < 2 * (96 + 480 + 864)
+
+
+def test_drafts_that_are_rejected(checkpoint):
+    said = run_engine(checkpoint, speculative_config=NGRAMS)
+    assert said["answers"] == [answers_of(checkpoint)]
+
+
+def test_drafts_that_are_accepted(shipped):
+    """It repeats itself where a prompt has no meaning."""
+    said = run_engine(shipped, speculative_config=NGRAMS)
+    assert said["answers"] == [answers_of(shipped)]
+    assert said["accepted"] > 100
+
+
+def test_two_ranks_of_tensor_parallelism(checkpoint):
+    said = run_engine(checkpoint, tensor_parallel_size=2, processes=True)
+    assert said["answers"] == [answers_of(checkpoint)]
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_other_families(random_checkpoint, family):
+    folder = random_checkpoint(family)
+    assert run_engine(folder)["answers"] == [answers_of(folder)]
+
+
+def test_two_ranks_of_a_model_with_biases(random_checkpoint):
+    folder = random_checkpoint("Qwen2")
+    assert run_engine(folder, tensor_parallel_size=2, processes=True)["answers"] == [answers_of(folder)]
+
+
+def test_without_the_plugin_the_dense_model_answers_and_has_fewer_blocks(checkpoint, monkeypatch):
+    with_plugin = run_engine(checkpoint)["blocks"]
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    stock = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}, "trust_remote_code": True}
+    said = run_engine(checkpoint, **stock)
+    assert said["answers"] == [answers_of(checkpoint, dense=True)]
+    assert said["groups"] == [["FullAttentionSpec", 32]]
+    assert with_plugin / said["blocks"] > 1.35
+
+
+def test_the_plugin_stands_aside_for_the_stock_class(checkpoint):
+    said = run_engine(checkpoint, hf_overrides={"architectures": ["LlamaForCausalLM"]})
+    assert said["answers"] == [answers_of(checkpoint, dense=True)]
+
+
+def test_a_cache_of_eight_bits_is_refused(checkpoint):
+    assert "cannot be served so: --kv-cache-dtype fp8" in run_engine(
+        checkpoint, fails=True, kv_cache_dtype="fp8"
+    )
+
+
+def test_a_damaged_checkpoint_is_refused_as_by_its_runtime(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"flush_size": 7', '"flush_size": 0'))
+    assert "`leank.flush_size` is 0" in run_engine(folder, fails=True)
