@@ -22,7 +22,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import get_dtype_size
+from vllm.utils.torch_utils import get_dtype_size, set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -133,7 +133,9 @@ class LeanKAttention(Attention):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Find what decodes, which may take its compilation: no request is to wait for it."""
         super().process_weights_after_loading(act_dtype)
-        if self.chunk_index.device.type == "cuda":
+        if self.chunk_index.device.type != "cuda":
+            return
+        with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
             self.kernels, self.wide_kernels = (
                 find_kernels(
                     self.chunk_index.device,

@@ -20,7 +20,8 @@ from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
 
-NEW = 60
+# Tokens of the prompts, and of every answer.
+LENGTHS, NEW = (30, 170, 500, 40, 901, 12), 60
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -89,7 +90,7 @@ def checkpoint(random_checkpoint: Callable[[str], Path]) -> Path:
     return random_checkpoint("Llama")
 
 
-def prompts_of(folder: Path, lengths: Sequence[int] = (30, 170, 500, 40, 901, 12)) -> list[list[int]]:
+def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids without meaning, and no two prompts alike."""
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     return [
@@ -99,7 +100,9 @@ def prompts_of(folder: Path, lengths: Sequence[int] = (30, 170, 500, 40, 901, 12
 
 
 @functools.cache
-def answers_of(folder: Path, *, dense: bool = False) -> list[list[int]]:
+def answers_of(
+    folder: Path, *, dense: bool = False, lengths: tuple[int, ...] = LENGTHS, new: int = NEW
+) -> list[list[int]]:
     """What the checkpoint's own runtime answers, one prompt at a time; or the dense model of its weights."""
     if dense:
         model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -107,22 +110,29 @@ def answers_of(folder: Path, *, dense: bool = False) -> list[list[int]]:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     answers = []
-    for prompt in prompts_of(folder):
+    for prompt in prompts_of(folder, lengths):
         row = torch.tensor([prompt])
-        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         output = model.generate(row, attention_mask=torch.ones_like(row), **options)
         answers.append(output[0, len(prompt) :].tolist())
     return answers
 
 
 def run_engine(
-    folder: Path, *, rounds: int = 1, processes: bool = False, fails: bool = False, **options: Any
+    folder: Path,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    new: int = NEW,
+    rounds: int = 1,
+    processes: bool = False,
+    fails: bool = False,
+    **options: Any,
 ) -> Any:
     """Run the engine on the folder's prompts; what it said, or wrote where it is to fail."""
     asked = {
         "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
-        "prompts": prompts_of(folder),
-        "new": NEW,
+        "prompts": prompts_of(folder, lengths),
+        "new": new,
         "rounds": rounds,
     }
     done = subprocess.run(
