@@ -16,16 +16,14 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
+from leank_convert._runtime.layout_leank import StoreTensors
+from leank_convert._runtime.reference_leank import decode_attention
+from leank_convert._runtime.step_leank import StoredView, view_tables
 from leank_convert.vllm import BACKEND
-from leank_convert.vllm.attention import (
-    PagedStore,
-    append_by_slot,
-    attend_densely,
-    decode_attention,
-    gather_tokens,
-)
+from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
 from leank_convert.vllm.pages import STEP, view_layer
-from leank_convert.vllm.rows import MAX_COLUMNS, Prompt, Rows, cut_rows, uniform_rows
+from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
 from leank_convert.vllm.rule import WindowSizes
 
 _BLOCK_SIZE = 64  # a tile of the decode kernels
@@ -94,6 +92,7 @@ class LeanKMetadata:
     slots: torch.Tensor
     _cut: tuple[Rows | None, list[Prompt]] | None = field(default=None, repr=False)
     _plan: torch.Tensor | None = field(default=None, repr=False)
+    _view: StoredView | None = field(default=None, repr=False)
 
     def cut(self, sizes: WindowSizes) -> tuple[Rows | None, list[Prompt]]:
         """Rows and prompts of the step, made by the first layer that asks.
@@ -114,6 +113,12 @@ class LeanKMetadata:
         if self._plan is None:
             self._plan = kernels.plan(rows.seen, rows.pruned, sink_size)
         return self._plan
+
+    def view(self, store: StoreTensors, rows: Rows, sink_size: int) -> StoredView:
+        """What plain torch reads for the rows, made by the first layer that asks."""
+        if self._view is None:
+            self._view = view_tables(store, rows.seen, rows.pruned, sink_size, self.max_length)
+        return self._view
 
 
 class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
@@ -147,7 +152,7 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             given = common.rswa_prefix_lens[:num_requests]
             self._prompts[: len(given)].copy_(given, non_blocking=True)
         columns = common.max_query_len
-        uniform = columns <= MAX_COLUMNS and num_tokens == num_requests * columns
+        uniform = columns <= MAX_DRAFT and num_tokens == num_requests * columns
         return LeanKMetadata(
             num_tokens=num_tokens,
             max_length=common.max_seq_len,
@@ -219,7 +224,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         self,
         layer: Any,
         query: torch.Tensor,
-        store: PagedStore,
+        store: StoreTensors,
         rows: Rows,
         step: LeanKMetadata,
         output: torch.Tensor,
@@ -235,7 +240,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         output[rows.tokens[rows.valid]] = attended.transpose(1, 2)[rows.valid]
 
     def _attend(
-        self, layer: Any, query: torch.Tensor, store: PagedStore, rows: Rows, step: LeanKMetadata
+        self, layer: Any, query: torch.Tensor, store: StoreTensors, rows: Rows, step: LeanKMetadata
     ) -> torch.Tensor:
         """Attend with rows of columns `[B, H, d, D]`, by kernel where one serves."""
         sink_size = layer.sizes.sink
@@ -250,6 +255,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
                 sink_size=sink_size,
                 max_length=step.max_length,
                 softmax_scale=self.scale,
+                view=step.view(store, rows, sink_size),
             )
         plan = step.plan(kernels, rows, sink_size)
         attended: torch.Tensor = kernels.attend(
@@ -265,8 +271,10 @@ def _to_columns(states: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 def _store_of(
     layer: Any, kv_cache: torch.Tensor, step: LeanKMetadata, window_step: LeanKMetadata
-) -> PagedStore:
+) -> StoreTensors:
     """View the layer's part of both groups' pages."""
     window = None if layer.window is None else layer.window.kv_cache
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
-    return PagedStore(*pages, layer.chunk_index, layer.head_table, step.block_table, window_step.block_table)
+    # Tables are told apart by which tensor they are, also where one group is all.
+    tables = step.block_table, window_step.block_table[:]
+    return StoreTensors(*pages, layer.chunk_index, layer.head_table, *tables)

@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
+from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.vllm import BACKEND
@@ -34,7 +35,6 @@ from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.pages import ModelPages
 from leank_convert.vllm.refusals import check_options
-from leank_convert.vllm.rows import MAX_COLUMNS
 from leank_convert.vllm.rule import WindowSizes
 
 # Files beside the weights that vLLM loads with them, and what they hold.
@@ -73,7 +73,7 @@ class LeanKAttention(Attention):
         start: Where the layer begins in a token's numbers.
         window: Whose cache the window's pages are; None where no layer drops a channel.
         kernels: What decodes; None is plain torch.
-        wide_kernels: The same for rows of up to `MAX_COLUMNS` new tokens.
+        wide_kernels: The same for rows of up to `MAX_DRAFT` new tokens.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LeanKAttention(Attention):
                     num_columns=columns,
                     load_tokens=self._load_tokens,
                 )
-                for columns in (self._num_columns, MAX_COLUMNS)
+                for columns in (self._num_columns, MAX_DRAFT)
             )
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

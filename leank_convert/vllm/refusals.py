@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from leank_convert.vllm import BACKEND
 
 # Drafts that no model makes.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
+# What the kernels are written in; vLLM asks for an older one, and does without for these models.
+_TILELANG = (0, 1, 15)
 
 
 def check_options(vllm_config: Any) -> None:
@@ -49,5 +53,18 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield f"--enable-lora with {ranks} ranks of tensor parallelism: adapters know no order of heads"
     if ranks > 1 and vllm_config.quant_config is not None:
         yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
+    found = _version_of("tilelang")
+    numbers = tuple(map(int, re.findall(r"\d+", found or "")[:3]))
+    if vllm_config.device_config.device_type == "cuda" and found and numbers < _TILELANG:
+        yield (
+            f'tilelang {found} cannot compile the decode kernels: pip install --no-deps "tilelang==0.1.15"'
+        )
     if vllm_config.model_config.attention_chunk_size is not None:
         yield "`attention_chunk_size` in config.json: only full attention can be pruned"
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

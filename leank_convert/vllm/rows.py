@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert.vllm.rule import WindowSizes, pruned_tokens
-
-MAX_COLUMNS = 32
-"""Most new tokens of a row that decode kernels take."""
 
 
 class Prompt(NamedTuple):
@@ -88,12 +86,12 @@ def cut_rows(
     for request, length in enumerate(lengths):
         first, stop = starts[request], starts[request + 1]
         before = length - (stop - first)
-        if stop - first > MAX_COLUMNS and before < prompts[request]:
+        if stop - first > MAX_DRAFT and before < prompts[request]:
             end = min(stop, first + prompts[request] - before)
             parts.append(Prompt(request, first, end, before + end - first))
             before, first = before + end - first, end
-        for token in range(first, stop, MAX_COLUMNS):
-            rows.append((request, token, min(MAX_COLUMNS, stop - token), before + token - first + 1))
+        for token in range(first, stop, MAX_DRAFT):
+            rows.append((request, token, min(MAX_DRAFT, stop - token), before + token - first + 1))
     if not rows:
         return None, parts
     request, first, count, seen = torch.tensor(rows).T

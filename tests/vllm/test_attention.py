@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size, order_channels
+from leank_convert._runtime.layout_leank import (
+    ChunkLayout,
+    StoreTensors,
+    choose_chunk_size,
+    order_channels,
+)
+from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert.vllm.attention import (
-    PagedStore,
     append_by_slot,
     attend_densely,
-    decode_attention,
     gather_tokens,
 )
 from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
@@ -20,20 +24,18 @@ PAGE, WINDOW_PAGE = 16, 32
 
 @pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16)], ids=str)
 def case(request):
-    """A pool of pages of NaN in which three rows have been written token by token."""
+    """A pool of used pages in which three rows have been written token by token."""
     widths = request.param
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
     layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM))
     numbers = numbers_of(layout)
     pools = [
-        torch.full((20, 1, size, count + 4), torch.nan)
-        .flatten(1)[:, : size * count]
-        .unflatten(1, (1, size, count))
+        torch.full((20, 1, size, count + 4), 1e3).flatten(1)[:, : size * count].unflatten(1, (1, size, count))
         for size, count in zip((PAGE, WINDOW_PAGE), numbers, strict=True)
     ]
     pages = [torch.randperm(19, generator=generator).to(torch.int32)[:15].view(3, 5) + 1 for _ in pools]
-    store = PagedStore(
+    store = StoreTensors(
         *view_layer(*pools, layout, Numbers(0, 0)),
         layout.chunk_index(order_channels(mask)[None]),
         torch.tensor(layout.head_table, dtype=torch.int32),
@@ -104,7 +106,7 @@ def test_pages_that_were_given_back_are_not_read(case):
     options = {"layout": layout, "sink_size": SINK, "max_length": 70, "softmax_scale": SCALE}
     before = decode_attention(query, one, seen, pruned, **options)
     for pool in (store.window_keys, store.window_values):
-        pool[store.window_table[0, 1]] = torch.inf  # tokens 32 … 63 are pruned
+        pool[store.window_table[0, 1]] = 1e5  # tokens 32 … 63 are pruned
     torch.testing.assert_close(decode_attention(query, one, seen, pruned, **options), before)
 
 

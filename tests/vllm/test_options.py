@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from leank_convert.vllm import configs
+from leank_convert.vllm import configs, refusals
 from leank_convert.vllm.refusals import check_options
 
 
@@ -17,6 +17,7 @@ def options(**changes):
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
         model_config=SimpleNamespace(attention_chunk_size=None),
+        device_config=SimpleNamespace(device_type="cuda"),
         **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
     )
     for path, value in changes.items():
@@ -55,6 +56,16 @@ def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
+
+
+def test_kernels_that_cannot_be_compiled_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(refusals, "_version_of", lambda package: "0.1.12")
+    with pytest.raises(ValueError, match=r"tilelang 0\.1\.12 cannot compile the decode kernels: pip install"):
+        check_options(options())
+    check_options(options(device_config__device_type="cpu"))
+    for found in ("0.1.15", "0.2.0", "0.1.16+cuda", None):
+        monkeypatch.setattr(refusals, "_version_of", lambda package, found=found: found)
+        check_options(options())
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.0", None])

@@ -2,7 +2,8 @@
 
 import torch
 
-from leank_convert.vllm.rows import MAX_COLUMNS, Prompt, cut_rows, uniform_rows
+from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
+from leank_convert.vllm.rows import Prompt, cut_rows, uniform_rows
 from leank_convert.vllm.rule import WindowSizes, pruned_tokens_of
 
 SIZES = WindowSizes(4, 8, 3)
@@ -39,7 +40,7 @@ def test_an_answer_that_is_computed_again_is_cut_from_its_prompt():
     (starts, length, prompt) = [0, 200], 300, 150  # tokens 100 … 299, of which 150 … are the answer's
     rows, parts = cut_rows(starts, [length], [prompt], SIZES, CPU)
     assert parts == [Prompt(request=0, first=0, stop=50, num_tokens=150)]
-    assert rows.seen.shape == (-(-150 // MAX_COLUMNS), MAX_COLUMNS)
+    assert rows.seen.shape == (-(-150 // MAX_DRAFT), MAX_DRAFT)
     assert columns_of(rows) == [
         (token, 0, 101 + token, pruned_tokens_of(101 + token, prompt, SIZES)) for token in range(50, 200)
     ]
