@@ -1,0 +1,159 @@
+"""What a step asks of the decode kernels, and that a captured step may be replayed: without a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from leank_convert._runtime.decode_kernels_leank import plan_tiles
+from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
+from leank_convert._runtime.reference_leank import decode_attention
+from leank_convert.vllm import backend
+from leank_convert.vllm.attention import append_by_slot
+from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
+from leank_convert.vllm.pages import Numbers, numbers_of
+from leank_convert.vllm.rule import WindowSizes
+
+HEAD_DIM, GROUPS, SIZES = 32, 2, WindowSizes(4, 8, 3)
+LAYOUT = ChunkLayout((0, 16, 32), HEAD_DIM, 16)
+PAGE, MOST_PAGES = 16, 6
+
+
+class Kernels:
+    """Stands for the compiled ones: the same arguments, worked out in torch."""
+
+    plan = staticmethod(plan_tiles)
+
+    def append(self, keys, values, store, seen, valid):
+        rows, columns = valid.nonzero(as_tuple=True)
+        place = seen[rows, columns] - 1
+        slots = [
+            table[rows, place // PAGE] * PAGE + place % PAGE
+            for table in (store.page_table, store.window_table)
+        ]
+        new = (states.transpose(1, 2)[rows, columns] for states in (keys, values))
+        append_by_slot(*new, store, LAYOUT, *slots)
+
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
+        assert plan.equal(plan_tiles(seen, pruned, sink_size))
+        return decode_attention(
+            query,
+            store,
+            seen,
+            pruned,
+            layout=LAYOUT,
+            sink_size=sink_size,
+            max_length=96,
+            softmax_scale=softmax_scale,
+        )
+
+
+def make_layer(kernels):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in LAYOUT.widths])
+    pools = [torch.randn(40, 1, PAGE, count, generator=generator) for count in numbers_of(LAYOUT)]
+    layer = SimpleNamespace(
+        sizes=SIZES,
+        layout=LAYOUT,
+        start=Numbers(0, 0),
+        window=SimpleNamespace(layer_name="window", kv_cache=pools[1]),
+        chunk_index=LAYOUT.chunk_index(order_channels(mask)[None]),
+        head_table=torch.tensor(LAYOUT.head_table, dtype=torch.int32),
+        kernels=kernels,
+        wide_kernels=kernels,
+    )
+    return layer, pools[0]
+
+
+def make_builder():
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+    return LeanKMetadataBuilder(None, [], config, torch.device("cpu"))
+
+
+def batch(queries, lengths, prompts, first_page=1):
+    """What vLLM says of a step, with pages in order from `first_page`."""
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    table = torch.arange(len(lengths) * MOST_PAGES, dtype=torch.int32).view(-1, MOST_PAGES) + first_page
+    slots = [-1] * sum(queries)
+    for row, (query, length) in enumerate(zip(queries, lengths, strict=True)):
+        for number in range(query if length else 0):
+            place = length - query + number
+            slots[int(starts[row]) + number] = int(table[row, place // PAGE]) * PAGE + place % PAGE
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(queries),
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots),
+    )
+
+
+@pytest.mark.parametrize(
+    ("queries", "lengths", "prompts"),
+    [
+        ([1, 1, 1], [80, 20, 5], [30, 20, 4]),
+        ([3, 3, 3], [80, 20, 5], [30, 10, 4]),
+        ([2, 2, 2], [80, 20, 0], [30, 10, 0]),  # the last is a captured step's padding
+        (
+            [1, 70, 3],
+            [80, 90, 5],
+            [30, 40, 4],
+        ),  # the second computes 20 tokens of its prompt, 50 of its answer
+    ],
+    ids=["one token each", "drafts", "padding", "mixed"],
+)
+def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, monkeypatch):
+    num_heads = len(LAYOUT.widths)
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(sum(queries), count, HEAD_DIM, generator=generator)
+        for count in (num_heads * GROUPS, num_heads, num_heads)
+    )
+    said = batch(queries, lengths, prompts)
+    real = said.slot_mapping >= 0
+    outputs, held = [], []
+    for kernels in (None, Kernels()):
+        layer, kept = make_layer(kernels)
+        steps = [make_builder().build(0, said) for _ in range(2)]
+        context = SimpleNamespace(attn_metadata={"window": steps[1]})
+        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
+        output = torch.zeros_like(query)
+        impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
+        impl.forward(layer, query, key, value, kept, steps[0], output)
+        outputs.append(output[real])
+        held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])  # page 0 is nobody's
+    torch.testing.assert_close(outputs[1], outputs[0])
+    for pools in zip(*held, strict=True):
+        torch.testing.assert_close(*pools)
+
+
+def test_what_a_captured_step_reads_of_the_builder_stays_where_it_is():
+    builder = make_builder()
+    first = builder.build(0, batch([1, 1], [80, 20], [30, 20]))
+    second = builder.build(0, batch([1, 1], [31, 21], [15, 19]))
+    assert first.prompts.data_ptr() == second.prompts.data_ptr() and second.prompts.tolist() == [15, 19]
+    warming_up = builder.build(0, batch([1, 1, 1], [1, 1, 1], None))
+    assert warming_up.num_columns == 1 and len(warming_up.prompts) == 3
+
+
+def test_steps_are_captured_where_kernels_decode_every_layer():
+    def support(*kernels):
+        layers = {str(number): SimpleNamespace(kernels=kernel) for number, kernel in enumerate(kernels)}
+        layers["window"] = SimpleNamespace()
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        return LeanKMetadataBuilder.get_cudagraph_support(config, None)
+
+    assert support(Kernels(), Kernels()) == AttentionCGSupport.UNIFORM_BATCH
+    assert support(Kernels(), None) == support(None) == AttentionCGSupport.NEVER
