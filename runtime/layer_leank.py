@@ -194,7 +194,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
-        kernels = self._kernels_for(query)
+        kernels = self.kernels_for(query)
         if append.columns is None:
             self.kernels = kernels
         if kernels is not None:
@@ -218,7 +218,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 layout=self.layout,
                 sink_size=append.sink_size,
                 softmax_scale=softmax_scale,
-                kernels=self._kernels_for(query[:, :, :1]),
+                kernels=self.kernels_for(query[:, :, :1]),
             )
         store.append(key, value, append)
         return out
@@ -234,13 +234,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns:
             `[B, H, 1, D]`.
         """
-        return self._attend(query, append, softmax_scale, self._kernels_for(query))
+        return self._attend(query, append, softmax_scale, self.kernels_for(query))
 
     def choose_kernels(self, query: torch.Tensor) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
-        self.kernels = self._kernels_for(query)
+        self.kernels = self.kernels_for(query)
 
-    def _kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
+    def kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
         num_columns = query.shape[2]
