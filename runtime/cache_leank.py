@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .configuration_leank import check_prune, check_size, read_settings
+from .decode_kernels_leank import MAX_DRAFT
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
@@ -122,16 +123,25 @@ class LeanKCache(Cache):
             rows.num_reserved, rows.tables = before
             raise
 
-    def takes_one_column(self, num_columns: int) -> bool:
-        """Return whether so many columns are a decode step: one column, on a prompt that is split."""
-        return num_columns == 1 and self.rows.is_split
+    def takes_step(self, num_columns: int) -> bool:
+        """Return whether so many columns are a decode step: one or a draft's, on a prompt that is split."""
+        return num_columns <= MAX_DRAFT and self.rows.is_split
 
-    def prepare_step(self) -> None:
-        """Make what a decode step of one column writes writable, and room for it."""
+    def prepare_step(self, num_columns: int) -> None:
+        """Make what a decode step of so many columns writes writable, and room for it."""
         self.rows.counters()
-        self.rows.make_room(1)
+        self.rows.make_room(num_columns)
         for layer in self.layers:
             layer.make_room()
+
+    def advance(self, num_columns: int) -> None:
+        """Count columns that a replayed decode step has added; its tensors were advanced on the device.
+
+        A negative number takes back what was counted of columns that were none.
+        """
+        self.rows.advance(num_columns)
+        for layer in self.layers:
+            layer.num_columns += num_columns
 
     def addresses(self) -> tuple[int, ...]:
         """Return numbers of which one changes whenever a tensor of the cache becomes another one."""

@@ -1,12 +1,15 @@
 """CUDA graph of a decode step: captured once from the model's forward pass, replayed per token.
 
 A decode step of a large model is a thousand short kernels, and the host needs longer to launch them than the
-device to run them. Where fused_step_leank knows the model, its forward pass takes the place of the stock one,
-with fewer of them. A step of one column always does the same to the same memory (lengths live on the device,
-the cache is updated in place), so it is captured once and launched as a whole after that. A model's first
-step of a kind runs as it is, which loads and compiles what there is to load; the next one is captured. Where
-a later step differs from what was captured, it is captured anew, after such a step of its own if its kind is
-new to the model.
+device to run them. A step always does the same to the same memory (lengths live on the device, the cache is
+updated in place), so it is captured once and launched as a whole after that. A model's first step of a kind
+runs as it is, which loads and compiles what there is to load; the next one is captured. Where a later step
+differs from what was captured, it is captured anew, after such a step of its own if its kind is new to the
+model.
+
+Where fused_step_leank knows the model, its forward pass takes the place of the stock one for one column, with
+fewer kernels. Steps of several columns, drafts to be verified, have a graph for each of `_COLUMNS`: one of
+another number runs as the next of these, padded on the right. Drafts differ in length from step to step.
 
     DecodeGraph    of a cache: which steps are captured, replayed, captured anew, run as they are
     StepGraph      the graph itself, in memory that a model's graphs share (`GraphMemory`)
@@ -28,6 +31,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .decode_kernels_leank import MAX_DRAFT
 from .fused_step_leank import fuse_weights, fused_forward
 
 if TYPE_CHECKING:
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _FIRST_OF_ITS_KIND = "the first step of its kind"
+
+# Columns of the steps that are captured; kernels are compiled for such numbers too.
+_COLUMNS = (1, 2, 4, 8, 16, MAX_DRAFT)
 
 # One per device and stream that models run on: cuBLAS keeps a workspace per stream.
 _CAPTURE_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -48,7 +55,7 @@ _PLAIN_ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     "input_ids": lambda value: value is None or value.ndim == 2,
     "inputs_embeds": lambda value: value is None or value.ndim == 3,
     "position_ids": lambda value: value is None or (value.ndim == 2 and not value.is_floating_point()),
-    "logits_to_keep": lambda value: isinstance(value, int) and value in (0, 1),
+    "logits_to_keep": lambda value: isinstance(value, int) and value >= 0,
     "return_dict": lambda value: value in (None, True),
     "output_hidden_states": lambda value: value in (None, False),
 }
@@ -253,7 +260,7 @@ def why_step_is_eager(model: Any, inputs: dict[str, Any], tokens: torch.Tensor) 
     Args:
         model: The model.
         inputs: Arguments of its forward pass, without cache and attention mask.
-        tokens: Those of them that the step runs on, ids `[B, 1]` or embeddings `[B, 1, hidden]`.
+        tokens: Those of them that the step runs on, ids `[B, d]` or embeddings `[B, d, hidden]`.
     """
     if tokens.device.type != StepGraph.device_type:
         return f"device {tokens.device} has no graphs"
@@ -286,9 +293,9 @@ class _Inputs:
 
     Attributes:
         name: `input_ids` or `inputs_embeds`.
-        tokens: `[B, 1]` or `[B, 1, hidden]`.
-        position_ids: `[B, 1]` or `[1, 1]`; None: the cache's length.
-        valid: Rows whose column is real `[B, 1]`; None if all are.
+        tokens: `[B, d]` or `[B, d, hidden]`.
+        position_ids: `[B, d]` or `[1, d]`; None: behind the cache's length.
+        valid: Columns that are real `[B, d]`; None if all are.
     """
 
     name: str
@@ -296,44 +303,61 @@ class _Inputs:
     position_ids: torch.Tensor | None
     valid: torch.Tensor | None
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of the step."""
+        return self.tokens.shape[1]
+
+    @property
+    def captured_columns(self) -> int:
+        """Columns of the captured step that such a step runs as."""
+        return next(count for count in _COLUMNS if count >= self.num_columns)
+
+    @property
+    def _all_are_real(self) -> bool:
+        """Whether no column of any such step is padding."""
+        return self.valid is None and self.captured_columns == 1
+
     def signature(self) -> tuple[Any, ...]:
         """Return what must be equal for one capture to serve several steps."""
         position = self.position_ids
         return (
             self.name,
-            self.tokens.shape,
+            (self.tokens.shape[0], self.captured_columns, *self.tokens.shape[2:]),
             self.tokens.dtype,
             self.tokens.device,
-            None if position is None else (position.shape, position.dtype),
-            None if self.valid is None else self.valid.shape,
+            None if position is None else (position.shape[0], position.dtype),
+            self._all_are_real,
         )
 
     def buffers(self) -> _Inputs:
-        """Return memory for such inputs, that stays where it is."""
-        device, position = self.tokens.device, self.position_ids
+        """Return memory for such inputs, that stays where it is; what is padding in it may be any token."""
+        device, position, count = self.tokens.device, self.position_ids, self.captured_columns
+        batch_size, *sizes = self.tokens.shape[:1] + self.tokens.shape[2:]
+        rows, dtype = (1, torch.long) if position is None else (position.shape[0], position.dtype)
         # Not of inference mode: it is written in whatever mode a later step runs in.
         with torch.inference_mode(False):
             return _Inputs(
                 self.name,
-                torch.empty(self.tokens.shape, dtype=self.tokens.dtype, device=device),
-                torch.empty((1, 1), dtype=torch.long, device=device)
-                if position is None
-                else torch.empty(position.shape, dtype=position.dtype, device=device),
+                torch.zeros((batch_size, count, *sizes), dtype=self.tokens.dtype, device=device),
+                torch.zeros((rows, count), dtype=dtype, device=device),
                 None
-                if self.valid is None
-                else torch.empty(self.valid.shape, dtype=torch.bool, device=device),
+                if self._all_are_real
+                else torch.zeros((batch_size, count), dtype=torch.bool, device=device),
             )
 
     def fill(self, inputs: _Inputs, length: int) -> None:
         """Copy `inputs` of the same signature into this memory; `length` is the cache's."""
         assert self.position_ids is not None
-        self.tokens.copy_(inputs.tokens)
+        count = inputs.num_columns
+        self.tokens[:, :count] = inputs.tokens
         if inputs.position_ids is None:
-            self.position_ids.fill_(length)
+            torch.arange(length, length + self.num_columns, out=self.position_ids[0])
         else:
-            self.position_ids.copy_(inputs.position_ids)
-        if self.valid is not None and inputs.valid is not None:
-            self.valid.copy_(inputs.valid)
+            self.position_ids[:, :count] = inputs.position_ids
+        if self.valid is not None:
+            self.valid[:, :count] = True if inputs.valid is None else inputs.valid
+            self.valid[:, count:] = False
 
 
 @dataclass(frozen=True)
@@ -341,12 +365,14 @@ class _Captured:
     """A captured step.
 
     Attributes:
+        kind: What steps have in common that it serves.
         graph: What it launches.
         inputs: Memory that it reads.
         output_type: Class of the model's output.
         output: Memory that it writes, by name.
     """
 
+    kind: tuple[Any, ...]
     graph: StepGraph
     inputs: _Inputs
     output_type: type
@@ -371,7 +397,11 @@ class DecodeGraph:
         self.why_eager: str | None = None
         self.num_captures = 0
         self.num_replays = 0
-        self._failure: str | None = None
+        self._failures: dict[int, str] = {}
+        # The latest step's columns and kind, and all kinds so far.
+        self._num_columns = 1
+        self._kind: tuple[Any, ...] = ()
+        self._kinds: set[tuple[Any, ...]] = set()
         self.forget()
 
     def __reduce__(self) -> tuple[type[DecodeGraph], tuple[bool]]:
@@ -380,14 +410,15 @@ class DecodeGraph:
 
     @property
     def captured_step(self) -> StepGraph | None:
-        """The captured step, to time it by itself: a replay appends a token that the host does not count."""
-        return None if self._captured is None else self._captured.graph
+        """The latest step's graph, to time it by itself: a replay appends what the host does not count."""
+        captured = self._captured.get(self._num_columns)
+        return None if captured is None else captured.graph
 
     def forget(self) -> None:
         """Drop what was captured."""
         self._key: tuple[Any, ...] | None = None
         self._model: ModelState | None = None
-        self._captured: _Captured | None = None
+        self._captured: dict[int, _Captured] = {}
 
     def run(
         self,
@@ -397,13 +428,13 @@ class DecodeGraph:
         valid: torch.Tensor | None,
         forward: Callable[[dict[str, Any]], Any],
     ) -> Any:
-        """Run a decode step of one column on a cache that is split and has room for it.
+        """Run a decode step of at most `MAX_DRAFT` columns on a cache that is split and has room for it.
 
         Args:
             model: The model.
             cache: The cache that this belongs to.
             inputs: Arguments of the model's forward pass, without cache and attention mask.
-            valid: Rows whose column is real `[B, 1]`, of any dtype; None if all are.
+            valid: Columns that are real `[B, d]`, of any dtype; None if all are.
             forward: Runs the model's forward pass on such arguments.
 
         Returns:
@@ -411,48 +442,67 @@ class DecodeGraph:
         """
         name = "input_ids" if inputs["inputs_embeds"] is None else "inputs_embeds"
         given = _Inputs(name, inputs[name], inputs["position_ids"], valid)
+        self._num_columns = count = given.captured_columns
         self.why_eager = self._why_eager(model, cache, inputs, given)
-        step = forward
-        if self.why_eager in (None, _FIRST_OF_ITS_KIND) and self._model is not None and self._model.is_fused:
+        is_new, step = self.why_eager == _FIRST_OF_ITS_KIND, forward
+        # The fused step is one column's: several take the stock forward pass.
+        if (self.why_eager is None or is_new) and count == 1 and self._model and self._model.is_fused:
             step = functools.partial(fused_forward, model, cache)
-        if self.why_eager is None and self._captured is None:
-            self._captured = self._capture(model, cache, inputs, given, step)
-        if self._captured is None or self.why_eager is not None:
-            cache.rows.next_valid = None if valid is None else valid.to(torch.bool)
-            return (forward if self._failure else step)(inputs)
-        return self._replay(cache, given, self._captured)
+        if self.why_eager is None:
+            captured = self._captured.get(count) or self._capture(model, cache, inputs, given, step)
+            if captured is not None:
+                self._captured[count] = captured
+                return self._replay(cache, inputs, given, captured)
+            is_new = count not in self._failures
+        if is_new and count > 1:
+            return self._warm_up(cache, inputs, given, step)
+        cache.rows.next_valid = None if valid is None else valid.to(torch.bool)
+        return (step if is_new else forward)(inputs)
 
     def _why_eager(self, model: Any, cache: LeanKCache, inputs: dict[str, Any], given: _Inputs) -> str | None:
         """Return why a step is not replayed; drop a capture that does not hold any more."""
         if not self.enabled:
             return "`use_graphs` is off"
-        if self._failure is not None:
-            return self._failure
+        if self._num_columns in self._failures:
+            return self._failures[self._num_columns]
         reason = why_step_is_eager(model, inputs, given.tokens)
         if reason is not None:
             return reason
         device, rows = given.tokens.device, cache.rows
         kind = (
+            id(model),
             given.signature(),
-            inputs.get("logits_to_keep"),
             # Only without a window does it matter whether a row may have been empty so far.
             rows.padding is not None and rows.sink_size + rows.recent_size == 0,
             torch.is_inference_mode_enabled(),
             StepGraph.stream_of(device),
         )
-        key = (id(model), kind, cache.addresses())
+        key = (id(model), given.tokens.dtype, device, cache.addresses())
         if key != self._key or self._model is None or not self._model.holds():
             self.forget()
             fuse = functools.partial(fuse_weights, model, cache, given.tokens)
             self._key, self._model = key, ModelState(model, device, fuse)
-            if kind not in model.graph_memory.captured_kinds:
-                # Libraries set themselves up in it, which is not allowed during a capture.
-                return self._model.why_eager or _FIRST_OF_ITS_KIND
         if self._model.why_eager is not None:
             return self._model.why_eager
-        if self._captured is None and any(layer.kernels is None for layer in cache.layers):
+        captured = self._captured.get(self._num_columns)
+        if captured is not None and captured.kind == kind:
+            return None
+        self._captured.pop(self._num_columns, None)
+        self._kind, is_first = kind, kind not in self._kinds | model.graph_memory.captured_kinds
+        self._kinds.add(kind)
+        # One column's kernels were chosen when the prompt was split, or are in the first step.
+        if (self._num_columns > 1 or not is_first) and not self._has_kernels(model, cache, device):
             return "plain torch serves a layer"
-        return None
+        # Libraries set themselves up in it, which is not allowed during a capture.
+        return _FIRST_OF_ITS_KIND if is_first else None
+
+    def _has_kernels(self, model: Any, cache: LeanKCache, device: torch.device) -> bool:
+        """Return whether kernels serve all layers; those of several columns are compiled here."""
+        if self._num_columns == 1:
+            return all(layer.kernels is not None for layer in cache.layers)
+        shape = (0, model.config.num_attention_heads, self._num_columns, cache.layers[0].layout.head_dim)
+        query = torch.empty(shape, dtype=model.dtype, device=device)
+        return all(layer.kernels_for(query) is not None for layer in cache.layers)
 
     def _capture(
         self,
@@ -475,18 +525,16 @@ class DecodeGraph:
                     continue
                 failure = f"capturing failed: {type(error).__name__}: {error}"
                 kinds = model.graph_memory.captured_kinds
-                if self._key is not None and self._key[1] in kinds:
+                self.why_eager = failure
+                if self._kind in kinds:
                     # Perhaps a warm-up was wanted after all: this step is one, and the next is captured.
-                    kinds.discard(self._key[1])
-                    self.why_eager = failure
+                    kinds.discard(self._kind)
                     break
-                self._failure = failure
+                self._failures[self._num_columns] = failure
                 logger.warning_once(
                     f"a decode step could not be captured as a CUDA graph ({type(error).__name__}: {error}); "
                     "decoding goes on without, slower; `model.build_cache(use_graphs=False)` turns this off"
                 )
-                self.why_eager = self._failure
-                self.forget()
                 break
             except BaseException:  # an interrupt by the user, who may go on with the cache
                 _restore(saved)
@@ -508,28 +556,55 @@ class DecodeGraph:
         buffers = given.buffers()
         buffers.fill(given, cache.rows.num_columns)
         graph = StepGraph(given.tokens.device, model.graph_memory)
-        arguments = {**inputs, given.name: buffers.tokens, "position_ids": buffers.position_ids}
         cache.rows.next_valid = buffers.valid
-        output = graph.capture(lambda: forward(arguments))
-        # Nothing has run: the host counts the column when the step is replayed.
+        output = graph.capture(lambda: forward(_arguments(inputs, buffers)))
+        # Nothing has run: the host counts columns when the step is replayed.
         _restore(saved)
         tensors = {name: value for name, value in output.items() if value is not cache}
         if not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise TypeError(f"the model's output holds more than tensors: {', '.join(tensors)}")
         self.num_captures += 1
-        assert self._key is not None
-        model.graph_memory.captured_kinds.add(self._key[1])
-        return _Captured(graph, buffers, type(output), tensors)
+        model.graph_memory.captured_kinds.add(self._kind)
+        return _Captured(self._kind, graph, buffers, type(output), tensors)
 
-    def _replay(self, cache: LeanKCache, given: _Inputs, captured: _Captured) -> Any:
+    def _replay(self, cache: LeanKCache, inputs: dict[str, Any], given: _Inputs, captured: _Captured) -> Any:
         captured.inputs.fill(given, cache.rows.num_columns)
         captured.graph.replay()
-        cache.rows.advance()
-        for layer in cache.layers:
-            layer.num_columns += 1
+        cache.advance(given.num_columns)
         self.num_replays += 1
-        output = {name: tensor.clone() for name, tensor in captured.output.items()}
+        output = {
+            name: _asked_for(name, tensor, inputs, given).clone() for name, tensor in captured.output.items()
+        }
         return captured.output_type(**output, past_key_values=cache)
+
+    @staticmethod
+    def _warm_up(
+        cache: LeanKCache, inputs: dict[str, Any], given: _Inputs, forward: Callable[[dict[str, Any]], Any]
+    ) -> Any:
+        """Run several columns as they will be captured, with the padding."""
+        buffers = given.buffers()
+        buffers.fill(given, cache.rows.num_columns)
+        cache.rows.next_valid = buffers.valid
+        output = forward(_arguments(inputs, buffers))
+        cache.advance(given.num_columns - buffers.num_columns)
+        return type(output)(
+            **{
+                name: _asked_for(name, value, inputs, given) if isinstance(value, torch.Tensor) else value
+                for name, value in output.items()
+            }
+        )
+
+
+def _arguments(inputs: dict[str, Any], buffers: _Inputs) -> dict[str, Any]:
+    """Return arguments of a forward pass that reads buffers; it keeps all logits."""
+    keep = {"logits_to_keep": 0} if "logits_to_keep" in inputs else {}
+    return {**inputs, **keep, buffers.name: buffers.tokens, "position_ids": buffers.position_ids}
+
+
+def _asked_for(name: str, tensor: torch.Tensor, inputs: dict[str, Any], given: _Inputs) -> torch.Tensor:
+    """Return of an output `[B, captured columns, n]` the step's own, and of logits those that are kept."""
+    columns = tensor[:, : given.num_columns]
+    return columns[:, -inputs["logits_to_keep"] :] if name == "logits" else columns
 
 
 def _host_state(cache: LeanKCache) -> list[tuple[Any, dict[str, Any]]]:

@@ -194,7 +194,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
-        kernels = self._kernels_for(query)
+        kernels = self.kernels_for(query)
         if append.columns is None:
             self.kernels = kernels
         if kernels is not None:
@@ -207,19 +207,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
-        with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
-            out = attend_turn(
-                query,
-                key,
-                value,
-                append.valid,
-                store.tensors,
-                append.columns.spans,
-                layout=self.layout,
-                sink_size=append.sink_size,
-                softmax_scale=softmax_scale,
-                kernels=self._kernels_for(query[:, :, :1]),
-            )
+        out = self.attend_turn(query, key, value, append, softmax_scale)
         store.append(key, value, append)
         return out
 
@@ -227,20 +215,55 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Attend to what is stored: the kernel where there is one, else plain torch.
 
         Args:
-            query: One column `[B, H, 1, D]`.
-            append: What it sees, from the step that appended its token or from `RowState.attended`.
+            query: Columns that are stored, at most `MAX_DRAFT` `[B, H, d, D]`.
+            append: What they see, from the step that appended them or from `RowState.attended`.
             softmax_scale: Factor on the logits.
 
         Returns:
-            `[B, H, 1, D]`.
+            `[B, H, d, D]`.
         """
-        return self._attend(query, append, softmax_scale, self._kernels_for(query))
+        return self._attend(query, append, softmax_scale, self.kernels_for(query))
+
+    def attend_turn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        append: Append,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        """Attend to what was stored before several columns, and causally to these, which are not yet.
+
+        Args:
+            query: `[B, H, d, D]`.
+            key: `[B, H_kv, d, D]`.
+            value: `[B, H_kv, d, D]`.
+            append: Where they are to go.
+            softmax_scale: Factor on the logits.
+
+        Returns:
+            `[B, H, d, D]`.
+        """
+        assert self.store is not None and append.columns is not None
+        with torch.autocast(query.device.type, enabled=False):  # as in every attention of a pruned cache
+            return attend_turn(
+                query,
+                key,
+                value,
+                append.valid,
+                self.store.tensors,
+                append.columns.spans,
+                layout=self.layout,
+                sink_size=append.sink_size,
+                softmax_scale=softmax_scale,
+                kernels=self.kernels_for(query[:, :, :1]),
+            )
 
     def choose_kernels(self, query: torch.Tensor) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
-        self.kernels = self._kernels_for(query)
+        self.kernels = self.kernels_for(query)
 
-    def _kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
+    def kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
         num_columns = query.shape[2]

@@ -180,8 +180,8 @@ class LeanKMixin:
                     f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
                     f"{total}; pass the mask of the whole conversation"
                 )
-        if cache.takes_one_column(tokens.shape[1]):
-            return self._decode_step(cache, use_cache, attention_mask, inputs)
+        if cache.takes_step(tokens.shape[1]):
+            return self._decode_step(cache, use_cache, attention_mask, inputs, tokens)
         return super().forward(  # type: ignore[misc]
             past_key_values=cache, use_cache=use_cache, attention_mask=attention_mask, **inputs
         )
@@ -192,8 +192,9 @@ class LeanKMixin:
         use_cache: bool | None,
         attention_mask: torch.Tensor | None,
         inputs: dict[str, Any],
+        tokens: torch.Tensor,
     ) -> Any:
-        """Run one column, of whose mask only the new part is read: all rows before it are in the cache."""
+        """Run a step, of whose mask only the new columns are read: all before them are in the cache."""
         stock_forward = super().forward  # type: ignore[misc]
 
         def forward(arguments: dict[str, Any]) -> Any:
@@ -201,9 +202,8 @@ class LeanKMixin:
 
         valid = None
         if attention_mask is not None:
-            tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-            valid = attention_mask[:, -1:].expand(tokens.shape[0], 1)
-        cache.prepare_step()
+            valid = attention_mask[:, -tokens.shape[1] :].expand(tokens.shape[:2])
+        cache.prepare_step(tokens.shape[1])
         try:
             output = cache.graph.run(self, cache, inputs, valid, forward)
         finally:

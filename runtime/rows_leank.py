@@ -79,8 +79,8 @@ class RowState:
         tables: Pages of the rows, with room for `bounds`; None while empty or pending.
         padding: Real columns `[B, columns]`, any dtype, true where real; columns beyond its last one are
             real in all rows. None where there was no padding.
-        next_valid: Which rows' next column is real `[B, 1]`, bool, for a pass of one column that is given no
-            mask; None if all are.
+        next_valid: Which of the next columns are real `[B, d]`, bool, for a decode step that is given no mask
+            and has room already; None if all are.
     """
 
     def __init__(self, sink_size: int, recent_size: int, flush_size: int, prune: str) -> None:
@@ -175,17 +175,16 @@ class RowState:
         num_prefill = self.num_prefill_columns(num_columns)
         num_decode = num_columns - num_prefill
         split = append = None
-        if num_columns == 1 and self.is_split and attention_mask is None:
-            append = self._append_one(self.next_valid, 1)
+        if self.is_split and attention_mask is None:
+            append = self._append(self.next_valid, num_columns, num_columns)
         else:
             padding = self._extended_padding(attention_mask, start + num_columns)
             if not self.is_split and (num_decode or split_now or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
-            if num_decode == 1:
-                append = self._append_one(None if padding is None else padding[:, -1:], num_columns)
-            elif num_decode:
-                append = self._append(start + num_prefill, num_decode, num_columns, padding)
+            if num_decode:
+                valid = None if padding is None else padding[:, start + num_prefill :]
+                append = self._append(valid, num_decode, num_columns)
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
         step = Step(start, num_prefill, num_decode, split, append)
@@ -201,6 +200,10 @@ class RowState:
         """
         lengths = [length + count for length in self.bounds]
         if self.tables is None or not self.tables.fits(lengths):
+            if count > 1 and self.padding is not None and self.lengths is not None:
+                # Drafts of many rows hold much padding, which was counted; so long a step may wait for once.
+                self.bounds = self.lengths.tolist()
+                lengths = [length + count for length in self.bounds]
             to_come = self.num_reserved - (self.num_columns + count if num_columns is None else num_columns)
             self.tables = self._lay_out(lengths, to_come if self.num_reserved else -1)
         return self.tables
@@ -217,10 +220,10 @@ class RowState:
             return PageTables(spread_pages(lengths, *sizes), *sizes)
         return PageTables(pages_of([length + to_come for length in lengths]), *sizes)
 
-    def advance(self) -> None:
-        """Count one column that a replayed decode step has added; its tensors were advanced on the device."""
-        self.num_columns += 1
-        self.bounds = [length + 1 for length in self.bounds]
+    def advance(self, num_columns: int) -> None:
+        """Count columns that a replayed decode step has added; its tensors were advanced on the device."""
+        self.num_columns += num_columns
+        self.bounds = [length + num_columns for length in self.bounds]
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -320,39 +323,47 @@ class RowState:
         self.bounds = [length + 1 for length in self.bounds]
         return self._make_append(valid, lengths[:, None], attended[:, None])
 
-    def _append(self, start: int, count: int, num_columns: int, padding: torch.Tensor | None) -> Append:
-        """Append the last `count` of `num_columns` columns.
+    def _append(self, valid: torch.Tensor | None, count: int, num_columns: int) -> Append:
+        """Append the last `count` of `num_columns` columns, `valid` ones `[B, count]` alone."""
+        if count == 1:
+            return self._append_one(valid, num_columns)
+        return self._append_several(valid, count, num_columns)
 
-        They attend to the cache as it was, and causally to one another.
+    def _append_several(self, valid: torch.Tensor | None, count: int, num_columns: int) -> Append:
+        """Append columns that attend to the cache as it was, and causally to one another.
+
         First where each column goes in its row (`positions`: real tokens in order behind the row's last one,
-        padding behind those), then which of them the window takes, then the counters.
+        padding behind those), then which of them the window takes, then the counters. In a decode step it
+        asks the device nothing: that is what a captured step replays.
         """
         lengths, pruned_lengths = self.counters()
-        tables = self.make_room(count, self.num_columns + num_columns)
+        if self.next_valid is None:
+            self.make_room(count, self.num_columns + num_columns)
+        tables = self.tables
+        assert tables is not None
         # What the columns attend to; the counters go on.
         old, pruned, device = lengths.clone(), pruned_lengths.clone(), lengths.device
         columns = torch.arange(count, dtype=torch.int32, device=device)
         attended = pruned
-        if padding is None:
-            valid = None
+        if valid is None:
             new = old + count
             positions = old[:, None] + columns
             seen = positions + 1
-            new_pruned = self._pruned_after_append(new, pruned)
         else:
-            valid = padding[:, start : start + count].to(device)
+            valid = valid.to(device)
             rank = valid.cumsum(1, dtype=torch.int32)
             counts = rank[:, -1]
             new = old + counts
             seen = old[:, None] + rank
             # Padding takes the positions after the row's real tokens, each its own.
             positions = torch.where(valid, seen - 1, new[:, None] + columns - rank)
-            # A row whose input so far was padding alone has its prefill now.
-            new_pruned = torch.where(
-                old == 0,
-                pruned_after_prefill(new, self.sink_size, self.recent_size),
-                self._pruned_after_append(new, pruned),
-            )
+        # A row whose input so far was padding alone has its prefill now.
+        new_pruned = torch.where(
+            old == 0,
+            pruned_after_prefill(new, self.sink_size, self.recent_size),
+            self._pruned_after_append(new, pruned),
+        )
+        if valid is not None:
             # A row that gets one token decodes it as it would alone: its flush comes first.
             attended = torch.where((counts == 1) & (old > 0), new_pruned, pruned)
         window_columns = None
@@ -366,7 +377,8 @@ class RowState:
         lengths.copy_(new)
         pruned_lengths.copy_(new_pruned)
         placed = Columns(positions.long(), torch.stack([old, attended]), window_columns)
-        self.bounds = [length + count for length in self.bounds] if valid is None else new.tolist()
+        may_wait = valid is not None and self.next_valid is None
+        self.bounds = new.tolist() if may_wait else [length + count for length in self.bounds]
         return self._make_append(valid, seen, attended[:, None].repeat(1, count), placed)
 
     def _make_append(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from leank_convert.errors import LeanKError
 from leank_convert.windows import Windows
 
 Attend = Callable[[], Tensor]
-# Takes query `[B, H, 1, D]`, keys and values `[B, H_kv, S, D]`; returns a call that attends `[B, H, 1, D]`.
+# Takes query `[B, H, d, D]`, keys and values `[B, H_kv, S, D]`; returns a call that attends `[B, H, d, D]`.
+# The query's d tokens are the last of S.
 Prepare = Callable[[Tensor, Tensor, Tensor], Attend]
 
 # An implementation may be this many times as far from the exact result as torch is in the same dtype.
@@ -53,14 +56,14 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class AttentionTruth:
-    """Exact attention `[rows, H, 1, D]` of the rows in `rows`, and torch's own error in the inputs' dtype."""
+    """Exact attention `[rows, H, d, D]` of the rows in `rows`, and torch's own error in the inputs' dtype."""
 
     rows: Tensor
     output: Tensor
     torch_error: float
 
     def check(self, attend: Attend, query: Tensor) -> dict[str, Any]:
-        """Hold a call's result for all rows `[B, H, 1, D]` to this; what it does not write does not pass."""
+        """Hold a call's result for all rows `[B, H, d, D]` to this; what it does not write does not pass."""
         poison = [torch.full_like(query, float("nan")) for _ in range(4)]
         del poison  # the allocator gives such memory out again first
         return judge(relative_error(attend()[self.rows], self.output), self.torch_error)
@@ -71,8 +74,8 @@ def attend_exactly(
 ) -> AttentionTruth:
     """Work out attention over a pruned cache from dense keys and values, in higher precision.
 
-    Query is `[B, H, 1, D]`, keys and values `[B, H_kv, S, D]`, the mask of kept channels `[H_kv, D]`; so many
-    tokens behind the sink are `pruned`.
+    Query is `[B, H, d, D]`, of the last d tokens, keys and values `[B, H_kv, S, D]`, the mask of kept
+    channels `[H_kv, D]`; so many tokens behind the sink are `pruned`.
     """
     # First and last row are always among them.
     count = min(query.shape[0], _MAX_CHECKED_ROWS)
@@ -92,7 +95,8 @@ def attend_row(
     query: Tensor, keys: Tensor, values: Tensor, channel_mask: Tensor, sink_size: int, pruned: int
 ) -> Tensor:
     """Attention of one row, heads that see pruned tokens and heads that do not apart."""
-    queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G, D]: a head's queries are rows
+    queries = query.view(1, keys.shape[1], -1, query.shape[-1])  # [1, H_kv, G * d, D]: queries are rows
+    num_new, per_head = query.shape[2], query.shape[1] // keys.shape[1]
     out = torch.empty_like(queries)
     stop = sink_size + pruned
     seeing = channel_mask.any(-1)
@@ -100,21 +104,35 @@ def attend_row(
     if seeing.any():
         cut = keys[:, seeing]
         cut[:, :, sink_size:stop] *= channel_mask[seeing][None, :, None]
-        out[:, seeing] = functional.scaled_dot_product_attention(queries[:, seeing], cut, values[:, seeing])
+        out[:, seeing] = functional.scaled_dot_product_attention(
+            queries[:, seeing], cut, values[:, seeing], causal_mask(num_new, cut, per_head)
+        )
     if blind.any():
         window = [
             torch.cat([states[:, blind, :sink_size], states[:, blind, stop:]], 2) for states in (keys, values)
         ]
-        out[:, blind] = functional.scaled_dot_product_attention(queries[:, blind], window[0], window[1])
+        out[:, blind] = functional.scaled_dot_product_attention(
+            queries[:, blind], window[0], window[1], causal_mask(num_new, window[0], per_head)
+        )
     return out.view_as(query)
 
 
-def pruned_length(num_tokens: int, windows: Windows) -> int:
-    """Pruned tokens of a row that was prefilled with all but the last of `num_tokens` and then took that.
+def causal_mask(num_new: int, keys: Tensor, per_head: int = 1) -> Tensor | None:
+    """What the last tokens of keys `[B, H_kv, S, D]` see of them, `per_head` times `[d, S]`; None: all."""
+    if num_new == 1:
+        return None
+    num_tokens = keys.shape[2]
+    mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=keys.device)
+    return mask.tril(num_tokens - num_new).repeat(per_head, 1)
 
-    The last one never makes the recent window overflow: a flush takes one token or more.
+
+def pruned_length(num_tokens: int, windows: Windows, num_new: int = 1) -> int:
+    """Pruned tokens that the last of `num_tokens` see, where a row was prefilled with all before these.
+
+    A single one never makes the recent window overflow: a flush takes one token or more. Several see the
+    cache as it was.
     """
-    return max(num_tokens - 1 - windows.sink_size - windows.recent_size, 0)
+    return max(num_tokens - num_new - windows.sink_size - windows.recent_size, 0)
 
 
 def count_attention_bytes(
@@ -137,27 +155,40 @@ def count_attention_bytes(
 
 
 class FilledLayer:
-    """One layer of a LeanK model's cache after a prompt of all tokens but the last, and after that one.
+    """One layer of a LeanK model's cache after a prompt of all tokens but the last d, and those behind it.
 
-    Query is `[B, H, 1, D]`, of the last token, keys and values of all tokens are `[B, H_kv, S, D]`.
+    Query is `[B, H, d, D]`, of these, keys and values of all tokens are `[B, H_kv, S, D]`. More than kernels
+    decode at once are not stored: they attend before they would be.
     """
 
     def __init__(self, model: Any, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self._cache, self._layer, self._query = model.build_cache(), layer, query
-        self._cache.fill_layer(layer, keys[:, :, :-1], values[:, :, :-1])
-        self._cache.decode_layer(layer, query, keys[:, :, -1:], values[:, :, -1:])
+        self._cache, num_new = model.build_cache(), query.shape[2]
+        self._cache.fill_layer(layer, keys[:, :, :-num_new], values[:, :, :-num_new])
+        filled, scale = self._cache.layers[layer], query.shape[3] ** -0.5
+        new = keys[:, :, -num_new:], values[:, :, -num_new:]
+        step = self._cache.rows.step(filled.num_columns, len(query), num_new, None, query.device)
+        if self._cache.takes_step(num_new):
+            filled.decode(query, *new, step, scale)
+            self._attend = partial(filled.attend, query, step.append, scale)
+        else:
+            self._attend = partial(filled.attend_turn, query, *new, step.append, scale)
 
     def attend(self) -> Tensor:
-        """Decode attention of the last token over all of them `[B, H, 1, D]`; changes nothing."""
-        out: Tensor = self._cache.attend_layer(self._layer, self._query)
+        """Attention of the new tokens over all of them `[B, H, d, D]`; changes nothing."""
+        out: Tensor = self._attend()
         return out
 
 
 def _sdpa(backend: SDPBackend | None) -> Prepare:
     def prepare(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
+        num_new = query.shape[2]
+        mask = causal_mask(num_new, keys)
+        if mask is not None and query.is_cuda:  # a form that flash attention knows
+            mask = causal_lower_right(num_new, keys.shape[2])
+
         def attend() -> Tensor:
             with sdpa_kernel(backend) if backend is not None else nullcontext():
-                return functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+                return functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
         return attend
 
@@ -207,6 +238,8 @@ def _flashinfer(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
 
 
 OWN_DENSE = "leank-all-channels"
+# Those that are called for several new tokens too.
+CAUSAL_PEERS = (OWN_DENSE, "sdpa-flash", "sdpa")
 PEERS: Mapping[str, Prepare] = MappingProxyType(
     {
         "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),

@@ -1,7 +1,8 @@
 """`benchmark kernel`: decode attention of every layer of a mask, beside dense decode attention of others.
 
 Timed is attention alone: not the append of the new token, and not what a step works out once for all its
-layers. Keys and values are random, rows are of one length, the last token has just been decoded.
+layers. Keys and values are random, rows are of one length, the last token has just been decoded, or several
+new ones. More of these than the kernels take attend to a copy of the cache, and the copying is timed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from leank_convert.benchmark.decode_attention import (
+    CAUSAL_PEERS,
     OWN_DENSE,
     PEERS,
     Attend,
@@ -44,19 +46,26 @@ from leank_convert.errors import LeanKError, out_of_memory
 def benchmark_kernel(
     setup: Setup,
     *,
-    cases: Sequence[tuple[int, int]],
+    cases: Sequence[tuple[int, ...]],
     layers: list[int] | None,
     peers: str | None,
     rounds: int,
 ) -> dict[str, Any]:
-    """Measure and print a table for each case of batch and tokens; `layers` are None for all of the mask.
+    """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
-    In the JSON document that is returned a case whose check failed has `ok` false and no figures.
-    `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
+    `layers` are None for all of the mask. In the JSON document that is returned a case whose check failed has
+    `ok` false and no figures. `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
 
     Raises:
-        LeanKError: If there is no such layer, peer or kernel, or something of ours does not fit in memory.
+        LeanKError: If there is no such layer, peer or kernel, all tokens are new, or something of ours does
+            not fit in memory.
     """
+    for case in cases:
+        if case[2:] and case[2] >= case[1]:
+            raise LeanKError(
+                f"of {case[1]} tokens {case[2]} are new, which leaves none in the cache",
+                hint="the second number of a case counts all tokens of a row, such as 4x32kx512",
+            )
     chosen = setup.choose_layers(layers)
     named = read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device)
     report = Report(setup.device, setup.describe())
@@ -67,8 +76,8 @@ def benchmark_kernel(
         bench = _Bench(setup, rounds, bandwidth.gigabytes_per_second, report.environment.get("l2_bytes", 0))
         report.line(f"our attention: {bench.attention}")
         results = []
-        for batch_size, num_tokens in cases:
-            results.append(bench.run_case(batch_size, num_tokens, chosen, named))
+        for case in cases:
+            results.append(bench.run_case(chosen, named, *case))
             _print_case(report, results[-1])
             release_memory(setup.device)
     return report.document(
@@ -102,11 +111,11 @@ class _Bench:
             )
 
     def run_case(
-        self, batch_size: int, num_tokens: int, layers: Sequence[int], peers: Sequence[str]
+        self, layers: Sequence[int], peers: Sequence[str], batch_size: int, num_tokens: int, num_new: int = 1
     ) -> dict[str, Any]:
         """Measure all peers, all layers, and all peers again; a peer's figure is its faster one."""
         facts, device = self.setup.geometry.facts, self.setup.device
-        query = self._random(batch_size, facts.num_attention_heads, 1, facts.head_dim)
+        query = self._random(batch_size, facts.num_attention_heads, num_new, facts.head_dim)
         keys, values = (
             self._random(batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim) for _ in "kv"
         )
@@ -122,6 +131,7 @@ class _Bench:
         case = {
             "batch": batch_size,
             "tokens": num_tokens,
+            "new": num_new,
             "ok": all(layer["check"]["ok"] for layer in measured),
             "beyond_l2": all(entry.get("beyond_l2", True) for entry in (*first.values(), *measured)),
             "dense_bytes": keys.nbytes + values.nbytes,
@@ -158,6 +168,8 @@ class _Bench:
         num_bytes = keys.nbytes + values.nbytes
         prepare = self._prepare_own_dense if name == OWN_DENSE else PEERS[name]
         try:
+            if query.shape[2] > 1 and name not in CAUSAL_PEERS:
+                raise ValueError("it is called for one new token alone")
             # What the runtime says of its own kernel is for the user.
             with nullcontext() if name == OWN_DENSE else silenced():
                 calls.append(prepare(query, keys, values))
@@ -181,7 +193,7 @@ class _Bench:
 
     def _measure_layer(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
         windows, (batch_size, _, num_tokens, head_dim) = self.setup.windows, keys.shape
-        widths, pruned = self.setup.layout.widths[layer], pruned_length(num_tokens, windows)
+        widths, pruned = self.setup.layout.widths[layer], pruned_length(num_tokens, windows, query.shape[2])
         mask = self.setup.channel_masks[layer].to(self.setup.device)
         truth = attend_exactly(query, keys, values, mask, windows.sink_size, pruned)
         chunk_size = self.model.build_cache().layers[layer].layout.chunk_size
@@ -247,7 +259,8 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
     if not case["beyond_l2"]:
         notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
     report.table(
-        f"decode attention, batch {case['batch']}, {case['tokens']} tokens",
+        f"decode attention, batch {case['batch']}, {case['tokens']} tokens"
+        + (f", {case['new']} of them new" if case["new"] > 1 else ""),
         ["", "ms", "MB read", "GB/s", "of bandwidth", "leank faster"],
         rows,
         notes,

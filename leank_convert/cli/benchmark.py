@@ -124,8 +124,13 @@ def _finish(document: dict[str, Any]) -> None:
         sys.exit(1)
 
 
-def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Callable[[_Run], _Run]:
-    """An option of whole numbers between `x`, named as in `batch x tokens`; `k` is 1024."""
+def _size_option(
+    flags: str, names: str, text: str, *, many: bool = False, further: str | None = None
+) -> Callable[[_Run], _Run]:
+    """An option of whole numbers between `x`, named as in `batch x tokens`, and perhaps a `further` one.
+
+    `k` is 1024.
+    """
 
     def read(given: str) -> tuple[int, ...]:
         try:
@@ -135,7 +140,7 @@ def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Ca
         except ValueError:
             numbers = ()
         count = len(names.split(" x "))
-        if len(numbers) != count or min(numbers) < 1:
+        if len(numbers) not in (count, count + (further is not None)) or min(numbers) < 1:
             example = "x".join(("64", "32k", "128")[:count])
             raise click.BadParameter(f"`{shorten(given)}` is not {names}, such as {example}")
         if max(numbers) > MAX_TOKENS or math.prod(numbers[:2]) > 4 * MAX_TOKENS:  # batch x tokens
@@ -146,6 +151,7 @@ def _size_option(flags: str, names: str, text: str, *, many: bool = False) -> Ca
         return [read(given) for given in value] if many else value and read(value)
 
     metavar = "x".join(name.upper() for name in names.split(" x "))
+    metavar += f"[x{further.upper()}]" if further else ""
     return click.option(*flags.split(), callback=callback, multiple=many, metavar=metavar, help=text)
 
 
@@ -180,7 +186,13 @@ def benchmark() -> None:
 
 @benchmark.command()
 @case_options()
-@_size_option("--case cases", "batch x tokens", "Such as 64x32k; repeatable. Default: 64x32k.", many=True)
+@_size_option(
+    "--case cases",
+    "batch x tokens",
+    "Such as 64x32k, or 4x32kx512 if the last 512 are new; repeatable. Default: 64x32k.",
+    many=True,
+    further="new",
+)
 @click.option(
     "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
 )

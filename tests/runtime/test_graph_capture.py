@@ -109,7 +109,7 @@ def test_an_end_that_fails_is_an_error(calls):
         ({"inputs": {"output_hidden_states": True}}, "argument output_hidden_states"),
         ({"inputs": {"labels": torch.ones(2, 1)}}, "argument labels"),
         ({"inputs": {"logits_to_keep": torch.tensor([0])}}, "argument logits_to_keep"),
-        ({"inputs": {"logits_to_keep": 2}}, "argument logits_to_keep"),
+        ({"inputs": {"logits_to_keep": -1}}, "argument logits_to_keep"),
         ({"inputs": {"return_dict": False}}, "argument return_dict"),
         ({"inputs": {"position_ids": torch.ones(3, 2, 1, dtype=torch.long)}}, "argument position_ids"),
         ({"inputs": {"some_mask": torch.ones(1)}}, "argument some_mask"),

@@ -123,7 +123,8 @@ def test_drafts_that_are_stored_first_follow_the_rule(
         [6, 6, 1],
     ]
     rows = [ids(1, sum(row), seed)[0] for seed, row in enumerate(zip(*counts, strict=True))]
-    ours, _ = fed_logits(pair.leank, rows, counts, side)
+    ours, cache = fed_logits(pair.leank, rows, counts, side)
+    assert cache.graph.num_replays == 4  # the second of each kind, and what follows
     for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
         assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
 
@@ -131,6 +132,87 @@ def test_drafts_that_are_stored_first_follow_the_rule(
 def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model, assert_same):
     cache = assert_same(model, [15, 1, 1, 1, 9, 1, 1, 4, 1, 1], 6)
     assert cache.graph.num_captures == 1
+
+
+DRAFTS = [15, 1, 4, 1, 3, 4, 2, 7, 1, 2, 8, 5, 1, 4]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"embeds": True}, {"positions": False}, {"mask": padded(sum(DRAFTS))}], ids=str
+)
+def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model, assert_same):
+    """One graph for one column, one for two, one for three and four, one for five to eight."""
+    cache = assert_same(model, DRAFTS, 9, **kwargs)
+    assert cache.graph.num_captures == 4 and cache.graph.why_eager is None
+
+
+def test_drafts_are_captured_anew_where_memory_grows(graphs, model, assert_same):
+    cache = assert_same(model, [50, 1, 4, 1, 4, 4, 1, 4, 1], 6)
+    assert cache.graph.num_captures == 4
+
+
+def test_a_draft_that_fills_what_is_reserved_needs_no_more(graphs, model, assert_close):
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    cache.reserve(64)
+    turns = [50, 3, 3, 3, 2, 1, 2]
+    assert_close(model, run(model, cache, turns), run(model, plain, turns))
+    assert cache.graph.num_replays == 3 and cache.rows.tables.runs == (1, 1)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"mask": padded(200)}], ids=["one length", "padded"])
+def test_drafts_are_replayed_between_crops(kwargs, graphs, model_pair, some_masks, assert_close):
+    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=5).leank
+    caches = model.build_cache(), model.build_cache(use_graphs=False)
+    mask, tokens = kwargs.get("mask"), ids(2, 200, 4)
+    rest = {} if mask is None else {"attention_mask": mask[:, :20]}
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :20], past_key_values=cache, **rest)
+    for count, dropped in [
+        (4, 3),
+        (4, 0),
+        (3, 2),
+        (1, 0),
+        (4, 1),
+        (6, 5),
+        (8, 2),
+        (1, 1),
+        (7, 6),
+        (4, 0),
+    ] * 2:
+        logits = []
+        for cache in caches:
+            start, stop = cache.get_seq_length(), cache.get_seq_length() + count
+            inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
+            with torch.no_grad():
+                new = tokens[:, start:stop]
+                logits.append(
+                    model(new, past_key_values=cache, logits_to_keep=count - dropped, **inputs).logits
+                )
+            cache.crop(-dropped)
+        assert logits[0].shape[1] == count - (dropped if dropped < count else 0)
+        assert_close(model, *logits)
+    ours, theirs = (cache.rows for cache in caches)
+    assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.bounds == theirs.bounds
+    assert caches[0].graph.num_replays > 12
+
+
+@pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
+def test_generate_replays_drafts(drafts, graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank
+    prompt = ids(1, 6).repeat(1, 4)
+    options = (
+        {"prompt_lookup_num_tokens": 4}
+        if drafts == "prompt lookup"
+        else {"assistant_model": copy.deepcopy(model)}
+    )
+    expected = model.generate(prompt, past_key_values=model.build_cache(use_graphs=False), **GREEDY)
+    for use_graphs in (False, True):
+        cache = model.build_cache(use_graphs=use_graphs)
+        tokens = model.generate(prompt, past_key_values=cache, **options, **GREEDY)
+        assert tokens.tolist() == expected.tolist()
+        several = [count for count in cache.graph._captured if count > 1]
+        assert bool(several) == use_graphs == (cache.graph.num_replays > 0)
 
 
 def test_growth_in_the_middle_is_captured_anew(graphs, model, assert_close, assert_same):
@@ -331,6 +413,18 @@ class TestFailure:
         cache = assert_same(model, [15] + [1] * 20, 0, mask=padded(35))
         assert cache.graph.why_eager == "capturing failed: RuntimeError: operation not permitted"
         assert not graphs
+
+    def test_drafts_that_cannot_be_captured_leave_single_columns_alone(self, graphs, model, assert_close):
+        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+        for each in (cache, plain):
+            run(model, each, [15, 1, 1, 3], positions=False)
+        graphs.append(RuntimeError("operation not permitted"))
+        for count in (3, 1, 4, 1, 2, 2):
+            tokens = ids(2, count, count)
+            with torch.no_grad():
+                ours, eager = (model(tokens, past_key_values=each).logits for each in (cache, plain))
+            assert_close(model, ours, eager)
+        assert (cache.graph.num_captures, cache.graph.num_replays) == (2, 4)
 
     def test_a_step_that_asks_the_device_is_not_captured(self, graphs, model, monkeypatch, assert_same):
         norm = type(model.model.norm).forward

@@ -76,6 +76,18 @@ def test_kernel_reports_layers_peers_and_bytes(measured):
     assert "wall clock, medians" in table
 
 
+def test_kernel_measures_several_new_tokens_beside_peers_that_take_them():
+    arguments = ("--case", "2x90x8", "--case", "1x90x40", "--peers", "leank-all-channels,sdpa,flex")
+    document, table = parse(run("kernel", "--device", "cpu", "--rounds", "1", *arguments))
+    assert document["ok"]
+    assert [(case["tokens"], case["new"]) for case in document["cases"]] == [(90, 8), (90, 40)]
+    for case in document["cases"]:
+        assert all(layer["milliseconds"] > 0 for layer in case["layers"])
+        assert case["peers"]["leank-all-channels"]["check"]["ok"] and case["peers"]["sdpa"]["check"]["ok"]
+        assert case["peers"]["flex"]["why"] == "it is called for one new token alone"
+    assert "decode attention, batch 1, 90 tokens, 40 of them new" in table
+
+
 def test_a_peer_that_fails_or_lies_has_no_figures_and_its_noise_stays_off_the_table(monkeypatch, capfd):
     def fail(query, keys, values):
         subprocess.run(["sh", "-c", "echo noise of a compiler >&2"], check=True)
@@ -238,6 +250,8 @@ def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
     [
         ("kernel", ["--case", "64"], "`64` is not batch x tokens, such as 64x32k"),
         ("kernel", ["--case", "0x64"], "`0x64` is not"),
+        ("kernel", ["--case", "2x64x4x4"], "`2x64x4x4` is not batch x tokens"),
+        ("kernel", ["--case", "2x8x8"], "of 8 tokens 8 are new, which leaves none in the cache"),
         ("kernel", ["--layers", "first"], "`first` is neither"),
         ("kernel", ["--layers", "2"], "there is no layer 2: `tiny` has 2"),
         ("kernel", ["--peers", "fast"], "there is no peer `fast`"),

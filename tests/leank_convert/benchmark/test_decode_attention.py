@@ -77,6 +77,20 @@ def test_exact_attention_is_that_of_its_definition(inputs):
     assert 0 < truth.torch_error < 64 * torch.finfo(torch.float32).eps
 
 
+def test_of_several_new_tokens_each_sees_itself_and_what_is_before_it(inputs):
+    _, keys, values = inputs
+    queries = torch.randn(3, 8, 5, 64, generator=torch.Generator().manual_seed(2))
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[1] = False
+    together = attend_exactly(queries, keys, values, mask, 4, 60).output
+    for column in range(5):
+        end = 86 + column
+        of_it = queries[:, :, column : column + 1].contiguous(), keys[:, :, :end], values[:, :, :end]
+        alone = attend_exactly(*of_it, mask, 4, 60).output
+        torch.testing.assert_close(together[:, :, column : column + 1], alone)
+    assert pruned_length(100, WINDOWS, 8) == 72
+
+
 def test_the_first_and_last_row_are_among_those_checked():
     query, keys = torch.randn(40, 2, 1, 8), torch.randn(40, 1, 3, 8)
     rows = attend_exactly(query, keys, keys, torch.ones(1, 8, dtype=torch.bool), 0, 0).rows.tolist()

@@ -22,7 +22,7 @@ def measured():
     return call
 
 
-@pytest.mark.parametrize("sizes", [["1x64", "3x5"], ["2x1024"]], ids=str)
+@pytest.mark.parametrize("sizes", [["1x64", "3x5"], ["2x1024", "2x1024x8"]], ids=str)
 def test_kernel_is_timed_by_graph_replay(sizes, measured):
     cases = [part for size in sizes for part in ("--case", size)]
     peers = "leank-all-channels,sdpa-flash,sdpa"
@@ -32,6 +32,12 @@ def test_kernel_is_timed_by_graph_replay(sizes, measured):
     for case in document["cases"]:
         for entry in (*case["layers"], *case["peers"].values()):
             assert entry.get("method") == "CUDA graph replay", entry
+
+
+def test_kernel_measures_a_turn_beside_flash_attention(measured):
+    document = measured("kernel", "--geometry", "tiny", "--case", "2x1024x64", "--peers", "sdpa-flash")
+    (case,) = document["cases"]
+    assert case["ok"] and case["ratios"]["sdpa-flash"] > 0
 
 
 def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
