@@ -23,7 +23,7 @@ UNMASKED_SDPA = "leank_benchmark_sdpa"
 AttentionInterface.register(UNMASKED_SDPA, sdpa_attention_forward)
 
 _REPLAYS = 20
-# What a cache has room for behind the prompt: steps that lead to a capture, and replays that append.
+# Steps that a cache has room for behind the prompt: those that lead to a capture, and replays that append.
 _ROOM = 64
 _STEPS_TO_CAPTURE = 2  # the first of a kind warms up, the next one is captured
 
@@ -49,14 +49,18 @@ def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int)
     }
 
 
-def time_own_step(model: Any, prompt: Tensor) -> Timing:
-    """Time the step of a LeanK model behind a prompt `[B, S]`: replays of the graph that it captured."""
+def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> Timing:
+    """Time the step of a LeanK model behind a prompt `[B, S]`: replays of the graph that it captured.
+
+    It verifies so many drafted tokens, all of which stay in the cache.
+    """
     cache = model.build_cache()
-    cache.reserve(prompt.shape[1] + _ROOM)
+    cache.reserve(prompt.shape[1] + _ROOM * (1 + num_drafted))
     model(prompt, past_key_values=cache, logits_to_keep=1)
+    tokens = prompt[:, -1:].repeat(1, 1 + num_drafted)
 
     def step() -> None:
-        model(prompt[:, -1:], past_key_values=cache)
+        model(tokens, past_key_values=cache)
 
     for _ in range(_STEPS_TO_CAPTURE):
         step()

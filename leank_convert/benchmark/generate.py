@@ -69,14 +69,19 @@ _NOTES = (
     "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
     "decode s: a call without its prefill, whose share of the call is the last column",
 )
+_DRAFT_NOTE = (
+    "drafts: ms/step with so many drafted tokens to verify, accepted or not; random weights accept none, "
+    "so calls are without"
+)
 
 
 def benchmark_generate(
-    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str, rounds: int
+    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str, rounds: int, drafts: int | None
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    If decoding is not right, the JSON document that is returned has `ok` false and no cases.
+    With `drafts` our own sides' step is also timed with so many drafted tokens to verify. If decoding is not
+    right, the JSON document that is returned has `ok` false and no cases.
 
     Raises:
         LeanKError: If a case has no decode step, or something of ours does not fit on the device.
@@ -95,10 +100,11 @@ def benchmark_generate(
             bandwidth = measure_read_bandwidth(setup.device, rounds=_BANDWIDTH_ROUNDS)
             report.line(bandwidth.describe())
             measured["read_bandwidth"] = asdict(bandwidth)
-            bench = _Bench(setup, models, named, bandwidth, rounds)
+            measured["drafts"] = drafts
+            bench = _Bench(setup, models, named, bandwidth, rounds, drafts)
             for case in cases:
                 results.append(bench.run_case(*case))
-                _print_case(report, results[-1], models.attention)
+                _print_case(report, results[-1], models.attention, drafts)
     return report.document("generate", **models.facts, **measured, cases=results)
 
 
@@ -106,9 +112,16 @@ class _Bench:
     """What all cases of one run share: the sides' models, and how right the peers are."""
 
     def __init__(
-        self, setup: Setup, models: Models, named: Sequence[str], bandwidth: ReadBandwidth, rounds: int
+        self,
+        setup: Setup,
+        models: Models,
+        named: Sequence[str],
+        bandwidth: ReadBandwidth,
+        rounds: int,
+        drafts: int | None,
     ) -> None:
         self._setup, self._shared, self._bandwidth, self._rounds = setup, models, bandwidth, rounds
+        self._drafts = drafts
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
         self._named = named
@@ -168,6 +181,9 @@ class _Bench:
                 generate(model, prompt, 1)
             else:
                 figures = _replay_figures(time_own_step(model, prompt))
+                if self._drafts:
+                    timing = time_own_step(model, prompt, self._drafts)
+                    figures |= {"draft_milliseconds": timing.milliseconds, "draft": asdict(timing)}
             figures |= time_generate(model, prompt, num_new, self._rounds)
         whole = self._setup if name == OURS else self._setup.keeping_all()
         # Weights are the same on all sides; the step is that of the first new token.
@@ -213,8 +229,9 @@ def _remark(name: str, side: dict[str, Any]) -> str:
     return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps of a call replayed"
 
 
-def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
+def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: int | None) -> None:
     rows, notes = [], []
+    milliseconds = ["replay_milliseconds", *["draft_milliseconds"] * bool(drafts), "step_milliseconds"]
     for name, side in case["sides"].items():
         faster = case["ratios"].get(name, {})
         ours = name in (OURS, ALL_CHANNELS) and attention != COMPILED
@@ -223,7 +240,7 @@ def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
         rows.append(
             [
                 label,
-                *(number(side.get(key)) for key in ("replay_milliseconds", "step_milliseconds")),
+                *(number(side.get(key)) for key in milliseconds),
                 number(side.get("byte_limit_milliseconds")),
                 share(side.get("bandwidth_share")),
                 ratio(by_step),
@@ -235,7 +252,7 @@ def _print_case(report: Report, case: dict[str, Any], attention: str) -> None:
         notes.append(f"{label}: {_remark(name, side)}")
     report.table(
         f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        ["", *_COLUMNS],
+        ["", _COLUMNS[0], *([f"{drafts} drafts"] if drafts else []), *_COLUMNS[1:]],
         rows,
-        [*notes, *_NOTES],
+        [*notes, *_NOTES, *([_DRAFT_NOTE] if drafts else [])],
     )

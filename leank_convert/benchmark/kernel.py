@@ -54,7 +54,8 @@ def benchmark_kernel(
     """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
     `layers` are None for all of the mask. In the JSON document that is returned a case whose check failed has
-    `ok` false and no figures. `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the fastest peer.
+    `ok` false and no figures. `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the
+    fastest peer.
 
     Raises:
         LeanKError: If there is no such layer, peer or kernel, all tokens are new, or something of ours does

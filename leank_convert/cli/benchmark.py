@@ -225,6 +225,12 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
     metavar="NAME,…",
     help="Our stack with nothing pruned; the dense model, its step as one graph, or as it comes; or none.",
 )
+@click.option(
+    "--drafts",
+    type=click.IntRange(1, 31),
+    metavar="N",
+    help="Also time our step with so many drafted tokens to verify, 1 to 31.",
+)
 @_rounds_option("3")
 def generate(setup: Setup, **options: Any) -> dict[str, Any]:
     """A decode step and whole `generate` calls against dense peers on the same random weights."""

@@ -107,3 +107,16 @@ def test_a_step_moves_to_another_device_once():
     assert {part.device.type for part in (moved.append.seen, *moved.append.places)} == {"meta"}
     assert moved.append.tables is step.append.tables
     assert step.to(torch.device("meta")) is moved and step.to(torch.device("cpu")) is step
+
+
+def test_padding_of_replayed_drafts_takes_no_pages():
+    rows, cpu = RowState(3, 6, 4, "eager"), torch.device("cpu")
+    rows.step(0, 2, 10, torch.ones(2, 10, dtype=torch.bool), cpu)
+    for _ in range(20):
+        rows.make_room(32)
+        rows.next_valid = torch.arange(32) < torch.tensor([[32], [1]])
+        rows.step(rows.num_columns, 2, 32, None, cpu)
+        rows.next_valid = None
+        rows.padding = torch.ones(2, rows.num_columns)
+    assert rows.lengths.tolist() == [650, 30] and rows.tables.fits([650, 30])
+    assert rows.tables.runs[1] <= 3

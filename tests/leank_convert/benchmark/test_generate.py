@@ -73,6 +73,16 @@ def test_all_peers_are_measured_on_the_same_weights_beside_their_byte_limits():
     assert "dense-graph-flash: not captured, wall clock" in table
 
 
+def test_a_step_that_verifies_drafts_is_timed_beside_that_of_one_token():
+    document, table = run("--case", "2x40x6", "--peers", "all-channels,dense-dynamic", "--drafts", "3")
+    (case,) = document["cases"]
+    assert document["drafts"] == 3
+    assert case["sides"]["leank"]["draft_milliseconds"] > 0
+    assert case["sides"]["all-channels"]["draft"]["calls"] == 1
+    assert "draft" not in case["sides"]["dense-dynamic"]
+    assert "drafts: ms/step with so many drafted tokens to verify" in table
+
+
 def test_ratios_are_those_of_figures_that_both_have():
     ours = {"step_bytes": 6, "replay_milliseconds": 2.0, "step_milliseconds": 4.0, "decode_seconds": 1.0}
     ours["generate_seconds"] = 5.0

@@ -41,7 +41,7 @@ def test_kernel_measures_a_turn_beside_flash_attention(measured):
 
 
 def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
-    document = measured("generate", "--geometry", "tiny", "--case", "2x100x24")
+    document = measured("generate", "--geometry", "tiny", "--case", "2x100x24", "--drafts", "4")
     assert document["kernel"] == "compiled kernel"
     (case,) = document["cases"]
     ours = case["sides"]["leank"]
@@ -51,6 +51,8 @@ def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
     for name in ("leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash"):
         assert case["sides"][name]["replay"]["method"] == "CUDA graph replay"
         assert case["sides"][name]["check"]["ok"]
+    for name in ("leank", "all-channels"):
+        assert case["sides"][name]["draft"]["method"] == "CUDA graph replay"
 
 
 def test_memory_measures_peaks_and_finds_batches(measured):
