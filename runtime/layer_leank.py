@@ -234,6 +234,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns:
             `[B, H, 1, D]`.
         """
+        assert self.store is not None
+        self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, self._kernels_for(query))
 
     def choose_kernels(self, query: torch.Tensor) -> None:
