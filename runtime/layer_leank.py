@@ -222,6 +222,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns:
             `[B, H, d, D]`.
         """
+        assert self.store is not None
+        self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
         return self._attend(query, append, softmax_scale, self.kernels_for(query))
 
     def attend_turn(

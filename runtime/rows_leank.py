@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -239,6 +240,10 @@ class RowState:
             assert self.lengths is not None and self.pruned_lengths is not None
             append = self._make_append(None, self.lengths[:, None], self.pruned_lengths[:, None])
             self._attended = Step(self.num_columns, 0, 1, None, append)
+        attended = self._attended.append
+        if attended is not None and self.tables is not None and attended.tables is not self.tables:
+            # Pages were reserved since then.
+            self._attended = replace(self._attended, append=replace(attended, tables=self.tables), _copies={})
         moved = self._attended.to(device).append
         assert moved is not None
         return moved

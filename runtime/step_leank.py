@@ -67,10 +67,11 @@ def view_tables(
         max_length: Upper bound of `seen` (host).
     """
     lists, sizes = [], (store.kept_keys.shape[2], store.window_keys.shape[2])
-    for table, size in zip((store.page_table, store.window_table), sizes, strict=True):
+    tables = (store.page_table, None), (store.window_table, sink_size)  # which may be one tensor
+    for (table, sink), size in zip(tables, sizes, strict=True):
         number = torch.arange(min(-(-max_length // size), table.shape[1]), device=seen.device)
         token = (number[:, None] * size + torch.arange(size, device=seen.device))[None, None]
-        used = ~_hidden(token, seen, pruned, sink_size if table is store.window_table else None)
+        used = ~_hidden(token, seen, pruned, sink)
         # Elsewhere tables may hold anything.
         pages = torch.where(used.any(3).any(1), table[:, : len(number)].long(), 0)
         lists.append(PageList(pages.numel(), pages.flatten()))

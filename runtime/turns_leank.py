@@ -130,6 +130,8 @@ def with_new(
         size = (len(cached), num_stored + new_keys.shape[2], *added[0].shape[2:])
         keys, values = new_keys.new_empty(size), new_values.new_empty(size)
         for row, row_keys, row_values in zip(cached, keys, values, strict=True):
+            if not num_stored:
+                break  # a kernel cannot be launched for nothing
             if heads is layout.window_heads:
                 row.copy_whole_tokens(select, row_keys[:num_stored], row_values[:num_stored])
             elif kernels is not None:

@@ -277,6 +277,27 @@ def test_what_a_filled_layer_attends_to_follows_the_cache(model):
     assert not torch.equal(before, out) and torch.equal(out, cache.attend_layer(0, query, 0.5))
 
 
+def test_attending_again_finds_its_tokens_after_pages_are_reserved(model):
+    cache = model.build_cache()
+    keys, query = states(70, 3, 0), states(1, 6, 2)
+    cache.fill_layer(0, keys, keys)
+    out = cache.decode_layer(0, query, keys[:, :, :1], keys[:, :, :1])
+    cache.reserve(1000)
+    assert torch.equal(out, cache.attend_layer(0, query))
+
+
+def test_layers_filled_before_and_after_pages_are_reserved_attend_alike(model):
+    cache, expected = model.build_cache(), model.build_cache()
+    keys, query = states(70, 3, 0), states(1, 6, 2)
+    cache.fill_layer(0, keys, keys)
+    cache.reserve(1000)
+    for layer in (0, 1):
+        if layer:
+            cache.fill_layer(layer, keys, keys)
+        expected.fill_layer(layer, keys, keys)
+        assert torch.equal(cache.attend_layer(layer, query), expected.attend_layer(layer, query))
+
+
 def test_layers_are_filled_only_where_they_are_empty(model):
     cache, keys = model.build_cache(), states(30, 3, 0)
     with pytest.raises(ValueError, match="holds no pruned prompt"):

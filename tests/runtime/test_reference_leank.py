@@ -96,7 +96,7 @@ class Case:
             window_table,
         )
 
-    def ours(self, new=False, new_valid=None, max_length=None):
+    def ours(self, new=False, new_valid=None, max_length=None, kernels=None):
         if new:
             return attend_turn(
                 self.query,
@@ -108,6 +108,7 @@ class Case:
                 layout=self.layout,
                 sink_size=SINK,
                 softmax_scale=0.3,
+                kernels=kernels,
             )
         return decode_attention(
             self.query,
@@ -222,6 +223,12 @@ def test_an_empty_row_and_a_nan_query_stay_in_their_row():
     check(case.ours()[[0, 2]], case.expected()[[0, 2]])
     case = Case((0, 16, 64), [40, 0, 12], [29, 0, 1])
     assert case.ours().isfinite().all()
+
+
+def test_no_kernel_is_launched_for_a_row_that_holds_nothing():
+    # No GPU takes a launch of no blocks. Without tokens a case is right without copies.
+    case = Case((0, 16, 64), [0, 0], [0, 0], num_queries=4)
+    check(case.ours(True, kernels=object()), case.expected(True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
