@@ -273,12 +273,14 @@ def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> 
 def disagreement(kernels: DecodeKernels) -> float:
     """Return the largest error of kernels on small cases, relative to what is expected; inf for NaN."""
     key = kernels.key
-    several = _small_case(key, min(max(key.num_queries // key.num_groups, 1), MAX_DRAFT))
+    with torch.device("cpu"):  # whatever torch's default device is
+        several = _small_case(key, min(max(key.num_queries // key.num_groups, 1), MAX_DRAFT))
+        one = _small_case(key, 1)
     # Neither TF32 nor autocast, which a caller may have on, touches fp64.
     pairs = [(run_case(kernels, several, _SCALE), several.expected(_SCALE, torch.float64))]
-    pairs += _run_glue(kernels, _small_case(key, 1))
+    pairs += _run_glue(kernels, one)
     if key.load_tokens == TILE:
-        pairs += _copy_rows(kernels, _small_case(key, 1))
+        pairs += _copy_rows(kernels, one)
     errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs])
     return float(errors.nan_to_num(nan=torch.inf).max())
 

@@ -91,7 +91,8 @@ def _attend(
     if query.is_cuda:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)
     else:
-        mask = torch.ones(num_new, num_tokens, dtype=torch.bool).tril(num_tokens - num_new)
+        mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_tokens - num_new)
     attended = torch.nn.functional.scaled_dot_product_attention(
         query.flatten(1, 2),
         keys.transpose(1, 2),

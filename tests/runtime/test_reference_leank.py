@@ -225,6 +225,13 @@ def test_an_empty_row_and_a_nan_query_stay_in_their_row():
     assert case.ours().isfinite().all()
 
 
+def test_a_turn_takes_no_notice_of_torchs_default_device():
+    case = Case((0, 16, 64), [40, 12], [29, 1], num_queries=4)
+    with torch.device("meta"):
+        ours = case.ours(True)
+    check(ours, case.expected(True))
+
+
 def test_no_kernel_is_launched_for_a_row_that_holds_nothing():
     # No GPU takes a launch of no blocks. Without tokens a case is right without copies.
     case = Case((0, 16, 64), [0, 0], [0, 0], num_queries=4)
