@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from .decode_kernels_leank import DecodeKernels
+from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels
 from .layout_leank import ChunkLayout, StoreTensors, head_index
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
@@ -88,7 +88,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]`, causally."""
     num_new, num_tokens = query.shape[3], keys.shape[1]
-    if query.is_cuda:  # a form that flash attention knows
+    if query.is_cuda and query.dtype in KERNEL_DTYPES:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=query.device)
