@@ -275,6 +275,5 @@ def _store_of(
     """View the layer's part of both groups' pages."""
     window = None if layer.window is None else layer.window.kv_cache
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
-    # Tables are told apart by which tensor they are, also where one group is all.
-    tables = step.block_table, window_step.block_table[:]
+    tables = step.block_table, window_step.block_table
     return StoreTensors(*pages, layer.chunk_index, layer.head_table, *tables)

@@ -7,7 +7,7 @@ from typing import Any
 
 from leank_convert._runtime import configuration_leank as runtime
 
-TESTED = ("0.32", "0.33")
+SERVED = ("0.32", "0.33")
 
 
 class _ServedConfig:
@@ -60,15 +60,15 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """Raise unless the installed vLLM is of a release that this one was tested with.
+    """Raise unless the installed vLLM is of a release that this one is made for.
 
     Raises:
         ValueError: If it is another; its cache interface may have changed.
     """
     found = installed_version()
-    if found is None or ".".join(found.split(".")[:2]) not in TESTED:
-        tested = " and ".join(f"{release}.x" for release in TESTED)
+    if found is None or ".".join(found.split(".")[:2]) not in SERVED:
+        served = " and ".join(f"{release}.x" for release in SERVED)
         raise ValueError(
-            f"vLLM {found} is installed, leank-convert is tested with the cache interface of {tested}: "
-            f'pip install "vllm=={TESTED[-1]}.*"'
+            f"vLLM {found} is installed, leank-convert is made for the cache interface of {served}: "
+            f'pip install "vllm=={SERVED[-1]}.*"'
         )
