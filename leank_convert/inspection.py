@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.masks import find_by_name
+from leank_convert.windows import Windows
 
 _ASSUMED_ELEMENT_BYTES = 2
 _HEAD_ORDERS = {
@@ -30,11 +31,20 @@ _HEAD_ORDERS = {
 }
 
 
-def inspect_artifact(path: str | Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Load:
+    """Requests that vLLM is to hold: bytes of its cache, and tokens of a request, prompt and answer."""
+
+    memory: int
+    tokens: int
+
+
+def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
     """Describe a mask file, a checkpoint, an ONNX folder, or the folder of a training run.
 
     Args:
         path: The file or folder, or the name of a packaged mask.
+        load: Of what it is to be told how many vLLM holds at once. Not of an ONNX folder.
 
     Returns:
         JSON-ready data. A mask's widths are in the ORIGINAL head order, a checkpoint's or graph's in its own.
@@ -42,6 +52,13 @@ def inspect_artifact(path: str | Path) -> dict[str, Any]:
     Raises:
         LeanKError: If `path` is none of them.
     """
+    facts = _inspect(path)
+    if load is not None:
+        facts["capacity"] = _describe_capacity(facts, load)
+    return facts
+
+
+def _inspect(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.exists():
         try:
@@ -148,6 +165,42 @@ def _describe_widths(widths: Sequence[Sequence[int]], head_dim: int, dtype: str 
     }
 
 
+def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
+    # Imports torch, which masks and checkpoints were read with.
+    from leank_convert.vllm.capacity import count_dense, count_pruned
+    from leank_convert.vllm.pages import BLOCK_SIZE
+    from leank_convert.vllm.rule import WindowSizes
+
+    if facts["kind"] == "onnx":
+        raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")
+    windows = facts["windows"] or asdict(Windows())  # as an export has them
+    sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
+    head_dim, size = facts["head_dim"], facts["element_bytes"]
+    widths = [sorted(layer) for layer in facts["widths"]]
+    num_heads = sum(map(len, widths))
+    return {
+        "memory_bytes": load.memory,
+        "tokens": load.tokens,
+        "block_size": BLOCK_SIZE,
+        "dense": asdict(count_dense(num_heads, head_dim, size, load.memory, load.tokens)),
+        "pruned": asdict(count_pruned(widths, head_dim, size, sizes, load.memory, load.tokens)),
+    }
+
+
+def _render_capacity(capacity: Mapping[str, Any]) -> list[tuple[str, str]]:
+    memory, tokens, block_size = (capacity[key] for key in ("memory_bytes", "tokens", "block_size"))
+    labels = {
+        "blocks": f"blocks of {block_size} tokens",
+        "requests": f"requests of {tokens:,} tokens at once",
+    }
+    rows = []
+    for key, label in labels.items():
+        dense, pruned = capacity["dense"][key], capacity["pruned"][key]
+        more = f" ({pruned / dense:.2f}x)" if dense else ""
+        rows.append(f"{label}: dense {dense:,}, pruned {pruned:,}{more}")
+    return [("vLLM", f"with {memory:,} bytes of cache on one GPU"), *(("", row) for row in rows)]
+
+
 def _describe_provenance(mask: ChannelMask) -> dict[str, Any] | None:
     return None if mask.provenance is None else asdict(mask.provenance)
 
@@ -185,6 +238,8 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
         ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
     ]
+    if "capacity" in facts:
+        rows += _render_capacity(facts["capacity"])
     if provenance:
         maker = provenance["made_by"]
         rows.append(("made by", provenance["method"] + (f", {maker}" if maker else "")))

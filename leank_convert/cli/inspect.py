@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
 
-from leank_convert.cli.options import json_option
+from leank_convert.cli.options import MAX_TOKENS, json_option
+from leank_convert.errors import shorten
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", start=1)}
+
+
+def _read_bytes(given: str) -> int:
+    """Read an amount of memory: a number and its unit."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?)?B", given)
+    if found is None:
+        raise click.BadParameter(f"`{shorten(given)}` is no amount of memory such as 40GiB or 1.5GB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--with-recipe", is_flag=True, help="Print the recipe, too, that the mask was made by.")
+@click.option(
+    "--memory",
+    type=_read_bytes,
+    metavar="AMOUNT",
+    help="How many requests vLLM holds in that much cache, such as 40GiB.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, MAX_TOKENS),
+    help="Tokens of such a request, prompt and answer. Default: 8192.",
+)
 @json_option
-def inspect(path: Path, with_recipe: bool, as_json: bool) -> None:
+def inspect(path: Path, with_recipe: bool, memory: int | None, tokens: int | None, as_json: bool) -> None:
     """Show what is in a mask, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance.
 
     PATH is a file, a folder, or the name of a packaged mask.
     """
-    from leank_convert.inspection import inspect_artifact, render_inspection
+    from leank_convert.inspection import Load, inspect_artifact, render_inspection
 
-    facts = inspect_artifact(path)
+    if tokens is not None and memory is None:
+        raise click.UsageError("--tokens goes with --memory")
+    facts = inspect_artifact(path, None if memory is None else Load(memory, tokens or 8192))
     click.echo(
         json.dumps(facts) if as_json else render_inspection(facts, with_recipe=with_recipe), nl=as_json
     )

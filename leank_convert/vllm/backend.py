@@ -22,11 +22,9 @@ from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert._runtime.step_leank import StoredView, view_tables
 from leank_convert.vllm import BACKEND
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
-from leank_convert.vllm.pages import STEP, view_layer
+from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
 from leank_convert.vllm.rule import WindowSizes
-
-_BLOCK_SIZE = 64  # a tile of the decode kernels
 
 
 class LeanKBackend(AttentionBackend):
@@ -59,7 +57,7 @@ class LeanKBackend(AttentionBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the size of pages where none is asked for."""
-        return _BLOCK_SIZE
+        return BLOCK_SIZE
 
     @classmethod
     def supports_rswa(cls) -> bool:

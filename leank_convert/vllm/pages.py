@@ -22,6 +22,8 @@ import torch
 
 from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
 
+BLOCK_SIZE = 64
+"""Tokens of a kept page where none are asked for: a tile of the decode kernels."""
 STEP = 16
 """Tokens of a page are a multiple of it."""
 

@@ -10,7 +10,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.inspection import inspect_artifact, render_inspection
+from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 
 
@@ -60,6 +60,23 @@ def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(
     assert facts["provenance"]["method"] == "imported"
     assert json.loads(json.dumps(facts)) == facts
     assert "(assumed)" not in render_inspection(facts)
+
+
+def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned() -> None:
+    facts = inspect_artifact("llama-3.1-8b-instruct", Load(40 << 30, 8192))
+    assert facts["capacity"] == {
+        "memory_bytes": 40 << 30,
+        "tokens": 8192,
+        "block_size": 64,
+        "dense": {"blocks": 5120, "requests": 39},
+        "pruned": {"blocks": 9070, "requests": 60},
+    }
+    text = render_inspection(facts)
+    assert "blocks of 64 tokens: dense 5,120, pruned 9,070 (1.77x)" in text
+    assert "requests of 8,192 tokens at once: dense 39, pruned 60 (1.54x)" in text
+    none = inspect_artifact("llama-3.1-8b-instruct", Load(1, 8192))
+    assert none["capacity"]["pruned"] == {"blocks": 0, "requests": 0}
+    assert "blocks of 64 tokens: dense 0, pruned 0\n" in render_inspection(none)
 
 
 def test_provenance_of_a_trained_mask_is_told(
@@ -164,6 +181,11 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
         "(the graph's head order)",
     ):
         assert part in text
+
+
+def test_requests_of_an_onnx_folder_are_not_counted(onnx_folder: Path) -> None:
+    with pytest.raises(LeanKError, match="is an ONNX folder, which vLLM does not serve"):
+        inspect_artifact(onnx_folder, Load(1 << 30, 8192))
 
 
 def test_quantized_weights_of_an_onnx_folder_are_told(

@@ -123,7 +123,7 @@ def run_engine(
     *,
     lengths: tuple[int, ...] = LENGTHS,
     new: int = NEW,
-    rounds: int = 1,
+    rounds: Sequence[int | None] = (None,),
     processes: bool = False,
     fails: bool = False,
     **options: Any,

@@ -1,7 +1,7 @@
 """One run of vLLM's engine in a process of its own: `python engine.py JSON` prints a line of JSON.
 
-Read from the argument: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and how often they
-are answered, `rounds`.
+Read from the argument: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and `rounds`: how
+many of them are answered at once, time after time; null is all.
 """
 
 import json
@@ -10,28 +10,48 @@ import sys
 from vllm import LLM, SamplingParams
 
 
+def count_running(scheduler):
+    """Have the scheduler note how many requests run after each of its steps."""
+    running, schedule = [0], scheduler.schedule
+
+    def noted(*args, **options):
+        output = schedule(*args, **options)
+        running.append(len(scheduler.running))
+        return output
+
+    scheduler.schedule = noted
+    return running
+
+
 def main() -> None:
     """Answer the prompts and say what it took."""
     asked = json.loads(sys.argv[1])
     llm = LLM(
         enforce_eager=True,
-        kv_cache_memory_bytes=16 << 20,
-        max_model_len=1024,
         disable_log_stats=False,
-        **{"dtype": "float32", "block_size": 32, **asked["options"]},
+        **{
+            "dtype": "float32",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 16 << 20,
+            "max_model_len": 1024,
+            **asked["options"],
+        },
     )
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None where it is in another process
+    running = [0] if core is None else count_running(core.scheduler)
     sampling = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    said = {"answers": [], "cached": []}
-    for _ in range(asked["rounds"]):
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    said = {"answers": [], "cached": [], "running": [], "preemptions": []}
+    for count in asked["rounds"]:
+        outputs = llm.generate(prompts[:count], sampling, use_tqdm=False)
         said["answers"].append([list(output.outputs[0].token_ids) for output in outputs])
         said["cached"].append([output.num_cached_tokens for output in outputs])
-    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    said["preemptions"] = counters["vllm:num_preemptions"]
+        counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        said["preemptions"].append(counters["vllm:num_preemptions"] - sum(said["preemptions"]))
+        said["running"].append(max(running))
+        running[:] = [0]
     said["accepted"] = counters.get("vllm:spec_decode_num_accepted_tokens", 0)
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is not None:  # it is in this process
+    if core is not None:
         cache = core.scheduler.kv_cache_config
         said["blocks"] = cache.num_blocks
         said["groups"] = [

@@ -8,6 +8,7 @@ from tests.vllm.conftest import answers_of, run_engine
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
+TWICE = (None, None)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
@@ -20,22 +21,22 @@ def test_the_mask_changes_answers(checkpoint):
 
 
 def test_a_batch_and_the_prefix_cache(checkpoint):
-    said = run_engine(checkpoint, rounds=2)
+    said = run_engine(checkpoint, rounds=TWICE)
     assert said["answers"] == [answers_of(checkpoint)] * 2
     # Hits end at multiples of both groups' pages.
     assert said["groups"] == [["LeanKKeptSpec", 32], ["LeanKWindowSpec", 48]]
     assert said["cached"] == [[0, 0, 0, 0, 0, 0], [0, 96, 480, 0, 864, 0]]
-    assert said["preemptions"] == 0
+    assert said["preemptions"] == [0, 0]
 
 
 def test_prompts_in_chunks_then_from_the_prefix_cache(checkpoint):
-    said = run_engine(checkpoint, rounds=2, max_num_batched_tokens=128, block_size=16)
+    said = run_engine(checkpoint, rounds=TWICE, max_num_batched_tokens=128, block_size=16)
     assert said["answers"] == [answers_of(checkpoint)] * 2
     assert min(said["cached"][1][1:3]) > 0
 
 
 def test_a_pool_so_small_that_pages_of_a_prefix_are_evicted(checkpoint):
-    said = run_engine(checkpoint, rounds=2, num_gpu_blocks_override=108)
+    said = run_engine(checkpoint, rounds=TWICE, num_gpu_blocks_override=108)
     assert said["answers"] == [answers_of(checkpoint)] * 2
     # Some of a prefix is gone, and the rest is still a hit.
     assert 0 < sum(said["cached"][1]) < 96 + 480 + 864
@@ -45,7 +46,7 @@ def test_requests_that_are_preempted_and_compute_their_answers_again(checkpoint)
     load = {"lengths": tuple(range(90, 106, 2)), "new": 200}
     said = run_engine(checkpoint, **load, num_gpu_blocks_override=55, enable_prefix_caching=False)
     assert said["answers"] == [answers_of(checkpoint, **load)]
-    assert said["preemptions"] > 2
+    assert said["preemptions"][0] > 2
 
 
 def test_drafts_that_are_rejected(checkpoint):

@@ -235,6 +235,28 @@ def test_inspect_is_for_people_by_default(run, exported):
     assert "pruning ratio" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("memory", "expected"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("64MiB", 64 << 20), ("9B", 9)]
+)
+def test_inspect_reads_an_amount_of_memory(run, memory, expected):
+    facts = json.loads(run("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json").stdout)
+    assert (facts["capacity"]["memory_bytes"], facts["capacity"]["tokens"]) == (expected, 8192)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--memory", "40"), "`40` is no amount of memory such as 40GiB or 1.5GB"),
+        (("--memory", "-1GiB"), "`-1GiB` is no amount of memory"),
+        (("--memory", "40GiB", "--tokens", "0"), "0 is not in the range"),
+        (("--tokens", "8192"), "--tokens goes with --memory"),
+    ],
+)
+def test_inspect_refuses_what_is_no_load(run, options, said):
+    result = run("inspect", "llama-3.1-8b-instruct", *options)
+    assert result.exit_code == 2 and said in result.stderr
+
+
 def test_inspect_prints_the_recipe_only_when_asked(run, tmp_path):
     out = tmp_path / "out"
     small = ["method=static-norm", "calibration_prompts=2", "data.min_length=160", "data.max_length=170"]

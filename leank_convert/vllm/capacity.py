@@ -1,0 +1,75 @@
+"""How many requests fit into a given memory, of a LeanK cache and of the dense one. No vLLM.
+
+The pool is divided as vLLM does it; one of its blocks stands for pages that were given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
+from leank_convert.vllm.rule import WindowSizes
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a pool holds.
+
+    Attributes:
+        blocks: Pages of the pool.
+        requests: Requests that decode at once, whichever part of their tokens is the prompt.
+    """
+
+    blocks: int
+    requests: int
+
+
+def count_dense(
+    num_heads: int, head_dim: int, element_bytes: int, memory: int, tokens: int, block_size: int = BLOCK_SIZE
+) -> Capacity:
+    """Count what fits of a dense model.
+
+    Args:
+        num_heads: KV heads of all layers.
+        head_dim: D.
+        element_bytes: Bytes of one number in the cache.
+        memory: Bytes of the pool.
+        tokens: Tokens of a request, prompt and answer.
+        block_size: Tokens of a page.
+    """
+    blocks = memory // (2 * num_heads * head_dim * element_bytes * block_size)
+    return Capacity(blocks, max(blocks - 1, 0) // -(-tokens // block_size))
+
+
+def count_pruned(
+    widths: Sequence[Sequence[int]],
+    head_dim: int,
+    element_bytes: int,
+    sizes: WindowSizes,
+    memory: int,
+    tokens: int,
+    block_size: int = BLOCK_SIZE,
+) -> Capacity:
+    """Count what fits of a LeanK model, of one rank.
+
+    Args:
+        widths: Kept channels `[L][H_kv]`.
+        head_dim: D.
+        element_bytes: Bytes of one number in the cache.
+        sizes: The window's.
+        memory: Bytes of the pool.
+        tokens: Tokens of a request, prompt and answer.
+        block_size: Tokens of a kept page.
+    """
+    pages = ModelPages(tuple(map(tuple, widths)), head_dim, 1, ((0, len(widths)),))
+    blocks = memory // (pages.numbers_per_block(block_size) * element_bytes)
+    window_size = pages.window_block_size(block_size)
+    kept = -(-tokens // block_size)
+    whole = -(-tokens // window_size) if pages.numbers.window else 0
+    # Behind the sink's pages, as many as recent tokens touch wherever they begin.
+    recent = -(-(sizes.recent + sizes.flush) // window_size) + 1
+    decoding = kept + min(whole, -(-sizes.sink // window_size) + recent)
+    # One prompt is read at a time, and until it is read it is whole.
+    free = blocks - 1 - (kept + whole)
+    return Capacity(blocks, 0 if free < 0 else 1 + free // decoding)

@@ -1,0 +1,49 @@
+"""What `inspect --memory` says fits is what vLLM's own pool and scheduler hold."""
+
+import pytest
+
+from leank_convert.inspection import Load, inspect_artifact
+from leank_convert.vllm.capacity import count_pruned
+from leank_convert.vllm.pages import BLOCK_SIZE
+from leank_convert.vllm.rule import WindowSizes
+from tests.vllm.conftest import run_engine
+
+PROMPT, NEW = 360, 60
+MEMORY = 16 << 20
+
+
+def test_a_request_takes_its_kept_pages_and_the_windows_of_its_sink_and_recent_tokens():
+    """10 kept pages and, of the window's of 48 tokens, 4 until its prompt is read, then 1 and 2."""
+    model = {"widths": [[16]], "head_dim": 32, "element_bytes": 2, "sizes": WindowSizes(8, 24, 8)}
+    block = 16 * (16 + 32) * 2
+    counted = {
+        blocks: count_pruned(**model, memory=block * blocks, tokens=160, block_size=16).requests
+        for blocks in (14, 15, 27, 28)
+    }
+    assert counted == {14: 0, 15: 1, 27: 1, 28: 2}
+
+
+@pytest.mark.parametrize("side", ["pruned", "dense"])
+def test_so_many_requests_run_at_once_and_no_more(checkpoint, monkeypatch, side):
+    pytest.importorskip("vllm", reason="bin/test-vllm runs it")
+    told = inspect_artifact(checkpoint, Load(MEMORY, PROMPT + NEW))["capacity"]
+    fits = told[side]["requests"]
+    options = {}
+    if side == "dense":
+        monkeypatch.setenv("VLLM_PLUGINS", "")
+        options = {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}, "trust_remote_code": True}
+    # A tenth more: what a request holds is counted wherever its window begins, and so one page too many.
+    more = fits + fits // 10 + 1
+    said = run_engine(
+        checkpoint,
+        lengths=(PROMPT,) * more,
+        new=NEW,
+        rounds=(fits, more),
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=MEMORY,
+        enable_prefix_caching=False,
+        **options,
+    )
+    assert said["blocks"] == told[side]["blocks"]
+    assert said["running"][0] == fits and said["preemptions"][0] == 0
+    assert said["running"][1] < more or said["preemptions"][1] > 0
