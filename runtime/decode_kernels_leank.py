@@ -47,13 +47,14 @@ class KernelKey:
 
     Attributes:
         device: Where the cache lies.
-        dtype: Of queries and cache.
+        dtype: Of queries and, unless said otherwise, of the cache.
         head_dim: D.
         num_groups: Query heads per KV head.
         chunk_size: Channels of a chunk.
         max_chunks: `ChunkLayout.max_chunks` of the layer.
         num_queries: Queries of a KV head, those of all its new tokens, that one launch takes: 8, 16, 32, 64.
         load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
+        cache_dtype: Of the cache, where it is not that of queries.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class KernelKey:
     max_chunks: int
     num_queries: int
     load_tokens: int = TILE
+    cache_dtype: torch.dtype | None = None
 
 
 def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
@@ -492,9 +494,10 @@ class DecodeKernels:
                 self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
 
-    def _arguments(self, store: StoreTensors) -> StoreTensors:
-        """Return a store with a page in the place of pools without rows: TMA wants an address."""
-        return store.map_memory(lambda pool: pool if pool.shape[1] else self._no_rows[pool.shape[3]])
+    def _arguments(self, store: StoreTensors) -> list[torch.Tensor]:
+        """Return memory and tables, a page in the place of pools without rows: TMA wants an address."""
+        paged = store.map_memory(lambda pool: pool if pool.shape[1] else self._no_rows[pool.shape[3]])
+        return [tensor for tensor in paged if tensor is not None]
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
         return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
@@ -556,7 +559,8 @@ _NUM_TENSORS = len(StoreTensors._fields)
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
     schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
-    "Tensor page_table, Tensor window_table, Tensor seen, Tensor? valid) -> ()",
+    "Tensor page_table, Tensor window_table, Tensor? key_scale, Tensor? value_scale, Tensor seen, "
+    "Tensor? valid) -> ()",
 )
 def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
     store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
@@ -568,7 +572,8 @@ def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_r
     mutates_args=(),
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor page_table, Tensor window_table, "
-    "Tensor seen, Tensor pruned, Tensor plan, int sink_size, float softmax_scale) -> Tensor",
+    "Tensor? key_scale, Tensor? value_scale, Tensor seen, Tensor pruned, Tensor plan, "
+    "int sink_size, float softmax_scale) -> Tensor",
 )
 def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
     store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]

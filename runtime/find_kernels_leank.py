@@ -47,6 +47,7 @@ def find_kernels(
     max_chunks: int,
     num_columns: int = 1,
     load_tokens: int = TILE,
+    cache_dtype: torch.dtype | None = None,
 ) -> DecodeKernels | None:
     """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
 
@@ -59,7 +60,9 @@ def find_kernels(
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     num_queries = queries_at_once(num_columns, num_groups, head_dim, device)
-    key = KernelKey(device, dtype, head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
+    key = KernelKey(
+        device, dtype, head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens, cache_dtype
+    )
     if key not in _found:
         with _LOCK:
             if key not in _found:
@@ -71,6 +74,8 @@ def _unsupported(key: KernelKey) -> str | None:
     """Return why no kernel can serve a shape, None if one can."""
     if key.dtype not in KERNEL_DTYPES:
         return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
+    if key.cache_dtype is not None:
+        return f"no kernels serve a cache of {str(key.cache_dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
     capability = torch.cuda.get_device_capability(key.device)
@@ -216,7 +221,8 @@ def make_case(
     pruned = first + (last - first) * torch.arange(num_columns) // max(num_columns - 1, 1)
     index = layout.chunk_index(order_channels(channel_mask.to(device))[None])
     num_kept = layout.num_kept_chunks
-    memory, tables = [], []
+    memory: list[torch.Tensor] = []
+    tables: list[torch.Tensor] = []
     for page_size, in_window in zip(page_sizes, (False, True), strict=True):
         num_entries = -(-max(int(lengths.max()), 1) // page_size)
         token = torch.arange(num_entries * page_size)
@@ -248,7 +254,7 @@ def make_case(
         keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         valid=valid,
-        store=StoreTensors._make([*memory, index, table, *tables]),
+        store=StoreTensors._make([*memory, index, table, *tables, None, None]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
     )

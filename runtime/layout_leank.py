@@ -35,6 +35,9 @@ class StoreTensors(NamedTuple):
         head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
         page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
         window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
+        key_scale: What stored keys are multiplied by, per channel `[1 or B, H_kv, D]`, fp32; None: they are
+            what they are.
+        value_scale: The same of V.
     """
 
     kept_keys: torch.Tensor
@@ -45,10 +48,12 @@ class StoreTensors(NamedTuple):
     head_table: torch.Tensor
     page_table: torch.Tensor
     window_table: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""
-        return StoreTensors._make([*map(change, self[:4]), *self[4:]])
+        return self._replace(**{name: change(getattr(self, name)) for name in self._fields[:4]})
 
 
 @dataclass(frozen=True)
