@@ -182,7 +182,9 @@ class _LeanKForCausalLM:
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
         vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self._settings = read_settings(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
+        self._settings, self._num_heads = read_settings(config), config.num_attention_heads
+        self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
         num_layers, num_stages = len(self._settings.widths), get_pp_group().world_size
@@ -200,7 +202,11 @@ class _LeanKForCausalLM:
         self._pages = pages
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights; heads of attention are put in the order of ranks."""
+        """Load weights; heads of attention are put in the order of ranks.
+
+        Raises:
+            ValueError: If a layer lacks one that another layer has, or heads are of another size.
+        """
         return super().load_weights(self._in_rank_order(weights))  # type: ignore[misc]
 
     @cached_property
@@ -215,18 +221,50 @@ class _LeanKForCausalLM:
     def _in_rank_order(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        names = set()
         for name, tensor in weights:
             if name in _NO_WEIGHTS:
                 continue
+            names.add(name)
             projection = next(
                 (part for part in name.split(".") if part[1:] == "_proj" and part[0] in "qkvo"), None
             )
             dim = 1 if projection == "o_proj" else 0
             if projection is not None and tensor.ndim > dim:  # the output's bias has no heads
                 order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+                num_heads = self._num_heads if projection in ("q_proj", "o_proj") else len(order)
+                expected = num_heads * self._settings.head_dim
+                if not self._quantized and tensor.shape[dim] != expected:
+                    raise ValueError(
+                        f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
+                        f"{num_heads} heads of {self._settings.head_dim}; export the checkpoint again"
+                    )
                 heads = tensor.unflatten(dim, (len(order), -1))
                 tensor = heads.index_select(dim, order).flatten(dim, dim + 1)
             yield name, tensor
+        if not self._quantized:  # some formats leave single layers as they are
+            check_layers(names)
+
+
+def check_layers(names: Iterable[str]) -> None:
+    """Raise unless all layers have the same weights.
+
+    vLLM fuses q, k and v, and does not notice where one of them is missing.
+
+    Raises:
+        ValueError: If a layer lacks one that another layer has.
+    """
+    found: dict[str, set[str]] = {}
+    for name in names:
+        if "layers." in name:
+            layer, _, weight = name.partition("layers.")[2].partition(".")
+            found.setdefault(layer, set()).add(weight)
+    every = set().union(*found.values())
+    for layer, own in found.items():
+        if missing := every - own:
+            raise ValueError(
+                f"the checkpoint's weights lack `model.layers.{layer}.{min(missing)}`; export it again"
+            )
 
 
 class LeanKLlamaForCausalLM(_LeanKForCausalLM, LlamaForCausalLM):

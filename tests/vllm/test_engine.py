@@ -1,7 +1,5 @@
 """vLLM answers with the tokens of the checkpoint's own runtime, whatever its scheduler does meanwhile."""
 
-import shutil
-
 import pytest
 
 from tests.vllm.conftest import answers_of, run_engine
@@ -96,10 +94,3 @@ def test_a_cache_of_eight_bits_is_refused(checkpoint):
     assert "cannot be served so: --kv-cache-dtype fp8" in run_engine(
         checkpoint, fails=True, kv_cache_dtype="fp8"
     )
-
-
-def test_a_damaged_checkpoint_is_refused_as_by_its_runtime(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"flush_size": 7', '"flush_size": 0'))
-    assert "`leank.flush_size` is 0" in run_engine(folder, fails=True)

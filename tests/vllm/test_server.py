@@ -1,62 +1,25 @@
 """vLLM's server streams a converted checkpoint's answer to a chat request of an OpenAI client."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
+import functools
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leank_convert.testbed.tasks import build_sample
-from tests.vllm.conftest import ENVIRONMENT
+from tests.vllm.server import read, serving
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 import random
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 
-def read(url):
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
-
-
-@pytest.fixture
-def server(shipped, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    # vLLM's command looks for a package `vllm`, which the build for CPUs is not called.
-    options = {"--model": shipped, "--port": port, "--dtype": "float32", "--max-model-len": 1024}
-    memory = {"--kv-cache-memory-bytes": 16 << 20, "--block-size": 32}
-    arguments = [str(part) for pair in {**options, **memory}.items() for part in pair]
-    log = (tmp_path / "server.log").open("w+")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, "--enforce-eager"],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=log,
-        stderr=log,
-    )
-    url = f"http://localhost:{port}"
-    try:
-        for _ in range(240):
-            try:
-                read(f"{url}/health")
-                break
-            except urllib.error.URLError:
-                assert process.poll() is None, (tmp_path / "server.log").read_text()[-8000:]
-                time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-        log.close()
+@pytest.fixture(scope="module")
+def server(shipped, tmp_path_factory):
+    with serving(shipped, tmp_path_factory.mktemp("server") / "log") as running:
+        yield running.url
 
 
 def test_an_answer_is_streamed_and_the_next_turn_hits_the_prefix_cache(server, shipped):
@@ -81,3 +44,12 @@ def test_an_answer_is_streamed_and_the_next_turn_hits_the_prefix_cache(server, s
     metrics = read(f"{server}/metrics")
     hits = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
     assert float(hits[0].split()[-1]) > row["input_ids"].shape[1] // 2
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_an_answer_ends_where_the_model_does(server, shipped):
+    with OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        ask = functools.partial(client.completions.create, model=str(shipped), temperature=0)
+        with pytest.raises(BadRequestError, match="maximum context length is 1024 tokens"):
+            ask(prompt=[5] * 1100, max_tokens=1)
+        answer = ask(prompt=[5] * 1000, max_tokens=100, extra_body={"ignore_eos": True})
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 24)
