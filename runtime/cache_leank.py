@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import check_prune, check_size, read_settings
+from .configuration_leank import check_kv_dtype, check_prune, check_size, read_settings
 from .decode_kernels_leank import MAX_DRAFT
+from .fp8_leank import Scales
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
@@ -30,6 +31,8 @@ class LeanKCache(Cache):
             cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
             decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
         use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
+        kv_dtype: `fp8` stores keys and values in eight bits, `auto` as they come. Default: the config's.
+        scales: The model's scales for FP8, layer by layer; None: every row's prompt gives its own.
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
@@ -43,17 +46,21 @@ class LeanKCache(Cache):
         config: PreTrainedConfig,
         prune: str | None = None,
         use_graphs: bool = True,
+        kv_dtype: str | None = None,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
         settings = read_settings(config)
         mode = settings.prune if prune is None else check_prune(prune, "`prune`")
         self.rows = RowState(settings.sink_size, settings.recent_size, settings.flush_size, mode)
         self.graph = DecodeGraph(use_graphs)
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
+        kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
+        scales_of = [None] * len(settings.widths) if scales is None else scales
         super().__init__(
             layers=[
-                LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows)
-                for layer_idx, (mask, widths) in enumerate(
-                    zip(settings.channel_masks, settings.widths, strict=True)
+                LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows, kv_dtype, layer_scales)
+                for layer_idx, (mask, widths, layer_scales) in enumerate(
+                    zip(settings.channel_masks, settings.widths, scales_of, strict=True)
                 )
             ]
         )
@@ -71,6 +78,21 @@ class LeanKCache(Cache):
                 f"`{value}`; choose before the first token, or start from a new cache"
             )
         self.rows.prune = value
+
+    @property
+    def kv_dtype(self) -> str:
+        """`auto` or `fp8`; may be set while the cache holds nothing but pending input."""
+        return self.layers[0].kv_dtype
+
+    @kv_dtype.setter
+    def kv_dtype(self, value: str) -> None:
+        if check_kv_dtype(value, "`kv_dtype`") != self.kv_dtype and self.rows.is_split:
+            raise ValueError(
+                f"the cache stores `{self.kv_dtype}` and holds tokens already, it cannot change to "
+                f"`{value}`; choose before the first token, or start from a new cache"
+            )
+        for layer in self.layers:
+            layer.kv_dtype = value
 
     @property
     def use_graphs(self) -> bool:
@@ -215,7 +237,12 @@ class LeanKCache(Cache):
         shared = [
             tensor
             for layer in self.layers
-            for tensor in (layer.model_mask, layer.channel_mask, *(layer.pending or ()))
+            for tensor in (
+                layer.model_mask,
+                layer.channel_mask,
+                *(layer.pending or ()),
+                *(layer.model_scales or ()),
+            )
         ]
         forked = copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
         for name, value in sizes.items():
@@ -404,5 +431,6 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
         "widths": [layer.layout.widths for layer in cache.layers],
         "chunk sizes": [layer.layout.chunk_size for layer in cache.layers],
         "dtypes": [layer.dtype for layer in cache.layers],
+        "kv_dtype": cache.kv_dtype,
         "devices": [layer.device for layer in cache.layers],
     }

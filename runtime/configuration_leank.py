@@ -21,6 +21,7 @@ from transformers import (
 
 FORMAT_VERSION = 2
 PRUNE_MODES = ("eager", "deferred")
+KV_DTYPES = ("auto", "fp8")
 MAX_SIZE = 1 << 24
 """Most tokens that sink_size, recent_size, flush_size and what is reserved may be."""
 
@@ -36,6 +37,8 @@ class LeanKSettings:
         recent_size: Latest tokens that keep every channel.
         flush_size: Tokens that leave the full-width part at a time while decoding.
         prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
+        kv_dtype: What keys and values are stored in: `auto` as they come, or `fp8`.
+        has_scales: Whether the checkpoint holds scales for FP8.
     """
 
     widths: tuple[tuple[int, ...], ...]
@@ -44,6 +47,8 @@ class LeanKSettings:
     recent_size: int
     flush_size: int
     prune: str
+    kv_dtype: str
+    has_scales: bool
 
     @property
     def num_key_value_heads(self) -> int:
@@ -130,6 +135,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
         recent_size=block["recent_size"],
         flush_size=block["flush_size"],
         prune=check_prune(block["prune"], "config.json: `leank.prune`"),
+        kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
+        has_scales=block.get("kv_scales") is not None,
     )
 
 
@@ -139,6 +146,13 @@ def check_prune(value: object, origin: str) -> str:
         raise ValueError(
             f"{origin} is {value!r}, not one of {', '.join(f'`{mode}`' for mode in PRUNE_MODES)}"
         )
+    return value
+
+
+def check_kv_dtype(value: object, origin: str) -> str:
+    """Return what keys and values are stored in, or raise a ValueError that names where it came from."""
+    if not isinstance(value, str) or value not in KV_DTYPES:
+        raise ValueError(f"{origin} is {value!r}, not one of {', '.join(f'`{name}`' for name in KV_DTYPES)}")
     return value
 
 

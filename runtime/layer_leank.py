@@ -19,10 +19,11 @@ from transformers.masking_utils import sdpa_mask
 
 from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
 from .find_kernels_leank import find_kernels
+from .fp8_leank import Scales, choose_scales
 from .layout_leank import ChunkLayout, order_channels
 from .reference_leank import decode_attention
 from .rows_leank import RowState
-from .step_leank import Append, Step
+from .step_leank import Append, Split, Step
 from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
 from .turns_leank import attend_turn
 
@@ -36,6 +37,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows: Lengths of the rows, shared by all layers.
         num_columns: Columns seen, padding included.
         model_mask: Channels that the model keeps `[1, H_kv, D]`, bool, on the CPU.
+        kv_dtype: `auto` for keys and values as they come, or `fp8`.
+        model_scales: The model's scales for FP8; None: every row's prompt gives its own.
         channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
         layout: How they are cut into chunks.
         pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
@@ -55,10 +58,14 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         widths: Sequence[int],
         chunk_size: int,
         rows: RowState,
+        kv_dtype: str = "auto",
+        model_scales: Scales | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer_idx = layer_idx
         self.rows = rows
+        self.kv_dtype = kv_dtype
+        self.model_scales = model_scales
         self.model_mask = channel_mask[None]
         self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
         self.reset()
@@ -169,8 +176,17 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)
-        self.store = ChunkStore(self.layout, index, step.split.tables, keys)
+        scales = None
+        if self.kv_dtype == "fp8":
+            scales = self._scales(keys, values, step.split)
+        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, scales)
         self.store.write_prompt(keys, values, step.split)
+
+    def _scales(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> Scales:
+        """Return scales for a prompt and all that follows it."""
+        if self.model_scales is None:
+            return choose_scales(keys, values, split.real_columns(keys.shape[2]))
+        return self.model_scales.map(lambda scale: scale.to(keys.device, torch.float32))
 
     def decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
@@ -193,7 +209,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.copy_memory()
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
-        key, value = (states.detach().to(store.kept_keys.dtype) for states in (key, value))
+        key, value = (states.detach().to(store.dtype) for states in (key, value))
         kernels = self.kernels_for(query)
         if append.columns is None:
             self.kernels = kernels
@@ -207,6 +223,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
+        key, value = store.rounded(key, value)
         out = self.attend_turn(query, key, value, append, softmax_scale)
         store.append(key, value, append)
         return out
@@ -270,7 +287,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.store is not None
         num_columns = query.shape[2]
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
-        if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.kept_keys.dtype:
+        if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
             return None
         return find_kernels(
             query.device,
@@ -280,6 +297,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             chunk_size=self.layout.chunk_size,
             max_chunks=self.layout.max_chunks,
             num_columns=num_columns,
+            cache_dtype=None if self.store.scales is None else self.store.kept_keys.dtype,
         )
 
     def _attend(
@@ -327,7 +345,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         first = layers[0]
         joined = cls(
-            first.layer_idx, first.model_mask[0], first._model_layout.widths, first.layout.chunk_size, rows
+            first.layer_idx,
+            first.model_mask[0],
+            first._model_layout.widths,
+            first.layout.chunk_size,
+            rows,
+            first.kv_dtype,
+            first.model_scales,
         )
         sizes = [layer.batch_size or 0 for layer in layers]
         masks = [layer.channel_mask.cpu() for layer in layers]
@@ -344,7 +368,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             indices = [store.chunk_index for store in stores]
             index = _cat_rows(indices, sizes) if per_row else indices[0]
             assert rows.tables is not None
-            joined.store = ChunkStore.concatenate(stores, index, rows.tables)
+            scales = _cat_scales([store.scales for store in stores if store.scales is not None], sizes)
+            joined.store = ChunkStore.concatenate(stores, index, rows.tables, scales)
         for layer in layers:
             layer.pending = layer.store = None
         return joined
@@ -406,6 +431,15 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
     """Join what is per row `[1 or B, m, n]`, of so many rows each."""
     return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _cat_scales(parts: Sequence[Scales], sizes: Sequence[int]) -> Scales | None:
+    """Join scales of so many rows each, None if there are none; those of a model stay one for all rows."""
+    if not parts:
+        return None
+    if all(len(part.keys) == 1 and all(map(torch.equal, part, parts[0])) for part in parts):
+        return parts[0]
+    return Scales(*(_cat_rows(scales, sizes) for scales in zip(*parts, strict=True)))
 
 
 def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:

@@ -39,9 +39,11 @@ from .configuration_leank import (
     LeanKMistralConfig,
     LeanKQwen2Config,
     LeanKQwen3Config,
+    check_kv_dtype,
     check_prune,
     read_settings,
 )
+from .fp8_leank import SCALE_NAMES, Scales, check_scales
 from .fused_step_leank import own_storages
 from .graph_leank import GraphMemory
 from .layer_leank import ATTENTION_NAME
@@ -67,8 +69,13 @@ class LeanKMixin:
         Raises:
             ValueError: If the config has no valid `leank` block.
         """
-        read_settings(config)
+        settings = read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        if settings.has_scales:
+            for layer in self.base_model.layers:  # type: ignore[attr-defined]
+                for name in SCALE_NAMES:
+                    ones = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.float32)
+                    layer.self_attn.register_buffer(name, ones)
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
@@ -109,14 +116,31 @@ class LeanKMixin:
         finally:
             self.config.leank = block
 
-    def build_cache(self, prune: str | None = None, use_graphs: bool = True) -> LeanKCache:
+    def build_cache(
+        self, prune: str | None = None, use_graphs: bool = True, kv_dtype: str | None = None
+    ) -> LeanKCache:
         """Return an empty cache for this model, to pass as `past_key_values`.
 
         Args:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
             use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
+            kv_dtype: `fp8` stores keys and values in eight bits, by the checkpoint's scales where it has
+                some, else by those of every row's prompt; `auto` stores them as they come. Default: the
+                config's.
+
+        Raises:
+            ValueError: If one is not known, or the checkpoint's scales are wrong.
         """
-        return LeanKCache(self.config, prune, use_graphs)
+        return LeanKCache(self.config, prune, use_graphs, kv_dtype, self._scales())
+
+    def _scales(self) -> list[Scales] | None:
+        """Return the checkpoint's scales, layer by layer; None without any."""
+        attentions = [layer.self_attn for layer in self.base_model.layers]  # type: ignore[attr-defined]
+        if not hasattr(attentions[0], SCALE_NAMES[0]):
+            return None
+        found = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
+        check_scales(found)
+        return [Scales(*(scale[None] for scale in scales)) for scales in found]
 
     def _channel_masks(self) -> Sequence[torch.Tensor]:
         return read_settings(self.config).channel_masks.unbind()
@@ -301,16 +325,19 @@ class LeanKForCausalLMMixin(LeanKMixin):
         generation_config: GenerationConfig | None = None,
         *args: Any,
         prune: str | None = None,
+        kv_dtype: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate as the stock class does, from a LeanK cache.
 
         Args:
             inputs: Prompt, as in the stock class.
-            generation_config: As in the stock class; a field `prune` in it counts as the argument.
+            generation_config: As in the stock class; fields `prune` and `kv_dtype` in it count as the
+                arguments.
             *args: As in the stock class.
             prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
                 the generation config's, else the config's `leank.prune`.
+            kv_dtype: `auto` or `fp8`, see `build_cache`. Default: as for `prune`.
             **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
 
         Raises:
@@ -328,10 +355,12 @@ class LeanKForCausalLMMixin(LeanKMixin):
                 f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
                 "own, so leave it out"
             )
-        default_prune = _first_given({}, configs, "prune")
-        for mode in (prune, default_prune):
-            if mode is not None:
-                check_prune(mode, "`prune`")
+        given = {"prune": prune, "kv_dtype": kv_dtype}
+        defaults = {name: _first_given({}, configs, name) for name in given}
+        for name, check in (("prune", check_prune), ("kv_dtype", check_kv_dtype)):
+            for value in (given[name], defaults[name]):
+                if value is not None:
+                    check(value, f"`{name}`")
         if _first_given(kwargs, configs, "use_cache") is False:
             return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
         # transformers takes a cache or the name of one.
@@ -342,13 +371,15 @@ class LeanKForCausalLMMixin(LeanKMixin):
             kwargs["cache_implementation"] = None
         past_key_values = kwargs.pop("past_key_values", None)
         if past_key_values is None:
-            cache = self.build_cache(prune or default_prune)
+            chosen = {name: given[name] or defaults[name] for name in given}
+            cache = self.build_cache(prune=chosen["prune"], kv_dtype=chosen["kv_dtype"])
         else:
             cache = self._checked_cache(past_key_values)
-            if prune is not None:
-                cache.prune = prune
-            elif default_prune is not None and not cache.get_seq_length():
-                cache.prune = default_prune
+            for name, value in given.items():
+                if value is not None:
+                    setattr(cache, name, value)
+                elif defaults[name] is not None and not cache.get_seq_length():
+                    setattr(cache, name, defaults[name])
         cache.prefill_length = _prompt_columns(inputs, kwargs)
         if cache.prefill_length is not None:
             num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)

@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
 from .pages_leank import PageList
 from .step_leank import StoredView, view_tables
@@ -58,6 +59,8 @@ def decode_attention(
     )
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
+    if store.key_scale is not None:
+        scaled = scaled * store.key_scale[:, :, None, None]
     columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
     chunks = (
         gather_lanes(columns, store.chunk_index)
@@ -81,13 +84,16 @@ def decode_attention(
     scores = scores.masked_fill(hidden_tokens, lowest)
     window_scores = window_scores.masked_fill(hidden_places, lowest)
     attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v)
+    if store.value_scale is not None:
+        attended = attended * store.value_scale[:, :, None]
     return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
 
 
 def _pages(pool: torch.Tensor, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
     """Take pages `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
-    taken = pool[: listed.count] if listed.pages is None else pool.index_select(0, listed.pages)
-    return taken.to(dtype)
+    if listed.pages is None:
+        return pool[: listed.count].to(dtype)
+    return as_bytes(pool).index_select(0, listed.pages).view(pool.dtype).to(dtype)
 
 
 def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:

@@ -34,6 +34,14 @@ class Split:
     window_pages: torch.Tensor
     tables: PageTables
 
+    def real_columns(self, num_columns: int) -> torch.Tensor | None:
+        """Say which of a prompt's columns are no padding `[B, num_columns]`, bool; None if all are."""
+        if self.order is None:
+            return None
+        token = torch.arange(self.order.shape[1], device=self.order.device)
+        is_token = token < self.lengths[:, None]
+        return is_token.new_zeros(len(is_token), num_columns).scatter(1, self.order, is_token)
+
 
 @dataclass(frozen=True)
 class StoredView:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .fp8_leank import FP8, Scales, as_bytes, quantise
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
 from .pages_leank import PageTables, page_sources
 from .rows_leank import is_writable, new_address
@@ -33,33 +34,48 @@ class ChunkStore:
         window_values: V of heads of width 0.
         chunk_index: Channel of every lane.
         head_table: Where every head's chunks lie.
+        scales: What keys and values are multiplied by, in a store of FP8; else None.
+        dtype: Of keys and values as they come.
         addresses: A new number whenever one of these becomes another tensor.
     """
 
     def __init__(
-        self, layout: ChunkLayout, index: torch.Tensor, tables: PageTables, like: torch.Tensor
+        self,
+        layout: ChunkLayout,
+        index: torch.Tensor,
+        tables: PageTables,
+        dtype: torch.dtype,
+        scales: Scales | None = None,
     ) -> None:
         """Allocate an empty store.
 
         Args:
             layout: How the channels are cut into chunks.
-            index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32.
+            index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32, on the device to use.
             tables: Pages of the rows.
-            like: A tensor of the dtype and device to use.
+            dtype: Of keys and values.
+            scales: Given, they are stored in FP8.
         """
         self.layout = layout
         self.chunk_index = index
         self.tables = tables
-        device, size, head_dim = like.device, layout.chunk_size, layout.head_dim
+        self.dtype = dtype
+        self.scales = scales
+        device, size, head_dim = index.device, layout.chunk_size, layout.head_dim
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
         self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=device)
         self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=device)
         pages, window_pages = map(sum, tables.pool_runs)
         page = tables.page_size
-        self.kept_keys = like.new_zeros(pages, layout.num_kept_chunks, page, size)
-        self.values = like.new_zeros(pages, len(layout.value_heads), page, head_dim)
-        self.window_keys = like.new_zeros(window_pages, layout.num_dropped_chunks, page, size)
-        self.window_values = like.new_zeros(window_pages, len(layout.window_heads), page, head_dim)
+
+        def pool(num_pages: int, num_rows: int, width: int) -> torch.Tensor:
+            shape = (num_pages, num_rows, page, width)
+            return torch.zeros(shape, dtype=dtype if scales is None else FP8, device=device)
+
+        self.kept_keys = pool(pages, layout.num_kept_chunks, size)
+        self.values = pool(pages, len(layout.value_heads), head_dim)
+        self.window_keys = pool(window_pages, layout.num_dropped_chunks, size)
+        self.window_values = pool(window_pages, len(layout.window_heads), head_dim)
         self.addresses = new_address()
         tables.on(device)  # now, as it must not be while a step is captured
 
@@ -74,6 +90,7 @@ class ChunkStore:
             self.chunk_index,
             self.head_table,
             *self.tables.on(self.kept_keys.device),
+            *(self.scales or (None, None)),
         )
 
     @property
@@ -87,6 +104,8 @@ class ChunkStore:
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.clone())
+            elif isinstance(value, Scales):
+                setattr(self, name, value.map(torch.clone))
         self.addresses = new_address()
 
     def move_to(self, tables: PageTables, rows: torch.Tensor | None = None) -> None:
@@ -107,7 +126,7 @@ class ChunkStore:
         ]
         for name, pool in pools:
             if in_place:
-                getattr(self, name).copy_(pool)
+                as_bytes(getattr(self, name)).copy_(as_bytes(pool))
             else:
                 setattr(self, name, pool)
         if not in_place:
@@ -136,23 +155,26 @@ class ChunkStore:
             (_POOLS[0], kept_pages, slice(num_kept), self._value_heads),
             (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
         ):
-            stored_keys, stored_values = (getattr(self, name) for name in names)
+            stored_keys, stored_values = (as_bytes(getattr(self, name)) for name in names)
             for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
                 if stored_keys.shape[1]:
-                    new = self._to_chunks(self._page_tokens(keys, split, rows, numbers), lanes, rows)
-                    stored_keys.index_copy_(0, pages, new.transpose(1, 2).to(stored_keys.dtype))
+                    new = self._stored_keys(self._page_tokens(keys, split, rows, numbers), rows)
+                    new = self._to_chunks(new, lanes, rows)
+                    stored_keys.index_copy_(0, pages, new.transpose(1, 2))
                 if stored_values.shape[1]:
-                    new = self._page_tokens(values, split, rows, numbers).index_select(2, heads)
-                    stored_values.index_copy_(0, pages, new.transpose(1, 2).to(stored_values.dtype))
+                    new = self._stored_values(self._page_tokens(values, split, rows, numbers), rows)
+                    stored_values.index_copy_(0, pages, new.index_select(2, heads).transpose(1, 2))
 
     def _write_full_pages(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         """Fill pages `start` to `stop` of every row, where all rows have as many, and all tokens are real."""
         size, batch_size = self.tables.page_size, keys.shape[0]
         tokens = slice(start * size, stop * size)
-        new_keys = self._to_chunks(keys[:, :, tokens].transpose(1, 2), slice(self.layout.num_kept_chunks))
-        new_values = values[:, :, tokens].index_select(1, self._value_heads).transpose(1, 2)
+        new_keys = self._stored_keys(keys[:, :, tokens].transpose(1, 2))
+        new_keys = self._to_chunks(new_keys, slice(self.layout.num_kept_chunks))
+        new_values = self._stored_values(values[:, :, tokens].transpose(1, 2))
+        new_values = new_values.index_select(2, self._value_heads)
         for pool, new in ((self.kept_keys, new_keys), (self.values, new_values)):
-            pages = pool.view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
+            pages = as_bytes(pool).view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
             pages.copy_(new.view(batch_size, stop - start, size, *new.shape[2:]).transpose(2, 3))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
@@ -164,19 +186,31 @@ class ChunkStore:
             append: Where every column goes.
         """
         num_kept = self.layout.num_kept_chunks
-        lanes = self._to_chunks(keys.transpose(1, 2), slice(None))
-        tokens = values.transpose(1, 2)
+        lanes = self._to_chunks(self._stored_keys(keys.transpose(1, 2)), slice(None))
+        tokens = self._stored_values(values.transpose(1, 2))
         page, window_page, place = append.places
-        self.kept_keys[page, :, place] = lanes[:, :, :num_kept]
-        self.values[page, :, place] = tokens.index_select(2, self._value_heads)
+        as_bytes(self.kept_keys)[page, :, place] = lanes[:, :, :num_kept]
+        as_bytes(self.values)[page, :, place] = tokens.index_select(2, self._value_heads)
         lanes, tokens = lanes[:, :, num_kept:], tokens.index_select(2, self._window_heads)
         if append.columns is not None and append.columns.window_columns is not None:
             rows, columns = append.columns.window_columns
             lanes, tokens, window_page, place = (
                 part[rows, columns] for part in (lanes, tokens, window_page, place)
             )
-        self.window_keys[window_page, :, place] = lanes
-        self.window_values[window_page, :, place] = tokens
+        as_bytes(self.window_keys)[window_page, :, place] = lanes
+        as_bytes(self.window_values)[window_page, :, place] = tokens
+
+    def rounded(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new tokens' keys and values `[B, H_kv, d, D]` as they will be read once they are stored."""
+        if self.scales is None:
+            return keys, values
+        stored = (self._stored_keys(keys.transpose(1, 2)), self._stored_values(values.transpose(1, 2)))
+        read = (
+            (states.view(FP8).float() * scale[:, None]).transpose(1, 2)
+            for states, scale in zip(stored, self.scales, strict=True)
+        )
+        new_keys, new_values = (states.to(keys.dtype) for states in read)
+        return new_keys, new_values
 
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
         """Keep rows, see `RowState.select`; in place if the tables stay.
@@ -194,17 +228,28 @@ class ChunkStore:
                 self.chunk_index.copy_(selected)
             else:
                 self.chunk_index = selected
+        if self.scales is not None and len(self.scales.keys) > 1:
+            own = rows.to(self.chunk_index.device)
+            taken = self.scales.map(lambda scale: scale.index_select(0, own))
+            if taken.keys.shape == self.scales.keys.shape:
+                for scale, new in zip(self.scales, taken, strict=True):
+                    scale.copy_(new)
+            else:
+                self.scales = taken
 
     @classmethod
-    def concatenate(cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables) -> ChunkStore:
+    def concatenate(
+        cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables, scales: Scales | None
+    ) -> ChunkStore:
         """Return a store with the rows of several, in order.
 
         Args:
             stores: Stores of one layout, window size, dtype and device.
             index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
             tables: Tables of the result.
+            scales: Scales of the result.
         """
-        joined = cls(stores[0].layout, index, tables, stores[0].kept_keys)
+        joined = cls(stores[0].layout, index, tables, stores[0].dtype, scales)
         row, first = 0, [0, 0]
         for store in stores:
             stop = row + len(store.tables.runs)
@@ -213,10 +258,27 @@ class ChunkStore:
                 source = page_sources(runs, store.tables.pool_runs[pool])
                 pages = slice(first[pool], first[pool] + len(source))
                 for name in names:
-                    getattr(joined, name)[pages] = _taken(getattr(store, name), source)
+                    as_bytes(getattr(joined, name))[pages] = as_bytes(_taken(getattr(store, name), source))
                 first[pool] = pages.stop
             row = stop
         return joined
+
+    def _stored_keys(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return keys `[N, S, H_kv, D]` as they are stored, FP8 as bytes; N are rows, or pages of these."""
+        return self._stored(states, None if self.scales is None else self.scales.keys, rows)
+
+    def _stored_values(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The same of values."""
+        return self._stored(states, None if self.scales is None else self.scales.values, rows)
+
+    def _stored(
+        self, states: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        if scale is None:
+            return states.to(self.dtype)
+        if rows is not None and len(scale) > 1:
+            scale = scale[rows]
+        return as_bytes(quantise(states, scale[:, None]))
 
     def _to_chunks(
         self, states: torch.Tensor, lanes: slice, rows: torch.Tensor | None = None
@@ -248,10 +310,10 @@ class ChunkStore:
 def _taken(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return a pool of these pages of another one, zeros where a page is -1."""
     new = (source < 0).nonzero()[:, 0] if source.device.type == "cpu" else None
-    taken = pool.index_select(0, source.clamp(min=0).to(pool.device, non_blocking=True))
+    taken = as_bytes(pool).index_select(0, source.clamp(min=0).to(pool.device, non_blocking=True))
     if new is not None and len(new):
         taken.index_fill_(0, new.to(pool.device, non_blocking=True), 0)
-    return taken
+    return taken.view(pool.dtype)
 
 
 @dataclass(frozen=True)
@@ -345,8 +407,8 @@ def store_memory(store: ChunkStore, num_tokens: int, num_whole_tokens: int) -> C
         window_values=region(
             store.window_values, num_whole_tokens * len(layout.window_heads) * layout.head_dim
         ),
-        dense_keys=num_tokens * all_channels * size,
-        dense_values=num_tokens * all_channels * size,
+        dense_keys=num_tokens * all_channels * store.dtype.itemsize,
+        dense_values=num_tokens * all_channels * store.dtype.itemsize,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels
+from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout, StoreTensors, head_index
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
@@ -53,7 +54,7 @@ def attend_turn(
     Returns:
         `[B, H, d, D]` in the dtype of `query`; zeros for padding.
     """
-    dtype = torch.promote_types(query.dtype, store.kept_keys.dtype)
+    dtype = torch.promote_types(query.dtype, new_keys.dtype)
     grouped = query.to(dtype).view(query.shape[0], len(layout.widths), -1, *query.shape[2:])
     output = torch.zeros_like(grouped)  # [B, H_kv, G, d, D]
     for rows in _alike(stored, new_valid):
@@ -182,23 +183,35 @@ class StoredRow:
         """Copy heads that see pruned tokens, into `[length, heads, D]`."""
         dense = keys.new_zeros(self.length, len(self.layout.widths), self.layout.head_dim)
         self._put(dense, slice(None), self._in_order(self.store.kept_keys), kept=True)
-        pages, places = self._window
-        self._put(dense, self.whole, self.store.window_keys[pages, :, places], kept=False)
+        self._put(dense, self.whole, self._in_window(self.store.window_keys), kept=False)
         keys.copy_(dense[:, select])
         values.copy_(self._in_order(self.store.values))
+        self._widen(select, keys, values)
 
     def copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy heads of width 0, into `[whole tokens, heads, D]`."""
-        pages, places = self._window
         dense = keys.new_zeros(len(self.whole), len(self.layout.widths), self.layout.head_dim)
-        self._put(dense, slice(None), self.store.window_keys[pages, :, places], kept=False)
+        self._put(dense, slice(None), self._in_window(self.store.window_keys), kept=False)
         keys.copy_(dense[:, select])
-        values.copy_(self.store.window_values[pages, :, places])
+        values.copy_(self._in_window(self.store.window_values))
+        self._widen(select, keys, values)
 
     def _in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Copy the row's pages of a pool `[pages, m, P, n]`, token after token `[length, m, n]`."""
         pages = self.store.page_table[self.row, : -(-self.length // pool.shape[2])].long()
-        return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
+        taken = as_bytes(pool).index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
+        return taken.view(pool.dtype)
+
+    def _in_window(self, pool: torch.Tensor) -> torch.Tensor:
+        """Copy the row's whole tokens of a pool of the window `[w, m, n]`."""
+        pages, places = self._window
+        return as_bytes(pool)[pages, :, places].view(pool.dtype)
+
+    def _widen(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Multiply heads' K and V `[n, heads, D]` by the row's scales, if it has some."""
+        for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
+            if scale is not None:
+                states.mul_(scale[self.row if len(scale) > 1 else 0][select])
 
     def _put(
         self, keys: torch.Tensor, tokens: torch.Tensor | slice, chunks: torch.Tensor, *, kept: bool
