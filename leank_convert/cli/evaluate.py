@@ -23,7 +23,10 @@ from leank_convert.cli.options import (
 if TYPE_CHECKING:
     from leank_convert.recipe import Recipe
 
-_OTHERS = ("window", "think", "per-head-budget-dynamic")
+# Those of `leank_convert.evaluate.variants`, which imports torch.
+_OTHERS = (
+    "window", "think", "per-head-budget-dynamic", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv",
+)  # fmt: skip
 
 
 @click.command()
@@ -36,7 +39,8 @@ _OTHERS = ("window", "think", "per-head-budget-dynamic")
     type=click.Choice(_OTHERS),
     multiple=True,
     help="Answer in other ways, too: from the window alone; by ThinK, which chooses channels for every "
-    "prompt; with the checkpoint's widths and ThinK's choice. Default: window, and nothing with --task.",
+    "prompt; with the checkpoint's widths and ThinK's choice; by KIVI (2 bits) or Quest (chosen pages), "
+    "alone or on the kept channels; by SnapKV (chosen tokens). Default: window, and nothing with --task.",
 )
 @recipe_option
 @set_option

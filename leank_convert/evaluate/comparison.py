@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from leank_convert.evaluate.compared_cache import UsedBytes
+
 RESULT_NAMES = JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
 _COLOURS = (BLUE, ORANGE, GREEN, "#8a63b5", "#b0413e")  # of variants, the baseline's first
+_HATCHES = ("", "//", "..")  # where there are more variants than colours
 _Z_95 = 1.959963984540054
 
 
@@ -78,6 +81,7 @@ class Comparison:
     num_whole: int  # prompts so short that nothing of them is pruned
     outcomes: tuple[Outcome, ...]  # one per prompt
     cache: CacheBytes  # bytes at the longest prompt
+    used: dict[str, UsedBytes] = field(default_factory=dict)  # there, by variant, `against` left out
 
     @property
     def total(self) -> PairedScore:
@@ -115,6 +119,7 @@ class Comparison:
             ],
             "total": asdict(self.total),
             "cache_bytes": asdict(self.cache),
+            "used_bytes": {name: asdict(used) for name, used in self.used.items()},
         }
 
     def rows(self) -> list[tuple[int, str, PairedScore]]:
@@ -208,8 +213,26 @@ def render_comparison(result: Comparison) -> str:
         ("V bytes", cache.value_dense, cache.value_pruned),
     ):
         lines.append(f"{name:<26}{dense:>12,}{pruned:>12,}{1 - pruned / dense:>9.1%}")
+    if others:
+        lines += _render_used(result)
     lines += ["", f"pruning ratio: asked {asked}, reached {result.pruning_ratio:.1%}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _render_used(result: Comparison) -> list[str]:
+    """Every variant's score beside the bytes of its cache, window and all counted."""
+    count = result.cache.num_tokens
+    dense = result.cache.key_dense + result.cache.value_dense
+    lines = [
+        "",
+        f"{f'K and V at {count} tokens':<26}{'score':>12}{'bytes/token':>12}{'of dense':>9}{'read':>9}",
+    ]
+    for name, used in result.used.items():
+        lines.append(
+            f"{_title(name):<26}{result.total.means[name]:>12.2%}{used.held / count:>12,.0f}"
+            f"{used.held / dense:>9.1%}{used.read / dense:>9.1%}"
+        )
+    return [*lines, "read: by one decode step, of the dense cache's bytes"]
 
 
 def _title(variant: str) -> str:
@@ -255,7 +278,7 @@ def _draw(result: Comparison) -> Figure:
     for axes, length in zip(panels, lengths, strict=True):
         _draw_length(axes, result, length)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
+    figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 6))
     return figure
 
 
@@ -268,7 +291,9 @@ def _draw_length(axes: Axes, result: Comparison, length: int) -> None:
     for place, variant in enumerate(result.variants):
         x = [task + (place - (len(result.variants) - 1) / 2) * width for task in range(len(scores))]
         means = [100 * score.means[variant] for score in scores.values()]
-        axes.bar(x, means, width, label=_title(variant), color=_COLOURS[place % len(_COLOURS)])
+        again, colour = divmod(place, len(_COLOURS))
+        hatch = _HATCHES[again % len(_HATCHES)]
+        axes.bar(x, means, width, label=_title(variant), color=_COLOURS[colour], hatch=hatch)
         if variant != result.baseline:
             whiskers = [_whisker(score, result.baseline, variant) for score in scores.values()]
             axes.errorbar(

@@ -1,4 +1,4 @@
-"""Variants that decode from a prefill: the dense model, a LeanK cache, ThinK's choice of channels.
+"""Variants that decode from a prefill: dense, LeanK, ThinK, and by name those of modules of their own.
 
 ThinK (Xu et al., arXiv 2407.21018) keeps, of each head, the channels i of the largest ||Q_i K_i^T||_F, whose
 square is sum_w q_wi^2 · sum_s k_si^2: Q the prompt's last queries, K all its keys, both after RoPE. A KV
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate import kivi, snapkv
+from leank_convert.evaluate.compared_cache import Compared
 from leank_convert.evaluate.evaluated import EvaluatedModel
+from leank_convert.evaluate.kivi import KiviLayer
 from leank_convert.evaluate.prefill import Prefill
+from leank_convert.evaluate.quest import QuestLayer
+from leank_convert.evaluate.snapkv import SnapKVLayer
 from leank_convert.windows import Windows
 
 DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
@@ -156,20 +162,69 @@ class ThinK:
 
 
 def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Variant]:
-    """What answers besides the dense model and the pruned cache, by its name.
+    """What answers besides the dense model and the pruned cache, by its name; of some there are several.
 
     Raises:
-        LeanKError: If a name is not one of `window`, `think` and `per-head-budget-dynamic`.
+        LeanKError: If a name is not one of `OTHERS`.
     """
-    known: dict[str, Callable[[], Variant]] = {
-        WINDOW: lambda: Masked(WINDOW, torch.zeros_like(evaluated.channel_masks)),
-        THINK: lambda: ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS),
-        PER_HEAD_BUDGET: lambda: ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET),
-    }
     for name in names:
-        if name not in known:
-            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(known)}")
-    return [known[name]() for name in dict.fromkeys(names)]
+        if name not in OTHERS:
+            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(OTHERS)}")
+    return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
+
+
+def compared_variants(name: str, channel_masks: Tensor | None = None) -> list[Variant]:
+    """KIVI, Quest and SnapKV in all settings that are reported, alone or on LeanK's kept channels.
+
+    Args:
+        name: `kivi`, `quest` or `snapkv`.
+        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D]; None for the method alone.
+    """
+    alone = channel_masks is None
+    product = partial(Compared, channel_masks=channel_masks)
+    prefix = "" if alone else "leank+"
+    if name == "kivi":
+        # Alone, what it leaves as it is are the last tokens.
+        windows = Windows(sink_size=0, recent_size=kivi.RESIDUAL_LENGTH, flush_size=1) if alone else None
+        variants = [product(f"{prefix}kivi", KiviLayer, windows=windows)]
+        if not alone:
+            variants.append(product(f"{prefix}kivi+window", partial(KiviLayer, in_window=True)))
+        return [*variants]
+    # Alone, nothing is whole but the token that is decoded.
+    windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
+    if name == "snapkv":
+        capacities = {f"{snapkv.CAPACITY}": snapkv.CAPACITY, f"{snapkv.PAPER_SHARE:.0%}": snapkv.PAPER_SHARE}
+        return [
+            product(
+                f"{prefix}snapkv-{label}",
+                partial(SnapKVLayer, capacity=capacity),
+                windows=windows,
+                query_window=snapkv.QUERY_WINDOW,
+            )
+            for label, capacity in capacities.items()
+        ]
+    return [
+        product(
+            f"{prefix}quest-{page_size}{'-kv' if per_kv_head else ''}",
+            partial(QuestLayer, page_size=page_size, per_kv_head=per_kv_head),
+            windows=windows,
+        )
+        for page_size in (16, 64)
+        for per_kv_head in (False, True)
+    ]
+
+
+OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
+    WINDOW: lambda evaluated: [Masked(WINDOW, torch.zeros_like(evaluated.channel_masks))],
+    THINK: lambda evaluated: [ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS)],
+    PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
+    "kivi": lambda evaluated: compared_variants("kivi"),
+    "leank+kivi": lambda evaluated: compared_variants("kivi", evaluated.channel_masks),
+    "quest": lambda evaluated: compared_variants("quest"),
+    "leank+quest": lambda evaluated: compared_variants("quest", evaluated.channel_masks),
+    "snapkv": lambda evaluated: compared_variants("snapkv"),
+}
+"""What `--also` takes."""
 
 
 def in_checkpoint_order(channel_mask: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:

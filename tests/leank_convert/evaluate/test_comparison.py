@@ -7,6 +7,7 @@ import math
 import pytest
 from PIL import Image
 
+from leank_convert.evaluate.compared_cache import UsedBytes
 from leank_convert.evaluate.comparison import (
     CacheBytes,
     Comparison,
@@ -133,6 +134,20 @@ def test_columns_stand_under_their_titles():
     header, row = render_comparison(result).splitlines()[:2]
     for title, value in (("dense", "100.00%"), ("pruned", "50.00%"), (long, "25.00%")):
         assert header.index(title) + len(title) == row.index(value) + len(value)
+
+
+def test_every_variants_bytes_stand_beside_its_score():
+    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, "quest-16": 0.25})]
+    used = {"dense": UsedBytes(2000, 2000), "pruned": UsedBytes(1220, 1220), "quest-16": UsedBytes(2120, 600)}
+    result = comparison(
+        parts,
+        variants=("dense", "pruned", "quest-16"),
+        cache=CacheBytes(20, 1000, 320, 1000, 900),
+        used=used,
+    )
+    lines = [line.split() for line in render_comparison(result).splitlines()]
+    assert ["quest-16", "25.00%", "106", "106.0%", "30.0%"] in lines
+    assert result.to_dict()["used_bytes"]["quest-16"] == {"held": 2120, "read": 600}
 
 
 def test_all_three_files_hold_every_cell(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.text import _draw, compare_text, measure_rows, render_text_comparison
-from leank_convert.evaluate.variants import Masked, ThinK
+from leank_convert.evaluate.variants import Masked, ThinK, find_variants
 from leank_convert.testbed.tasks import NUMBERS
 from leank_convert.windows import Windows
 
@@ -22,6 +22,14 @@ FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
 
 def every_channel():
     return Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["quest", "snapkv"])
+def test_methods_that_have_nothing_to_do_in_so_short_a_text_are_the_dense_model(evaluated, name):
+    variants = [v for v in find_variants([name], evaluated) if v.name != "snapkv-56%"]
+    result = compare(evaluated, *variants)
+    for variant in result.variants:
+        assert max(variant.divergence) < FLOAT32
 
 
 def no_channel():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from leank_convert.cli.evaluate import evaluate
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
-from leank_convert.evaluate.variants import ThinK, find_variants, kept_channels
+from leank_convert.evaluate.variants import OTHERS, ThinK, find_variants, kept_channels
 from leank_convert.windows import Windows
 
 KV_HEADS, HEAD_DIM, GROUPS = 2, 16, 2
@@ -117,6 +118,26 @@ def test_budgets_that_make_no_sense_are_refused(prefill):
     for widths in (torch.ones(2, 3, dtype=torch.long), torch.full((2, 2), 17), torch.full((2, 2), -1)):
         with pytest.raises(LeanKError, match="the model has"):
             ThinK(widths).start(prefill)
+
+
+def test_the_command_takes_the_names_that_there_are():
+    also = next(option for option in evaluate.params if option.name == "also")
+    assert tuple(also.type.choices) == tuple(OTHERS)
+
+
+def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoints_mask(evaluated):
+    variants = find_variants(["kivi", "leank+kivi", "quest", "leank+quest", "snapkv"], evaluated)
+    names = [variant.name for variant in variants]
+    assert names == [
+        "kivi", "leank+kivi", "leank+kivi+window",
+        "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
+        "leank+quest-16", "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
+        "snapkv-2048", "snapkv-56%",
+    ]  # fmt: skip
+    for variant in variants:
+        is_product = variant.name.startswith("leank+")
+        assert (variant.channel_masks is evaluated.channel_masks) == is_product
+        assert (variant.windows is None) == is_product
 
 
 def test_an_unknown_variant_is_refused_with_those_there_are(evaluated):
