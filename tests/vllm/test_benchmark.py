@@ -1,4 +1,4 @@
-"""`benchmark serve` starts both servers on toy sizes and prints what vLLM's own benchmark measured."""
+"""`benchmark serve` starts a server for each side and prints what vLLM's own benchmark measured of toys."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 import os
 
 
-def test_both_sides_are_measured_on_as_much_memory():
+def test_all_sides_are_measured_on_as_much_memory():
     options = ("--device", "cpu", "--dtype", "float32", "--options", "--enforce-eager --block-size 32")
     done = subprocess.run(
         [sys.executable, "-m", "leank_convert", "benchmark", "serve", *options],
@@ -29,7 +29,10 @@ def test_both_sides_are_measured_on_as_much_memory():
     assert document["memory_bytes"] == 20_000_000
     # The toy's mask keeps 0.3125 of K's channels, and V of every head of a width: some 0.6 of a dense page.
     assert 1.3 < ours["blocks"] / dense["blocks"] < 1.8
-    for side in (ours, dense):
+    whole = document["sides"]["all-channels"]
+    assert whole["blocks"] == dense["blocks"]
+    for side in (ours, whole, dense):
+        assert side["block_size"] == 32
         assert [run["concurrency"] for run in side["runs"]] == [None, 2]
         assert all(run["output_tokens_per_second"] > 0 for run in side["runs"])
     assert "serve, prompt 96, 8 new tokens, 4 requests, 2 at a time" in done.stderr
