@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
 from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.find_kernels_leank import find_kernels
+from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.vllm import BACKEND
 from leank_convert.vllm.backend import LeanKBackend
@@ -37,8 +38,8 @@ from leank_convert.vllm.pages import ModelPages
 from leank_convert.vllm.refusals import check_options
 from leank_convert.vllm.rule import WindowSizes
 
-# Files beside the weights that vLLM loads with them, and what they hold.
-_NO_WEIGHTS = ("channel_mask", "scaling_factors")
+# What vLLM loads with the weights: tensors of files beside them, and scales of a cache in FP8.
+_NO_WEIGHTS = ("channel_mask", "scaling_factors", *SCALE_NAMES)
 
 
 class LeanKWindow(nn.Module, AttentionLayerBase):
@@ -223,7 +224,7 @@ class _LeanKForCausalLM:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         names = set()
         for name, tensor in weights:
-            if name in _NO_WEIGHTS:
+            if name.rpartition(".")[2] in _NO_WEIGHTS:
                 continue
             names.add(name)
             projection = next(

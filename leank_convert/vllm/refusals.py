@@ -32,6 +32,9 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"--kv-cache-dtype {cache.cache_dtype}: kept channels are not quantized yet; leave it out"
+    block = vllm_config.model_config.hf_config.leank or {}
+    if cache.cache_dtype == "auto" and block.get("kv_dtype") == "fp8":
+        yield "`leank.kv_dtype` in config.json is `fp8`, not kept yet: add --kv-cache-dtype bfloat16"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill: no layer's keys are another's; leave it out"
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

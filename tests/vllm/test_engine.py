@@ -1,7 +1,12 @@
 """vLLM answers with the tokens of the checkpoint's own runtime, whatever its scheduler does meanwhile."""
 
-import pytest
+import shutil
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from tests.vllm.conftest import answers_of, run_engine
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -94,3 +99,13 @@ def test_a_cache_of_eight_bits_is_refused(checkpoint):
     assert "cannot be served so: --kv-cache-dtype fp8" in run_engine(
         checkpoint, fails=True, kv_cache_dtype="fp8"
     )
+
+
+def test_a_checkpoints_scales_for_eight_bits_are_left_out(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "scaled")
+    shard = folder / "model.safetensors"
+    scales = {
+        f"model.layers.{n}.self_attn.{name}": torch.ones(4, 32) for n in range(3) for name in SCALE_NAMES
+    }
+    save_file({**load_file(shard), **scales}, shard, {"format": "pt"})
+    assert run_engine(folder)["answers"] == [answers_of(checkpoint)]

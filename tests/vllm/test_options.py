@@ -16,7 +16,7 @@ def options(**changes):
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(attention_chunk_size=None),
+        model_config=SimpleNamespace(attention_chunk_size=None, hf_config=SimpleNamespace(leank={})),
         device_config=SimpleNamespace(device_type="cuda"),
         **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
     )
@@ -33,6 +33,7 @@ def options(**changes):
     ("changes", "named"),
     [
         ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"model_config__hf_config__leank": {"kv_dtype": "fp8"}}, "`leank.kv_dtype`"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
@@ -55,6 +56,8 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    eight = {"model_config__hf_config__leank": {"kv_dtype": "fp8"}}
+    check_options(options(**eight, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
 
 

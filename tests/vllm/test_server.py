@@ -1,6 +1,10 @@
 """vLLM's server streams a converted checkpoint's answer to a chat request of an OpenAI client."""
 
 import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 import random
 
 from openai import BadRequestError, OpenAI
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +59,28 @@ def test_a_prompt_that_is_too_long_is_refused_and_an_answer_ends_where_the_model
             ask(prompt=[5] * 1100, max_tokens=1)
         answer = ask(prompt=[5] * 1000, max_tokens=100, extra_body={"ignore_eos": True})
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 24)
+
+
+def test_the_example_asks_it_and_looks_at_its_cache(server):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm_client.py"), "--url", server],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *answers, again = (line for line in done.stdout.splitlines() if not line.startswith("vllm:"))
+    assert len(answers) == 4 and all(answers) and again == answers[0]
+    counters = re.findall(r"^vllm:(\w+)_total\{.*\} (\S+)$", done.stdout, re.MULTILINE)
+    counted = {name: float(count) for name, count in counters}
+    assert counted["num_preemptions"] == 0
+    assert 0 < counted["prefix_cache_hits"] < counted["prefix_cache_queries"]
+
+
+def test_metrics_that_the_page_names_are_there(server):
+    page = (ROOT / "docs" / "serving.md").read_text()
+    named = set(re.findall(r"`(vllm:\w+)`", page))
+    assert len(named) > 5
+    there = read(f"{server}/metrics")
+    assert [name for name in sorted(named) if f"\n{name}" not in there] == []
