@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from leank_convert.device import is_first_process
-from leank_convert.export import check_exportable, export_checkpoint, recover
+from leank_convert.export import MaskLike, check_exportable, export_checkpoint, recover
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model
+from leank_convert.methods.kv_scales import measure_kv_scales
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
 
 
@@ -24,6 +27,7 @@ def convert_model(
     resume: bool = False,
     mask_only: bool = False,
     base_model: str | None = None,
+    kv_dtype: str | None = None,
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> list[Path]:
@@ -36,6 +40,7 @@ def convert_model(
         resume: Go on with the run in `out`; its checkpoints are replaced.
         mask_only: Stop at the masks.
         base_model: What `model` is called on the hub, for the model cards; by default what is known of it.
+        kv_dtype: `fp8` stores keys and values in eight bits; None as they come.
         device: Default: CUDA if there is any, else the CPU.
         progress: Whether to draw a progress bar to stderr.
 
@@ -65,6 +70,8 @@ def convert_model(
             return []
         if mask_only:
             return [result.mask for result in results]
+        # They are the model's, whatever the mask.
+        scales = measure_kv_scales(model, recipe, device=device) if kv_dtype else None
         return [
             export_checkpoint(
                 model,
@@ -72,7 +79,39 @@ def convert_model(
                 folder,
                 config_overrides=overrides,
                 base_model=base_model,
+                kv_dtype=kv_dtype,
+                kv_scales=scales,
                 overwrite=replaces,
             )
             for folder, mask in masks.items()
         ]
+
+
+def export_model(
+    model: str | Path,
+    mask: MaskLike,
+    out: str | Path,
+    *,
+    kv_dtype: str,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> Path:
+    """Write a checkpoint whose cache has a dtype of its own, with scales measured on the recipe's data.
+
+    Args:
+        model: A local folder, a hub id, or `testbed`.
+        mask: As for `export_checkpoint`.
+        out: The folder to write.
+        kv_dtype: `fp8` stores keys and values in eight bits.
+        device: Where scales are measured. Default: CUDA if there is any, else the CPU.
+        options: As for `export_checkpoint`.
+
+    Raises:
+        LeanKError: As `export_checkpoint` and `measure_kv_scales`.
+    """
+    check_exportable(model, Path(out), overwrite=options.get("overwrite", False))
+    recipe = options.get("recipe")
+    if isinstance(recipe, str | Path):
+        recipe = load_recipe(recipe, options.get("overrides", ()))
+    scales = measure_kv_scales(model, recipe, out=out, device=device)
+    return export_checkpoint(model, mask, out, kv_dtype=kv_dtype, kv_scales=scales, **options)

@@ -107,7 +107,9 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "model": mask.provenance.model if mask.provenance else None,
         "model_type": config["model_type"],
         "format_version": leank["format_version"],
-        **_describe_widths(leank["widths"], facts.head_dim, facts.dtype),
+        **_describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype")),
+        "kv_dtype": leank.get("kv_dtype"),
+        "kv_scales": leank.get("kv_scales"),
         "pruning_ratio_asked": leank["pruning_ratio_asked"],
         "pruning_ratio": leank["pruning_ratio"],
         "width_multiple": leank["width_multiple"],
@@ -149,9 +151,11 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe_widths(widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None) -> dict[str, Any]:
+def _describe_widths(
+    widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None, kv_dtype: str | None = None
+) -> dict[str, Any]:
     element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
-    cache = count_cache_bytes(widths, head_dim, element_bytes)
+    cache = count_cache_bytes(widths, head_dim, element_bytes, BYTES_PER_ELEMENT.get(kv_dtype or ""))
     heads_per_width = Counter(width for layer in widths for width in layer)
     return {
         "num_hidden_layers": len(widths),
@@ -258,6 +262,10 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))
     if facts["kind"] == "checkpoint":
         rows.insert(2, ("format", str(facts["format_version"])))
+        if facts["kv_dtype"] is not None:
+            scales = facts["kv_scales"]
+            origin = f"of {scales['num_tokens']:,} tokens" if scales else "of every prompt"
+            rows.insert(3, ("cache", f"{facts['kv_dtype']}, the window too; scales {origin}"))
     if facts["kind"] == "onnx":
         graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
         if quantization := facts["quantization"]:

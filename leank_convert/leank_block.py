@@ -12,6 +12,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.windows import Windows
 
 FORMAT_VERSION = 2
+KV_DTYPES = ("fp8",)
 # Its shards hold the masks as tensors that the source has not.
 FORMAT_WITH_MASK_TENSORS = 1
 LEANK_KEYS = (
@@ -29,6 +30,8 @@ LEANK_KEYS = (
     "config_overrides",
     "files",
 )
+# What a checkpoint says that stores its cache in another dtype than keys and values have.
+CACHE_KEYS = ("kv_dtype", "kv_scales")
 # What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
 _NEW_KEYS = ("channel_masks", "config_overrides")
 _NOT_IN_METADATA = ("channel_masks", "files")
@@ -79,7 +82,10 @@ def _check_keys(leank: Mapping[str, Any]) -> None:
             f"{FORMAT_VERSION}",
             hint="update leank-convert",
         )
-    expected = set(LEANK_KEYS) - set(_NEW_KEYS if version == FORMAT_WITH_MASK_TENSORS else ())
+    if version == FORMAT_WITH_MASK_TENSORS:
+        expected = set(LEANK_KEYS) - set(_NEW_KEYS)
+    else:
+        expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):
@@ -120,3 +126,8 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
         value = leank.get(key)
         if value is not None and type(value) not in kinds:
             raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
+    if "kv_dtype" in leank and leank["kv_dtype"] not in KV_DTYPES:
+        raise LeanKError(f"`leank.kv_dtype` is {cut(leank['kv_dtype'])}, not one of {', '.join(KV_DTYPES)}")
+    scales = leank.get("kv_scales")
+    if scales is not None and not (isinstance(scales, dict) and type(scales.get("num_tokens")) is int):
+        raise LeanKError(f"`leank.kv_scales` is {cut(scales)}, no object with `num_tokens`")

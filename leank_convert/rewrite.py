@@ -19,7 +19,7 @@ from leank_convert.export.plan import ExportPlan
 from leank_convert.export.source_card import read_base_model
 from leank_convert.head_layout import plan_head_layout
 from leank_convert.hub import check_base_model
-from leank_convert.leank_block import read_windows
+from leank_convert.leank_block import CACHE_KEYS, read_windows
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.verify import verify_checkpoint
 
@@ -62,6 +62,7 @@ def rewrite_checkpoint(
         facts,
         leank.get("config_overrides"),
         base_model or read_base_model(old),
+        {key: leank[key] for key in CACHE_KEYS if key in leank},
     )
     write_checkpoint(
         out,

@@ -12,6 +12,7 @@ import torch
 
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
+from leank_convert.kv_scales import SCALE_NAMES
 from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.trust import check_code
 
@@ -103,6 +104,10 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
             for layer, widths in zip(model.base_model.layers, config.leank["widths"], strict=True):
                 channels = torch.arange(layer.self_attn.channel_mask.shape[-1])
                 layer.self_attn.channel_mask = channels < torch.tensor(widths)[:, None]
+        if config.leank.get("kv_scales") is not None:
+            for layer in model.base_model.layers:
+                for name in SCALE_NAMES:
+                    getattr(layer.self_attn, name).fill_(1)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise LeanKError(
             f"`{checkpoint}` is no checkpoint that this machine can load: {error}",
@@ -143,6 +148,8 @@ def find_kernels(
         )
     # Earlier releases have no kernels for drafts.
     most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
+    # Nor another dtype for the cache.
+    stored = {"cache_dtype": torch.float8_e4m3fn} if getattr(layers[0], "kv_dtype", "auto") == "fp8" else {}
     found = [
         find(
             device,
@@ -152,6 +159,7 @@ def find_kernels(
             chunk_size=layers[0].layout.chunk_size,
             max_chunks=max_chunks,
             **({} if num_columns == 1 else {"num_columns": num_columns}),
+            **stored,
         )
         for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
         for num_columns in range(1, most_columns + 1)

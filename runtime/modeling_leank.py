@@ -72,10 +72,12 @@ class LeanKMixin:
         settings = read_settings(config)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if settings.has_scales:
+            shape = (settings.num_key_value_heads, settings.head_dim)
             for layer in self.base_model.layers:  # type: ignore[attr-defined]
                 for name in SCALE_NAMES:
-                    ones = torch.ones(settings.num_key_value_heads, settings.head_dim, dtype=torch.float32)
-                    layer.self_attn.register_buffer(name, ones)
+                    # On no `meta` device, so that what is not loaded stays what no cache is built with.
+                    unknown = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
+                    layer.self_attn.register_buffer(name, unknown)
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 

@@ -38,7 +38,7 @@ RANKS = [
         "masks",
     },
     {"hub", "tokenizer"},
-    {"mask", "mask_tensor", "mask_listing", "checkpoint_masks"},
+    {"mask", "mask_tensor", "mask_listing", "checkpoint_masks", "kv_scales"},
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "convert", "trust"},

@@ -9,7 +9,9 @@ import click
 
 from leank_convert.cli.options import (
     FiniteRange,
+    device_option,
     hub_options,
+    kv_dtype_option,
     out_option,
     overwrite_option,
     recipe_option,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 @set_option
 @window_options
 @click.option("--prune", type=click.Choice(["eager", "deferred"]), default="eager", show_default=True)
+@kv_dtype_option
+@device_option
 @click.option(
     "--format",
     "file_format",
@@ -86,6 +90,8 @@ def export(
     recent_size: int | None,
     flush_size: int | None,
     prune: str,
+    kv_dtype: str | None,
+    device: str | None,
     file_format: str,
     dtype: str | None,
     weights: str | None,
@@ -150,9 +156,18 @@ def export(
         return
     for name in given:
         raise click.UsageError(f"--{name} goes with --format onnx")
-    from leank_convert.export import export_checkpoint
+    options |= {"prune": prune, "base_model": base_model}
+    if kv_dtype is not None:
+        quiet_transformers()
+        from leank_convert.convert import export_model
 
-    export_checkpoint(model, mask_path, out, prune=prune, base_model=base_model, **options)
+        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
+    else:
+        if device is not None:
+            raise click.UsageError("--device goes with --kv-dtype, whose scales are measured there")
+        from leank_convert.export import export_checkpoint
+
+        export_checkpoint(model, mask_path, out, **options)
     finish_export(out, repo_id, private)
 
 
@@ -202,6 +217,11 @@ def _check_onnx_options(base_model: str | None, repo_id: str | None) -> None:
     context = click.get_current_context()
     if context.get_parameter_source("prune") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("--prune goes with checkpoints; a graph's host always reads the prompt whole")
+    for name in ("kv_dtype", "device"):
+        if context.params[name] is not None:
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} goes with checkpoints; a graph's cache has the dtype of --dtype"
+            )
     if base_model is not None:
         raise click.UsageError("--base-model is for a checkpoint's model card, which a graph has not")
     if repo_id is not None:

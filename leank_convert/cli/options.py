@@ -82,6 +82,16 @@ def window_options(command: _Command) -> _Command:
     return command
 
 
+def kv_dtype_option(command: _Command) -> _Command:
+    """`--kv-dtype`."""
+    return click.option(
+        "--kv-dtype",
+        type=click.Choice(["fp8"]),
+        help="Store keys and values in eight bits, by scales that are measured on the recipe's data. "
+        "Default: as they come.",
+    )(command)
+
+
 def hub_options(command: _Command) -> _Command:
     """`--base-model`, `--push-to-hub`, `--private`."""
     command = click.option(

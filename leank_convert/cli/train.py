@@ -13,6 +13,7 @@ from leank_convert.cli.options import (
     SEED,
     FiniteRange,
     hub_options,
+    kv_dtype_option,
     method_options,
     recipe_option,
     set_option,
@@ -39,6 +40,7 @@ from leank_convert.cli.options import (
     help="Share of channels to remove. Repeated: a checkpoint of each, OUT/ratio-0.5 and its like.",
 )
 @window_options
+@kv_dtype_option
 @click.option("--seed", type=SEED, help="Seed of the samples, and of a random mask.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--mask-only", is_flag=True, help="Stop at the mask: write no checkpoint.")
@@ -61,6 +63,7 @@ def train(
     sink_size: int | None,
     recent_size: int | None,
     flush_size: int | None,
+    kv_dtype: str | None,
     seed: int | None,
     resume: bool,
     mask_only: bool,
@@ -80,6 +83,8 @@ def train(
         raise click.UsageError("--mask-only writes no checkpoint that --push-to-hub could upload")
     if mask_only and base_model:
         raise click.UsageError("--mask-only writes no model card that --base-model could be in")
+    if mask_only and kv_dtype:
+        raise click.UsageError("--mask-only writes no checkpoint that --kv-dtype could be of")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run")
     if out is None and not dry_run:
@@ -117,7 +122,14 @@ def train(
     from leank_convert.convert import convert_model
 
     for path in convert_model(
-        model, out, recipe, resume=resume, mask_only=mask_only, base_model=base_model, device=device
+        model,
+        out,
+        recipe,
+        resume=resume,
+        mask_only=mask_only,
+        base_model=base_model,
+        kv_dtype=kv_dtype,
+        device=device,
     ):
         if mask_only:
             click.echo(path)

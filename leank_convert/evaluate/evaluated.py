@@ -23,6 +23,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError, first_line
+from leank_convert.kv_scales import SCALE_NAMES
 from leank_convert.leank_block import read_windows
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -114,9 +115,11 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values = {**model.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
-    # The very parameters, which decoding may lay elsewhere. A format-1 checkpoint's masks are tensors too.
+    # The very parameters, which decoding may lay elsewhere. Masks of format 1 and scales of an FP8 cache are
+    # tensors, too.
     tensors = model.state_dict(keep_vars=True)
-    weights = {key: value for key, value in tensors.items() if not key.endswith(".channel_mask")}
+    own = (".channel_mask", *(f".{name}" for name in SCALE_NAMES))
+    weights = {key: value for key, value in tensors.items() if not key.endswith(own)}
     dense.load_state_dict(weights, assign=True)
     # Its own is made of the config, which often names fewer of the tokens that end a turn.
     dense.generation_config = copy.deepcopy(model.generation_config)

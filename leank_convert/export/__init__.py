@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import check_base_model, model_name, resolve_model
+from leank_convert.kv_scales import KVScales, describe_cache
 from leank_convert.leank_block import metadata_facts
 from leank_convert.mask import (
     MASK_FILE_NAME,
@@ -113,6 +114,8 @@ def export_checkpoint(
     prune: str = "eager",
     config_overrides: Mapping[str, Any] | None = None,
     base_model: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: KVScales | None = None,
     overwrite: bool = False,
     mask_origin: str | Path = "mask",
 ) -> Path:
@@ -136,6 +139,8 @@ def export_checkpoint(
         prune: `eager` or `deferred`.
         config_overrides: Keys of config.json to replace, such as `rope_parameters`; None for the recipe's.
         base_model: What `model` is called on the hub, for the model card; by default what is known of it.
+        kv_dtype: `fp8` stores keys and values in eight bits; None as they come.
+        kv_scales: Scales for that, as `measure_kv_scales` gives them; None leaves them to every prompt.
         overwrite: Whether to replace a checkpoint in `out`.
         mask_origin: For messages, the file of a `mask` that has been read.
 
@@ -149,6 +154,7 @@ def export_checkpoint(
     out = Path(out)
     check_folder(out)
     check_base_model(base_model)
+    cache = describe_cache(kv_dtype, kv_scales)
     choice = choose(
         model,
         mask,
@@ -166,11 +172,11 @@ def export_checkpoint(
     )
     checkpoint, config, facts = _open_source(model, out, choice.config_overrides)
     check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(model))
-    plan = plan_export(checkpoint, choice.mask, facts)
+    plan = plan_export(checkpoint, choice.mask, facts, kv_scales)
     refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
     write_checkpoint(
         out,
-        Original(model_name(model), checkpoint, config, facts, choice.config_overrides, base_model),
+        Original(model_name(model), checkpoint, config, facts, choice.config_overrides, base_model, cache),
         plan,
         choice.mask,
         choice.windows,
@@ -191,6 +197,7 @@ class Original:
         facts: The facts of that.
         config_overrides: Those overrides, None where they are not known.
         base_model: The model's hub id, None to find out.
+        cache: What the `leank` block is to say of the cache's dtype.
     """
 
     name: str
@@ -199,6 +206,7 @@ class Original:
     facts: ModelFacts
     config_overrides: Mapping[str, Any] | None
     base_model: str | None = None
+    cache: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_checkpoint(
@@ -235,7 +243,7 @@ def write_checkpoint(
         flush_size=windows.flush_size,
     )
     mask = dataclasses.replace(mask, provenance=known)
-    leank = build_leank_facts(mask, known, plan.layout, windows, original.config_overrides)
+    leank = build_leank_facts(mask, known, plan.layout, windows, original.config_overrides, original.cache)
     try:
         with staged_folder(out, overwrite=overwrite) as partial:
             # Importing transformers and loading a tokenizer is processor time, writing weights is the disk's.
@@ -254,7 +262,7 @@ def write_checkpoint(
             config = build_config(original.config, facts.architecture, leank, digests)
             write_atomically(partial / CONFIG_NAME, encode_json(config))
             write_atomically(partial / CARD_NAME, _describe(original, mask, known, windows).encode())
-            _check_written(checkpoint, partial)
+            _check_written(checkpoint, plan, partial)
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
         raise _cannot_export(error, out, checkpoint) from error
@@ -312,15 +320,26 @@ def _write_weights(
         for (name, header), hasher in zip(checkpoint.shards.items(), cycle(hashers), strict=False):
             metadata = {**header.metadata, "format": "pt", "leank": facts_json}
             path = partial / name
-            digests[name] = write_shard(header, path, edits=plan.edits, metadata=metadata, hasher=hasher)
+            digests[name] = write_shard(
+                header,
+                path,
+                edits=plan.edits,
+                metadata=metadata,
+                hasher=hasher,
+                added=plan.added.get(name, {}),
+            )
             flushed.append(flusher.submit(sync_path, path))
         for future in flushed:
             future.result()
         hashed = {name: digest() for name, digest in digests.items()}
     # Of a single shard, too: engines take every safetensors file for weights unless an index names them.
     given = checkpoint.index or {}
-    weight_map = {tensor: name for name, header in checkpoint.shards.items() for tensor in header.tensors}
-    size = {**(given.get("metadata") or {}), "total_size": checkpoint.num_data_bytes}
+    weight_map = {
+        tensor: name
+        for name, header in checkpoint.shards.items()
+        for tensor in (*header.tensors, *plan.added.get(name, ()))
+    }
+    size = {**(given.get("metadata") or {}), "total_size": checkpoint.num_data_bytes + plan.num_added_bytes}
     index = {**given, "metadata": size, "weight_map": dict(sorted(weight_map.items()))}
     write_atomically(partial / INDEX_NAME, encode_json(index))
     return hashed
@@ -336,17 +355,23 @@ def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, wind
         known,
         facts,
         windows,
-        count_cache_bytes(mask.widths, facts.head_dim, element_bytes),
+        count_cache_bytes(
+            mask.widths,
+            facts.head_dim,
+            element_bytes,
+            BYTES_PER_ELEMENT.get(original.cache.get("kv_dtype", "")),
+        ),
         element_bytes=element_bytes,
+        leank=original.cache,
         noted_name=identify_model(checkpoint.folder),
         base_model=original.base_model or find_base_model(checkpoint.folder, original.name, known.model),
         licence=read_licence(checkpoint.folder),
     )
 
 
-def _check_written(source: Checkpoint, partial: Path) -> None:
+def _check_written(source: Checkpoint, plan: ExportPlan, partial: Path) -> None:
     """Check headers, sizes and the index of what was written; the weights are `verify`'s work."""
-    written, expected = open_checkpoint(partial), source.num_data_bytes
+    written, expected = open_checkpoint(partial), source.num_data_bytes + plan.num_added_bytes
     if written.shards.keys() != source.shards.keys() or written.num_data_bytes != expected:
         raise LeanKError(
             f"`{partial}` holds {written.num_data_bytes} bytes of tensors, not {expected}",

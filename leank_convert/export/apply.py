@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+from torch import Tensor
 
 from leank_convert.errors import LeanKError
 from leank_convert.export.plan import TensorEdit
@@ -92,6 +94,7 @@ def write_shard(
     edits: Mapping[str, TensorEdit],
     metadata: Mapping[str, str],
     hasher: Executor,
+    added: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Callable[[], str]:
     """Write one shard; `sync_path` flushes it to the disk.
 
@@ -101,6 +104,7 @@ def write_shard(
         edits: Permuted tensors by name, of any shard.
         metadata: The new file's `__metadata__`.
         hasher: Hashes what is written, in order: it has one thread.
+        added: Tensors in float32 that follow the source's.
 
     Returns:
         What waits for the hash and returns the file's SHA-256, in hexadecimal.
@@ -109,16 +113,19 @@ def write_shard(
         LeanKError: If the source cannot be read, or ends before its header says.
         OSError: If the file cannot be written; carries the file's name.
     """
-    tensors = source.tensors.values()
+    entries = [(t.name, t.dtype, t.shape, t.num_bytes) for t in source.tensors.values()]
+    entries += [(name, "F32", tuple(tensor.shape), tensor.nbytes) for name, tensor in added.items()]
     with source.path.open("rb") as reader, path.open("wb") as writer:
         output = _Output(writer.fileno(), path, hasher)
         try:
-            output.write(encode_header(((t.name, t.dtype, t.shape, t.num_bytes) for t in tensors), metadata))
+            output.write(encode_header(entries, metadata))
             for piece in _merge(_split(source, edits)):
                 if isinstance(piece, _Span):
                     _copy_span(reader.fileno(), output, piece, source.path)
                 else:
                     _copy_columns(reader.fileno(), output, piece, source.path)
+            for tensor in added.values():
+                output.write(tensor.float().numpy().astype("<f4").tobytes())
         except OSError as error:
             # Writes through a descriptor do not know the file's name.
             raise OSError(error.errno, error.strerror, str(path)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def build_leank_facts(
     layout: HeadLayout,
     windows: Windows,
     config_overrides: Mapping[str, Any] | None,
+    cache: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build the `leank` block without its digests.
 
@@ -32,6 +34,7 @@ def build_leank_facts(
         layout: The heads' order and widths.
         windows: Window sizes.
         config_overrides: Keys of the source's config.json that were replaced, None where that is not known.
+        cache: What `kv_scales.describe_cache` says of the cache.
     """
     reordered = [
         mask.channel_mask[layer][list(permutation)]
@@ -50,6 +53,7 @@ def build_leank_facts(
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple,
         "config_overrides": None if config_overrides is None else dict(config_overrides),
+        **cache,
     }
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.head_layout import BytesPerToken
+from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
@@ -35,10 +37,10 @@ the cache keeps {kept:.1%} of the key channels of all tokens but the first {sink
 | region | tokens | K | V | saved |
 |---|---|---|---|---|
 | dense model | all | {cache.key_dense:,} | {cache.value_dense:,} | |
-| window | first {sink}, last {recent} to {recent_most} | {cache.key_dense:,} | {cache.value_dense:,} | 0% |
+| window | first {sink}, last {recent} to {recent_most} | {window} |
 | pruned | all between | {cache.key_pruned:,} | {cache.value_pruned:,} | {cache.saved:.1%} |
 
-At {element_bytes} bytes per number, over all layers and heads.
+At {element_bytes} bytes per number, over all layers and heads.{stored}
 
 ## Load
 
@@ -97,6 +99,7 @@ def build_model_card(
     cache: BytesPerToken,
     *,
     element_bytes: int,
+    leank: Mapping[str, Any] = MappingProxyType({}),
     noted_name: str | None = None,
     base_model: str | None = None,
     licence: Mapping[str, str] | None = None,
@@ -110,7 +113,8 @@ def build_model_card(
         facts: The model's facts.
         windows: Window sizes.
         cache: Bytes per token.
-        element_bytes: Bytes of one number in the cache.
+        element_bytes: Bytes of one number in the dense cache.
+        leank: The checkpoint's `leank` block, which says what the cache is stored in.
         noted_name: What the model's config.json calls it, if it may be that.
         base_model: The model's hub id, if it is known.
         licence: `license`, `license_name` and `license_link` of the model, those that are known.
@@ -136,11 +140,26 @@ def build_model_card(
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         cache=cache,
+        **_describe_stored(leank, cache, element_bytes),
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
         accuracy=_describe_accuracy(held_out, known, given_name, noted_name),
         recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
+
+
+def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken, element_bytes: int) -> dict[str, Any]:
+    """What the table says of the window, and of what the pruned cache is stored in."""
+    kv_dtype, scales = leank.get("kv_dtype"), leank.get("kv_scales")
+    share = BYTES_PER_ELEMENT[kv_dtype] / element_bytes if kv_dtype else 1
+    stored = ""
+    if kv_dtype:
+        origin = f"measured on {scales['num_tokens']:,} tokens" if scales else "that every prompt gives"
+        stored = f" Window and pruned region are stored in {kv_dtype}, with scales per channel {origin}."
+    return {
+        "window": f"{cache.key_dense * share:,.0f} | {cache.value_dense * share:,.0f} | {1 - share:.0%}",
+        "stored": stored,
+    }
 
 
 def _build_front_matter(

@@ -7,13 +7,16 @@ fail for want of a disk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError, cut
 from leank_convert.head_layout import HeadLayout, plan_head_layout
+from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
 from leank_convert.safetensors_file import TensorInfo
 
@@ -42,22 +45,33 @@ class ExportPlan:
     Attributes:
         layout: The heads' order and widths.
         edits: Permuted tensors by name; every other tensor is copied as it is.
+        added: Tensors that the source has not, by file and name.
     """
 
     layout: HeadLayout
     edits: Mapping[str, TensorEdit]
+    added: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def num_added_bytes(self) -> int:
+        """Size of the tensors that the source has not."""
+        return sum(tensor.nbytes for tensors in self.added.values() for tensor in tensors.values())
 
 
-def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) -> ExportPlan:
+def plan_export(
+    checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts, scales: KVScales | None = None
+) -> ExportPlan:
     """Plan an export and check the source's headers against it.
 
     Args:
         checkpoint: The source.
         mask: A mask that fits the model.
         facts: The source's facts.
+        scales: Of an FP8 cache, to be written beside each layer's keys.
 
     Raises:
-        LeanKError: If a tensor is missing or has another shape or a quantized dtype.
+        LeanKError: If a tensor is missing or has another shape or a quantized dtype, or scales are another
+            model's.
     """
     layout = plan_head_layout(mask.widths)
     edits: dict[str, TensorEdit] = {}
@@ -66,7 +80,28 @@ def plan_export(checkpoint: Checkpoint, mask: ChannelMask, facts: ModelFacts) ->
     for layer, permutation in enumerate(layout.head_permutation):
         for edit in plan_layer(checkpoint, facts, layer, permutation):
             edits[edit.tensor] = edit
-    return ExportPlan(layout, edits)
+    return ExportPlan(
+        layout, edits, {} if scales is None else _plan_scales(checkpoint, facts, layout, scales)
+    )
+
+
+def _plan_scales(
+    checkpoint: Checkpoint, facts: ModelFacts, layout: HeadLayout, scales: KVScales
+) -> dict[str, dict[str, Tensor]]:
+    """Scales by the file of their layer's keys."""
+    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    if scales.keys.shape != shape or scales.values.shape != shape:
+        raise LeanKError(
+            f"scales are {list(scales.keys.shape)} and {list(scales.values.shape)}, the model has "
+            f"{list(shape)} (layers, KV heads, channels)",
+            hint="measure them on this model",
+        )
+    added: dict[str, dict[str, Tensor]] = {}
+    for layer, tensors in enumerate(scales.tensors(facts, layout.head_permutation)):
+        shard = checkpoint.shard_of(facts.architecture.attention_tensor(layer, "k_proj.weight"))
+        assert shard is not None  # or it would have been missed above
+        added.setdefault(shard, {}).update(tensors)
+    return added
 
 
 def plan_layer(
@@ -129,13 +164,14 @@ def _unedited(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Refuse a source with the names that a checkpoint has for its masks."""
+    """Refuse a source with the names that a checkpoint has for its masks and scales."""
     if MASK_FILE_NAME in checkpoint.shards:
         raise LeanKError(
             f"`{checkpoint.folder}`: a shard is named `{MASK_FILE_NAME}`, as a checkpoint's mask file is",
             hint="rename it, and in its index",
         )
-    for name in name_mask_tensors(facts):
+    scales = [name for layer in name_scale_tensors(facts) for name in layer]
+    for name in name_mask_tensors(facts) + scales:
         if checkpoint.find(name) is not None:
             raise LeanKError(f"`{checkpoint.folder}` has a tensor `{name}`, which is a checkpoint's")
 

@@ -76,7 +76,7 @@ def measure_attention(model: PreTrainedModel, input_ids: Tensor) -> AttentionSta
     """
     measurement = _Measurement()
     device = next(model.parameters()).device
-    with _attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
+    with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
         model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measurement=measurement)
     statistics = AttentionStatistics(
         torch.stack(measurement.channel_norms),
@@ -147,7 +147,7 @@ AttentionInterface.register(MEASURING_ATTENTION_NAME, _measuring_attention)
 
 
 @contextmanager
-def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Let a model attend by another registered function within this context."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)

@@ -85,6 +85,11 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     check_rope(facts, checkpoint)
+    if leank.get("kv_dtype") is not None:
+        raise LeanKError(
+            f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
+            hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
+        )
     masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
     windows = read_windows(leank)
     model = load_stock(checkpoint, config, facts.architecture, dtype)

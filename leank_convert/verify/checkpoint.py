@@ -28,6 +28,7 @@ from leank_convert.export.plan import check_unedited, plan_layer
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
+from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block, metadata_facts
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.verify.checks import Checks, Report
@@ -58,6 +59,7 @@ def verify_weights(path: str | Path, source: str | Path | None) -> Report:
         masks = checks.value("channel masks", lambda: _read_masks(checkpoint, facts, leank))
         if masks is not None:
             holds("mask file", lambda: _check_mask_file(checkpoint, facts, leank, masks))
+        holds("cache scales", lambda: check_scale_tensors(checkpoint, facts, leank))
         holds("header metadata", lambda: _check_metadata(checkpoint, leank))
         if original is not None and sound and masks is not None:
             compare_with_source(checkpoint, original, facts, leank, holds)

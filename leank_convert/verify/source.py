@@ -28,6 +28,7 @@ from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
 from leank_convert.export.plan import TensorEdit, plan_layer
 from leank_convert.files import sha256_of
+from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
@@ -156,14 +157,16 @@ def _compare_weights(
             edits.update(
                 (edit.tensor, edit) for edit in plan_layer(original, facts, layer, tuple(permutation))
             )
-        masks: set[str] = set()
+        added: set[str] = set()
         if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
-            masks.update(name_mask_tensors(facts))
+            added.update(name_mask_tensors(facts))
+        if leank.get("kv_scales") is not None:
+            added.update(name for layer in name_scale_tensors(facts) for name in layer)
         for name in original.shards.keys() ^ checkpoint.shards.keys():
             raise LeanKError(f"`{name}` is not a file of both folders")
         for name, header in original.shards.items():
             other = checkpoint.shards[name]
-            if difference := sorted((other.tensors.keys() - masks) ^ header.tensors.keys()):
+            if difference := sorted((other.tensors.keys() - added) ^ header.tensors.keys()):
                 raise LeanKError(f"`{name}`: tensor `{difference[0]}` is not in both folders' file")
             for tensor, info in header.tensors.items():
                 found = other.tensors[tensor]

@@ -1,0 +1,146 @@
+"""Scales of a checkpoint's FP8 cache: how they are chosen, called, described and read.
+
+They are tensors beside each layer's weights, float32 [H_kv, D], in the checkpoint's own head order: powers of
+two by which cached keys, after rotary embedding, and values are divided before they are rounded to e4m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import Checkpoint
+from leank_convert.errors import LeanKError
+from leank_convert.files import open_file
+from leank_convert.leank_block import KV_DTYPES
+
+SCALE_NAMES = ("key_scale", "value_scale")
+_LARGEST = 448
+# Powers of two that float16 has, too.
+_EXPONENTS = (-14, 15)
+# A model that was cast before it was saved has them in halves, which hold the same numbers.
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HINT = "copy or export the checkpoint again"
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of a model, and what they were measured on.
+
+    Attributes:
+        keys: float32 [L, H_kv, D], in the model's own head order; one for both channels of a RoPE pair.
+        values: float32 [L, H_kv, D].
+        num_tokens: How many were measured.
+        tasks: The recipe's, whose data they are of.
+        seed: The recipe's.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_tokens: int
+    tasks: Sequence[str]
+    seed: int
+
+    @classmethod
+    def of_largest(cls, keys: Tensor, values: Tensor, **measured: Any) -> KVScales:
+        """Choose scales by the largest numbers of channels, each [L, H_kv, D]."""
+        pairs = torch.maximum(*keys.chunk(2, dim=-1))
+        return cls(scale_of(torch.cat([pairs, pairs], dim=-1)), scale_of(values), **measured)
+
+    def tensors(
+        self, facts: ModelFacts, head_permutation: Sequence[Sequence[int]]
+    ) -> list[dict[str, Tensor]]:
+        """A checkpoint's tensors, layer by layer, their heads in its order."""
+        return [
+            {
+                name: scales[layer][list(order)]
+                for name, scales in zip(names, (self.keys, self.values), strict=True)
+            }
+            for layer, (names, order) in enumerate(
+                zip(name_scale_tensors(facts), head_permutation, strict=True)
+            )
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """What the `leank` block says of them."""
+        return {"num_tokens": self.num_tokens, "tasks": list(self.tasks), "seed": self.seed}
+
+
+def describe_cache(kv_dtype: str | None, scales: KVScales | None) -> dict[str, Any]:
+    """Keys of a `leank` block about a cache of a dtype, with scales or without; none of a cache as it comes.
+
+    Raises:
+        LeanKError: If the dtype is not known, or there are scales without one.
+    """
+    if kv_dtype is None and scales is None:
+        return {}
+    if kv_dtype not in KV_DTYPES:
+        raise LeanKError(f"`kv_dtype` is {kv_dtype!r}, not one of {', '.join(KV_DTYPES)}")
+    return {"kv_dtype": kv_dtype, "kv_scales": None if scales is None else scales.describe()}
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The power of two 2^ceil(log2(2 * largest / 448)), so that numbers twice as large fit; of zeros 1."""
+    fraction, exponent = torch.frexp(largest.float() / (_LARGEST / 2))
+    exponent = (exponent - (fraction == 0.5).int()).clamp(*_EXPONENTS)
+    scale = torch.ldexp(torch.ones_like(fraction), exponent)
+    return torch.where(largest > 0, scale, 1)
+
+
+def name_scale_tensors(facts: ModelFacts) -> list[tuple[str, ...]]:
+    """The tensors of each layer that hold its scales, those of keys first."""
+    return [
+        tuple(facts.architecture.attention_tensor(layer, name) for name in SCALE_NAMES)
+        for layer in range(facts.num_hidden_layers)
+    ]
+
+
+def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> str:
+    """Check a checkpoint's scales: that they are there, or are not, as its config.json says, and make sense.
+
+    Returns:
+        What was found.
+
+    Raises:
+        LeanKError: If one is missing, of another dtype or shape, or no power of two that every dtype has.
+    """
+    names = [name for layer in name_scale_tensors(facts) for name in layer]
+    if leank.get("kv_scales") is None:
+        for name in names:
+            if checkpoint.find(name) is not None:
+                raise LeanKError(f"tensor `{name}` is there, and config.json has no `leank.kv_scales`")
+        return "none, every prompt gives its own" if leank.get("kv_dtype") else "none, none needed"
+    for name in names:
+        _check_tensor(checkpoint, name, (facts.num_key_value_heads, facts.head_dim))
+    return f"{len(names)} tensors, of {leank['kv_scales']['num_tokens']} tokens"
+
+
+def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    shard = checkpoint.shard_of(name)
+    if shard is None:
+        raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing", hint=_HINT)
+    header = checkpoint.shards[shard]
+    info = header.tensors[name]
+    dtype = _DTYPES.get(info.dtype)
+    if dtype is None or info.shape != shape:
+        raise LeanKError(
+            f"`{header.path}`: tensor `{name}` is {info.dtype} {list(info.shape)}, not F32 {list(shape)}",
+            hint=_HINT,
+        )
+    with open_file(header.path) as file:
+        file.seek(header.data_start + info.start)
+        values = torch.frombuffer(bytearray(file.read(info.num_bytes)), dtype=dtype).float()
+    fractions, exponents = torch.frexp(values)
+    low, high = _EXPONENTS
+    wrong = values[(fractions != 0.5) | (exponents <= low) | (exponents > high + 1)]
+    if len(wrong):
+        raise LeanKError(
+            f"`{header.path}`: tensor `{name}` holds {float(wrong[0])}, which is no power of two from "
+            f"2^{low} to 2^{high}",
+            hint=_HINT,
+        )

@@ -1,0 +1,319 @@
+"""Checkpoints whose cache is FP8: calibration, scales in the shards, what checks, shows and refuses them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from leank_convert import kv_scales
+from leank_convert.cli import main
+from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.hub import resolve_model
+from leank_convert.kv_scales import KVScales
+from leank_convert.masks import find_by_name
+from leank_convert.methods.kv_scales import measure_kv_scales
+from leank_convert.rewrite import rewrite_checkpoint
+from leank_convert.verify import verify_checkpoint
+from leank_convert.warmup import load_without_weights
+from runtime import fp8_leank
+from runtime.cache_leank import LeanKCache
+from runtime.configuration_leank import LeanKLlamaConfig
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def random_scales(layers=3, heads=4, head_dim=12):
+    keys, values = 2.0 ** torch.randint(-14, 16, (2, layers, heads, head_dim))
+    return KVScales(keys, values, num_tokens=7, tasks=("retrieval",), seed=3)
+
+
+@pytest.fixture(scope="module")
+def testbed(tmp_path_factory):
+    """The testbed with its packaged mask, by the command; not to be changed."""
+    out = tmp_path_factory.mktemp("fp8") / "testbed"
+    result = run("export", "testbed", "--kv-dtype", "fp8", "-o", out)
+    assert result.exit_code == 0, result.stderr
+    return out
+
+
+@pytest.fixture
+def exported(source_model, fitting_mask, tmp_path):
+    """A model in several shards, whose mask moves heads, and its checkpoint with random scales."""
+    source = source_model("llama")
+    scales = random_scales()
+    return (
+        source,
+        scales,
+        export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_dtype="fp8", kv_scales=scales),
+    )
+
+
+def tensors_of(folder):
+    files = sorted(folder.glob("model*.safetensors"))
+    return {name: (file, tensor) for file in files for name, tensor in load_file(file).items()}
+
+
+def test_the_toolkits_rule_is_the_runtimes():
+    generator = torch.Generator().manual_seed(0)
+    largest = torch.rand(2, 3, 4000, generator=generator) * 2.0 ** torch.randint(-40, 40, (4000,))
+    largest[0, 0, :9] = torch.tensor([0, 224, 448, 112, 1e-38, 3e38, 1, 223.99, 224.01])
+    ours = KVScales.of_largest(largest, largest.flip(-1), num_tokens=1, tasks=(), seed=0)
+    theirs = fp8_leank.choose_scales(largest[:, :, None], largest.flip(-1)[:, :, None], None)
+    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    assert math.isclose(float(kv_scales.scale_of(torch.tensor(225.0))), 2)
+
+
+def test_scales_are_measured_on_the_recipes_data_and_leave_room(testbed):
+    block = read_json(testbed / "config.json")["leank"]
+    assert block["kv_dtype"] == "fp8" and block["kv_scales"]["num_tokens"] == 4096
+    scales, again = measure_kv_scales("testbed"), measure_kv_scales("testbed")
+    assert torch.equal(scales.keys, again.keys) and scales.describe() == block["kv_scales"]
+    # Text of the testbed's own: the largest number of a channel is neither clamped nor lost.
+    dense = AutoModelForCausalLM.from_pretrained(resolve_model("testbed"), dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(testbed)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "the red key opens box 7 . " * 40}])
+    cache = DynamicCache()
+    with torch.no_grad():
+        dense(torch.tensor([list(text["input_ids"])]), past_key_values=cache)
+    for layer, keys, values in zip(cache.layers, scales.keys, scales.values, strict=True):
+        for states, scale in ((layer.keys, keys), (layer.values, values)):
+            stored = states[0].abs().amax(1) / scale
+            assert stored.max() <= 448 and (stored >= 16).float().mean() > 0.9
+
+
+def test_every_layers_scales_lie_beside_its_keys_in_the_order_of_its_heads(exported):
+    source, scales, out = exported
+    tensors, leank = tensors_of(out), read_json(out / "config.json")["leank"]
+    assert len({file for file, _ in tensors.values()}) > 1
+    for layer, order in enumerate(leank["head_permutation"]):
+        assert order != sorted(order)
+        prefix = f"model.layers.{layer}.self_attn."
+        beside = tensors[f"{prefix}k_proj.weight"][0]
+        for name, expected in (("key_scale", scales.keys), ("value_scale", scales.values)):
+            file, tensor = tensors[f"{prefix}{name}"]
+            assert (
+                file == beside
+                and tensor.dtype == torch.float32
+                and torch.equal(tensor, expected[layer][order])
+            )
+    assert leank["kv_scales"] == {"num_tokens": 7, "tasks": ["retrieval"], "seed": 3}
+    report = verify_checkpoint(out, source=source)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    assert ("cache scales", "6 tensors, of 7 tokens") in [
+        (check.name, check.detail) for check in report.checks
+    ]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exported, dtype, tmp_path):
+    source, _, out = exported
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype, trust_remote_code=True)
+    expected = {name: tensor for name, (_, tensor) in tensors_of(out).items() if "_scale" in name}
+    ids = torch.randint(3, 60, (2, 200), generator=torch.Generator().manual_seed(0))
+    for folder in (None, tmp_path / "saved"):
+        if folder is not None:
+            model.to(getattr(torch, dtype)).save_pretrained(folder)
+            assert verify_checkpoint(folder).ok
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        with torch.no_grad():
+            cache = model(ids).past_key_values
+        assert cache.kv_dtype == "fp8"
+        for number, layer in enumerate(cache.layers):
+            assert layer.store.kept_keys.dtype == torch.float8_e4m3fn
+            for name, scale in zip(fp8_leank.SCALE_NAMES, layer.store.scales, strict=True):
+                assert scale.dtype == torch.float32
+                assert torch.equal(scale[0], expected[f"model.layers.{number}.self_attn.{name}"])
+    stock, original = (transformers.LlamaForCausalLM.from_pretrained(folder) for folder in (out, source))
+    with torch.no_grad():
+        assert torch.allclose(stock(ids).logits, original(ids).logits, atol=1e-4)
+
+
+def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, fitting_mask, tmp_path):
+    source = source_model("llama")
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_dtype="fp8")
+    assert read_json(out / "config.json")["leank"]["kv_scales"] is None
+    assert tensors_of(out).keys() == tensors_of(source).keys() and verify_checkpoint(out, source=source).ok
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    with torch.no_grad():
+        cache = model(torch.randint(3, 60, (2, 30))).past_key_values
+    assert all(layer.store.scales.keys.shape == (2, 4, 12) for layer in cache.layers)
+
+
+def test_a_checkpoint_written_anew_keeps_its_scales(exported, tmp_path):
+    _, _, out = exported
+    new = rewrite_checkpoint(out, tmp_path / "new")
+    before, after = tensors_of(out), tensors_of(new)
+    assert before.keys() == after.keys() and all(torch.equal(before[n][1], after[n][1]) for n in before)
+    assert read_json(new / "config.json")["leank"]["kv_scales"] == {
+        "num_tokens": 7,
+        "tasks": ["retrieval"],
+        "seed": 3,
+    }
+    assert verify_checkpoint(new).ok
+
+
+SCALE = "model.layers.1.self_attn.value_scale"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (None, "tensor `model.layers.1.self_attn.value_scale` is missing"),
+        (lambda scale: scale.double(), "is F64 [4, 12], not F32 [4, 12]"),
+        (lambda scale: scale[:2].clone(), "is F32 [2, 12], not F32 [4, 12]"),
+        *(
+            (
+                lambda scale, value=value: scale.index_fill(0, torch.tensor([1]), value),
+                f"holds {value}, which is no",
+            )
+            for value in (0.0, -2.0, 3.0, 2.0**-15, 2.0**16, math.inf, math.nan)
+        ),
+    ],
+)
+def test_hostile_scales_are_one_sentence(exported, edit, message):
+    _, _, out = exported
+    file = tensors_of(out)[SCALE][0]
+    tensors = load_file(file)
+    scale = tensors.pop(SCALE)
+    if edit is not None:
+        tensors[SCALE] = edit(scale)
+    save_file(tensors, file, {"format": "pt"})
+    index = read_json(out / "model.safetensors.index.json")
+    index["weight_map"] = {name: f.name for name, (f, _) in tensors_of(out).items()}
+    index["metadata"]["total_size"] = sum(tensor.nbytes for _, tensor in tensors_of(out).values())
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    failed = {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
+    assert message in failed["cache scales"] and "\n" not in failed["cache scales"]
+    assert run("verify", out).exit_code == run("verify", _other_failure(out)).exit_code
+
+
+def _other_failure(out: Path) -> Path:
+    """A checkpoint that fails for a reason of long standing."""
+    other = Path(shutil.copytree(out, out.parent / "other"))
+    (other / "rows_leank.py").write_text("")
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of fp8"),
+        ({"kv_scales": [1]}, "`leank.kv_scales` is [1], no object with `num_tokens`"),
+        ({"kv_scales": None}, "is there, and config.json has no `leank.kv_scales`"),
+    ],
+)
+def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
+    _, _, out = exported
+    config = read_json(out / "config.json")
+    config["leank"].update(change)
+    (out / "config.json").write_text(json.dumps(config))
+    assert any(message in check.detail for check in verify_checkpoint(out).checks if not check.ok)
+
+
+def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
+    facts = json.loads(run("inspect", testbed, "--json").stdout)
+    assert (facts["kv_dtype"], facts["kv_scales"]["num_tokens"]) == ("fp8", 4096)
+    assert facts["bytes_per_token"] == {
+        "key_dense": 2048,
+        "value_dense": 2048,
+        "key_pruned": 304,
+        "value_pruned": 768,
+        "saved": 1 - (304 + 768) / 4096,
+    }
+    assert "cache             fp8, the window too; scales of 4,096 tokens" in run("inspect", testbed).stdout
+    card = (testbed / "README.md").read_text()
+    assert "| window | first 16, last 64 to 80 | 1,024 | 1,024 | 50% |" in card
+    assert "stored in fp8, with scales per channel measured on 4,096 tokens." in card
+
+
+def test_a_token_beyond_the_window_takes_at_most_29_hundredths_of_a_dense_one():
+    """Of Llama 3.1 8B with its packaged mask, all that is allocated."""
+    path = find_by_name("llama-3.1-8b-instruct-70")
+    mask = load_file(path)["channel_mask"].bool()
+    widths = mask.sum(-1)
+    order = widths.argsort(dim=1, stable=True)
+    mask = mask.gather(1, order[..., None].expand_as(mask))
+    config = LeanKLlamaConfig(
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        hidden_size=4096,
+        leank={
+            "format_version": 2,
+            "widths": mask.sum(-1).tolist(),
+            "channel_masks": [bytes(_pack(layer)).hex() for layer in mask],
+            "head_permutation": [list(range(8))] * 32,
+            "sink_size": 128,
+            "recent_size": 1024,
+            "flush_size": 32,
+            "prune": "eager",
+        },
+    )
+    allocated, dense = [], []
+    for length in (2048, 4096):
+        cache = LeanKCache(config, kv_dtype="fp8")
+        cache.reserve(length)
+        states = torch.zeros(1, 8, length, 128, dtype=torch.bfloat16)
+        for layer in range(32):
+            cache.fill_layer(layer, states, states)
+        memory = cache.memory()
+        allocated.append(memory.total.allocated)
+        dense.append(memory.dense_keys + memory.dense_values)
+    assert dense[1] - dense[0] == 2048 * 2 * 32 * 8 * 128 * 2
+    assert (allocated[1] - allocated[0]) / (dense[1] - dense[0]) <= 0.29
+
+
+def _pack(mask: torch.Tensor) -> list[int]:
+    return (mask.view(-1, 8).int() * 2 ** torch.arange(7, -1, -1)).sum(1).tolist()
+
+
+def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
+    for arguments, message in (
+        (
+            ("export", "testbed", "--format", "onnx", "--kv-dtype", "fp8"),
+            "--kv-dtype goes with checkpoints; ",
+        ),
+        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype"),
+        (
+            ("export", "--from-checkpoint", testbed, "--kv-dtype", "fp8"),
+            "--from-checkpoint excludes --kv-dtype",
+        ),
+        (("train", "testbed", "--mask-only", "--kv-dtype", "fp8"), "--mask-only writes no checkpoint"),
+        (
+            ("export", testbed, "--format", "onnx"),
+            "keeps its cache in fp8; a graph's has the dtype of its",
+        ),
+    ):
+        result = run(*arguments, "-o", tmp_path / "out")
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
+    source_model, fitting_mask, tmp_path
+):
+    source = source_model("llama")
+    options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
+    with pytest.raises(
+        kv_scales.LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"
+    ):
+        export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
+    with pytest.raises(kv_scales.LeanKError, match=r"^`kv_dtype` is None, not one of fp8$"):
+        export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_scales=random_scales())
+
+
+def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
+    assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
