@@ -1,167 +1,17 @@
-"""The model families that can be converted, as rows of one table, and the facts read from a config.json.
-
-A family is added by adding a row. Nothing here imports torch or transformers: class names are strings.
-"""
+"""The facts of a model that conversion needs, read from its config.json and checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from leank_convert.errors import LeanKError, cut
+from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture, Bias, QkNorm
 from leank_convert.fields import Fields
 from leank_convert.rope import check_rope_parameters, read_rope_parameters
-
-LEANK_PREFIX = "leank_"
-
-Bias = Literal["always", "never", "config"]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One model family: its classes in transformers, its tensor names, its config defaults.
-
-    Attributes:
-        model_type: The `model_type` of the family's config.json.
-        stem: The family's name within class names: `LeanK<stem>ForCausalLM`.
-        config_class: The family's config class in transformers.
-        base_class: The family's model without a head.
-        causal_lm_class: The family's model with a language-modelling head.
-        qkv_bias: Whether q, k and v projections have a bias; `config` asks `attention_bias`.
-        o_bias: Whether the output projection has one.
-        head_norms: Norms inside attention with one weight `[head_dim]` shared by the heads.
-        config_defaults: What the config class assumes for a key that config.json leaves out.
-        attention_prefix: Where a layer's attention lives.
-        layer_prefix: Where a layer lives.
-        mlp_bias: Whether the projections of the MLP have a bias; `config` asks `mlp_bias`.
-        layer_tensors: A layer's tensors outside attention, each with its shape in attributes of `ModelFacts`.
-        model_tensors: The same of the model's tensors outside its layers.
-        head_tensor: The language-modelling head, of the embedding's shape; absent where the two are tied.
-    """
-
-    model_type: str
-    stem: str
-    config_class: str
-    base_class: str
-    causal_lm_class: str
-    qkv_bias: Bias
-    o_bias: Bias
-    head_norms: tuple[str, ...] = ()
-    config_defaults: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    attention_prefix: str = "model.layers.{layer}.self_attn"
-    layer_prefix: str = "model.layers.{layer}"
-    mlp_bias: Bias = "never"
-    layer_tensors: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: MappingProxyType(
-            {
-                "input_layernorm.weight": ("hidden_size",),
-                "post_attention_layernorm.weight": ("hidden_size",),
-                "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-                "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-                "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
-            }
-        )
-    )
-    model_tensors: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: MappingProxyType(
-            {
-                "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
-                "model.norm.weight": ("hidden_size",),
-            }
-        )
-    )
-    head_tensor: str = "lm_head.weight"
-
-    @property
-    def leank_model_type(self) -> str:
-        """The `model_type` of a converted checkpoint."""
-        return LEANK_PREFIX + self.model_type
-
-    def attention_tensor(self, layer: int, name: str) -> str:
-        """The full name of a tensor of one layer's attention, such as `q_proj.weight`."""
-        return f"{self.attention_prefix.format(layer=layer)}.{name}"
-
-
-def _row(
-    model_type: str,
-    stem: str,
-    qkv_bias: Bias,
-    o_bias: Bias,
-    head_norms: tuple[str, ...] = (),
-    mlp_bias: Bias = "never",
-    **config_defaults: object,
-) -> Architecture:
-    return Architecture(
-        model_type=model_type,
-        stem=stem,
-        config_class=f"{stem}Config",
-        base_class=f"{stem}Model",
-        causal_lm_class=f"{stem}ForCausalLM",
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        head_norms=head_norms,
-        mlp_bias=mlp_bias,
-        config_defaults=MappingProxyType(config_defaults),
-    )
-
-
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        row.model_type: row
-        for row in (
-            _row(
-                "llama",
-                "Llama",
-                "config",
-                "config",
-                mlp_bias="config",
-                intermediate_size=11008,
-                vocab_size=32000,
-                max_position_embeddings=2048,
-            ),
-            _row(
-                "mistral",
-                "Mistral",
-                "never",
-                "never",
-                num_key_value_heads=8,
-                sliding_window=4096,
-                intermediate_size=14336,
-                vocab_size=32000,
-                max_position_embeddings=131072,
-            ),
-            _row(
-                "qwen2",
-                "Qwen2",
-                "always",
-                "never",
-                num_key_value_heads=32,
-                max_window_layers=28,
-                use_sliding_window=False,
-                intermediate_size=22016,
-                vocab_size=151936,
-                max_position_embeddings=32768,
-            ),
-            _row(
-                "qwen3",
-                "Qwen3",
-                "config",
-                "config",
-                ("q_norm", "k_norm"),
-                num_key_value_heads=32,
-                head_dim=128,
-                max_window_layers=28,
-                use_sliding_window=False,
-                intermediate_size=22016,
-                vocab_size=151936,
-                max_position_embeddings=32768,
-            ),
-        )
-    }
-)
 
 # transformers' names of activations without weights of their own.
 ACTIVATIONS = (
@@ -198,9 +48,9 @@ OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
-MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = 4096
+MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
-_MAX_SIZES = {
+MAX_SIZES = {
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
     "vocab_size": 2**24,
@@ -222,10 +72,14 @@ class ModelFacts:
         intermediate_size: Width of the MLP.
         vocab_size: Rows of the embedding.
         rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
+        qk_norm: As in the family's row.
         qkv_bias: Whether q, k and v projections have a bias.
         o_bias: Whether the output projection has one.
         mlp_bias: Whether the projections of the MLP have one.
         tie_word_embeddings: Whether the head shares the embedding's weight.
+        num_experts: Experts of a layer with a mixture of them, 0 in a family without.
+        expert_size: Width of one.
+        shared_size: Width of those that every token takes.
         dtype: The config's dtype, such as `bfloat16`, or None where it names none.
     """
 
@@ -238,11 +92,20 @@ class ModelFacts:
     intermediate_size: int
     vocab_size: int
     rope_parameters: dict[str, Any]
+    qk_norm: QkNorm
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
+    num_experts: int
+    expert_size: int
+    shared_size: int
     dtype: str | None
+
+    @property
+    def gate_up_size(self) -> int:
+        """Rows of an MLP's gate and up projections where they are one."""
+        return 2 * self.intermediate_size
 
     @property
     def num_key_value_groups(self) -> int:
@@ -300,11 +163,12 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     """
     architecture = find_architecture(config.get("model_type"), origin=origin)
     values: dict[str, object] = {**architecture.config_defaults, **config}
+    experts = architecture.experts
     _refuse_other_models(values, origin)
     fields = Fields(values, origin)
     layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
     heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
-    sizes = {key: fields.whole_number(key, 1, most) for key, most in _MAX_SIZES.items()}
+    sizes = {key: fields.whole_number(key, 1, most) for key, most in MAX_SIZES.items()}
     hidden_size = sizes["hidden_size"]
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
@@ -328,9 +192,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
             f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
             f"{MAX_CHANNELS} channels"
         )
-    _refuse_sliding_layers(fields, layers)
-    rope = read_rope_parameters(values, origin=origin)
-    check_rope_parameters(rope, head_dim=head_dim, origin=origin)
+    _refuse_sliding_layers(fields, layers, architecture)
+    rope = _read_rope(architecture, values, head_dim, origin)
     for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
         if key in values:
             fields.number(key, least, most)
@@ -340,6 +203,13 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         if values.get(key) is not None:
             fields.text(key, _DTYPES)
     dtype = values.get("dtype") or values.get("torch_dtype")
+    num_experts = expert_size = shared_size = 0
+    if experts is not None:
+        named = [key for key in experts.count_keys if key in values] or experts.count_keys
+        num_experts = fields.whole_number(named[0], 1, MAX_EXPERTS)
+        expert_size = fields.whole_number(experts.size_key, 1, MAX_SIZES["intermediate_size"])
+        if "n_shared_experts" in values:
+            shared_size = expert_size * fields.whole_number("n_shared_experts", 0, MAX_EXPERTS)
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,
@@ -350,16 +220,37 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         intermediate_size=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
         rope_parameters=rope,
-        qkv_bias=_has_bias(architecture.qkv_bias, fields, "attention_bias"),
-        o_bias=_has_bias(architecture.o_bias, fields, "attention_bias"),
-        mlp_bias=_has_bias(architecture.mlp_bias, fields, "mlp_bias"),
+        qk_norm=architecture.qk_norm if _holds(architecture.qk_norm_key or True, fields) else "none",
+        qkv_bias=_holds(architecture.qkv_bias, fields),
+        o_bias=_holds(architecture.o_bias, fields),
+        mlp_bias=_holds(architecture.mlp_bias, fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        num_experts=num_experts,
+        expert_size=expert_size,
+        shared_size=shared_size,
         dtype=str(dtype) if dtype else None,
     )
 
 
-def _has_bias(bias: Bias, fields: Fields, key: str) -> bool:
-    return bias == "always" or (bias == "config" and fields.flag(key))
+def _holds(stated: Bias, fields: Fields) -> bool:
+    return fields.flag(stated) if isinstance(stated, str) else stated
+
+
+def _read_rope(
+    architecture: Architecture, values: Mapping[str, object], head_dim: int, origin: str
+) -> dict[str, Any]:
+    values = {**architecture.rope_defaults, **values}
+    rotated = values.get("rotary_dim")  # how MiniMax's own code states it
+    if architecture.partial_rotary and isinstance(rotated, int):
+        values["partial_rotary_factor"] = rotated / head_dim
+    rope = read_rope_parameters(values, origin=origin)
+    check_rope_parameters(rope, head_dim=head_dim, origin=origin)
+    partial = rope.get("partial_rotary_factor", 1)
+    if partial != 1 and not architecture.partial_rotary and rope["rope_type"] != "proportional":
+        raise Fields(rope, origin).refused(
+            "partial_rotary_factor", f"not 1: heads of `{architecture.model_type}` are rotated whole"
+        )
+    return rope
 
 
 def _refuse_other_models(values: Mapping[str, object], origin: str) -> None:
@@ -371,7 +262,7 @@ def _refuse_other_models(values: Mapping[str, object], origin: str) -> None:
             )
 
 
-def _refuse_sliding_layers(fields: Fields, layers: int) -> None:
+def _refuse_sliding_layers(fields: Fields, layers: int, architecture: Architecture) -> None:
     values = fields.values
     layer_types = values.get("layer_types")
     if layer_types is not None:
@@ -381,7 +272,9 @@ def _refuse_sliding_layers(fields: Fields, layers: int) -> None:
         cause = "layer_types"
     elif "use_sliding_window" in values:
         slides = fields.flag("use_sliding_window") and values.get("sliding_window", 4096) is not None
-        first = fields.whole_number("max_window_layers", 0, MAX_LAYERS) if slides else layers
+        first = 0 if slides else layers
+        if slides and "max_window_layers" in architecture.config_defaults:
+            first = fields.whole_number("max_window_layers", 0, MAX_LAYERS)
         sliding = list(range(first, layers))
         cause = "use_sliding_window"
     else:

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from leank_convert.architectures import LEANK_PREFIX, ModelFacts, read_model_facts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.errors import LeanKError, cut
+from leank_convert.families import LEANK_PREFIX
 from leank_convert.files import read_json
 from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, is_name, read_header
 

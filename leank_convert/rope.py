@@ -98,8 +98,6 @@ def check_rope_parameters(rope: Mapping[str, object], *, head_dim: int | None, o
             raise fields.refused(
                 key, "rope parameters of one kind of layer; layers of several kinds are not known"
             )
-    if rope.get("partial_rotary_factor", 1) != 1 and rope_type != "proportional":
-        raise fields.refused("partial_rotary_factor", "not 1: the heads of these families are rotated whole")
     if rope_type == "llama3" and not fields.number("low_freq_factor", 0, 1e9) < fields.number(
         "high_freq_factor", 0, 1e9
     ):
@@ -108,9 +106,10 @@ def check_rope_parameters(rope: Mapping[str, object], *, head_dim: int | None, o
 
 def _check_factors(fields: Fields, key: str, head_dim: int | None) -> None:
     factors = fields.values[key]
+    partial = fields.number("partial_rotary_factor", 0, 1) if "partial_rotary_factor" in fields.values else 1
     if not (
         isinstance(factors, list)
-        and head_dim in (None, 2 * len(factors))
+        and (head_dim is None or int(head_dim * partial) == 2 * len(factors))
         and all(type(factor) in (int, float) and 0 < factor <= 1e9 for factor in factors)
     ):
-        raise fields.refused(key, "not one positive number for every two channels of `head_dim`")
+        raise fields.refused(key, "not one positive number for every two channels that are rotated")

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 FORMAT_VERSION = 2
 PRUNE_MODES = ("eager", "deferred")
@@ -244,36 +237,49 @@ class LeanKConfigMixin:
             read_settings(self)
 
 
-class LeanKLlamaConfig(LeanKConfigMixin, LlamaConfig):  # type: ignore[no-untyped-call]
-    """Llama config with a `leank` block."""
+def __getattr__(name: str) -> type[PreTrainedConfig]:
+    """Make `LeanK<X>Config` of transformers' `<X>Config` when it is first asked for.
 
-    model_type = "leank_llama"
-    leank: dict[str, Any] | None = None
-
-
-class LeanKMistralConfig(LeanKConfigMixin, MistralConfig):  # type: ignore[no-untyped-call]
-    """Mistral config with a `leank` block."""
-
-    model_type = "leank_mistral"
-    leank: dict[str, Any] | None = None
+    Raises:
+        AttributeError: If the name is no such name, or this release of transformers lacks the family.
+    """
+    if not (name.startswith("LeanK") and name.endswith("Config")):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return config_class_of(stock_class(name))
 
 
-class LeanKQwen2Config(LeanKConfigMixin, Qwen2Config):  # type: ignore[no-untyped-call]
-    """Qwen2 config with a `leank` block."""
+def config_class_of(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the config class of converted models of a family, by the family's own: one for each."""
+    name = f"LeanK{stock.__name__}"
+    if name not in globals():
+        # `transformers serve` takes the class named in `architectures` from transformers itself and calls its
+        # `from_pretrained`. Under that name it finds the auto class, which finds each checkpoint's own class.
+        # Set on the module's class: while it serves, transformers looks in another module object than here.
+        family = name.removesuffix("Config").removesuffix("Text")
+        setattr(type(transformers), f"{family}ForCausalLM", AutoModelForCausalLM)
+        fields = {
+            "__module__": __name__,
+            "__doc__": f"{stock.__name__} with a `leank` block.",
+            "__annotations__": {"leank": dict[str, Any] | None},
+            "model_type": f"leank_{stock.model_type}",
+            "leank": None,
+        }
+        globals()[name] = type(name, (LeanKConfigMixin, stock), fields)
+    made: type[PreTrainedConfig] = globals()[name]
+    return made
 
-    model_type = "leank_qwen2"
-    leank: dict[str, Any] | None = None
 
+def stock_class(name: str) -> Any:
+    """Return transformers' class that `LeanK<X>` is made of, `<X>`.
 
-class LeanKQwen3Config(LeanKConfigMixin, Qwen3Config):  # type: ignore[no-untyped-call]
-    """Qwen3 config with a `leank` block."""
-
-    model_type = "leank_qwen3"
-    leank: dict[str, Any] | None = None
-
-
-# `transformers serve` takes the class named in `architectures` from transformers itself and calls its
-# `from_pretrained`. Under that name it finds the auto class, which finds each checkpoint's own class. Set on
-# the module's class: while it serves, transformers looks in another module object than is imported here.
-for _family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
-    setattr(type(transformers), f"LeanK{_family}ForCausalLM", AutoModelForCausalLM)
+    Raises:
+        AttributeError: If this release of transformers has none.
+    """
+    stock = name.removeprefix("LeanK")
+    try:
+        return getattr(transformers, stock)
+    except AttributeError as error:
+        raise AttributeError(
+            f"transformers {transformers.__version__} has no `{stock}`, which this checkpoint is made for; "
+            "install a newer release"
+        ) from error

@@ -1,7 +1,8 @@
 """Models of converted checkpoints: each family's stock classes of transformers, decoding from a LeanK cache.
 
 What is added is the same for every family: the registered attention function, and a LeanK cache wherever the
-stock class would have built a dense one. Which channels it keeps is said by the config.
+stock class would have built a dense one. Which channels it keeps is said by the config. So no family is named
+here: `LeanK<X>` is made of transformers' `<X>` when it is asked for.
 """
 
 from __future__ import annotations
@@ -19,30 +20,19 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
     PreTrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from .cache_leank import LeanKCache
-from .configuration_leank import (
-    LeanKLlamaConfig,
-    LeanKMistralConfig,
-    LeanKQwen2Config,
-    LeanKQwen3Config,
-    check_kv_dtype,
-    check_prune,
-    read_settings,
-)
+from .configuration_leank import check_kv_dtype, check_prune, config_class_of, read_settings, stock_class
 from .fp8_leank import SCALE_NAMES, Scales, check_scales
 from .fused_step_leank import own_storages
 from .graph_leank import GraphMemory
@@ -406,52 +396,35 @@ class LeanKForCausalLMMixin(LeanKMixin):
         )
 
 
-class LeanKLlamaModel(LeanKModelMixin, LlamaModel):  # type: ignore[no-untyped-call]
-    """Llama without a head, decoding from a LeanK cache."""
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """Make `LeanK<X>Model` or `LeanK<X>ForCausalLM` of transformers' class when it is first asked for.
 
-    config_class = LeanKLlamaConfig
-
-
-class LeanKLlamaForCausalLM(LeanKForCausalLMMixin, LlamaForCausalLM):  # type: ignore[no-untyped-call]
-    """Llama, decoding from a LeanK cache."""
-
-    config_class = LeanKLlamaConfig
-
-
-class LeanKMistralModel(LeanKModelMixin, MistralModel):  # type: ignore[no-untyped-call]
-    """Mistral without a head, decoding from a LeanK cache."""
-
-    config_class = LeanKMistralConfig
-
-
-class LeanKMistralForCausalLM(LeanKForCausalLMMixin, MistralForCausalLM):  # type: ignore[no-untyped-call]
-    """Mistral, decoding from a LeanK cache."""
-
-    config_class = LeanKMistralConfig
-
-
-class LeanKQwen2Model(LeanKModelMixin, Qwen2Model):  # type: ignore[no-untyped-call]
-    """Qwen2 and Qwen2.5 without a head, decoding from a LeanK cache."""
-
-    config_class = LeanKQwen2Config
+    Raises:
+        AttributeError: If the name is no such name, or this release of transformers lacks the family.
+    """
+    kinds = {"Model": LeanKModelMixin, "ForCausalLM": LeanKForCausalLMMixin}
+    mixin = next((mixin for ending, mixin in kinds.items() if name.endswith(ending)), None)
+    if mixin is None or not name.startswith("LeanK"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    stock = stock_class(name)
+    config_class = config_class_of(stock.config_class)
+    _share_conversions(stock, name, config_class.model_type)
+    fields = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__}, decoding from a LeanK cache.",
+        "config_class": config_class,
+    }
+    made: type[PreTrainedModel] = type(name, (mixin, stock), fields)
+    globals()[name] = made
+    return made
 
 
-class LeanKQwen2ForCausalLM(LeanKForCausalLMMixin, Qwen2ForCausalLM):  # type: ignore[no-untyped-call]
-    """Qwen2 and Qwen2.5, decoding from a LeanK cache."""
-
-    config_class = LeanKQwen2Config
-
-
-class LeanKQwen3Model(LeanKModelMixin, Qwen3Model):  # type: ignore[no-untyped-call]
-    """Qwen3 without a head, decoding from a LeanK cache."""
-
-    config_class = LeanKQwen3Config
-
-
-class LeanKQwen3ForCausalLM(LeanKForCausalLMMixin, Qwen3ForCausalLM):  # type: ignore[no-untyped-call]
-    """Qwen3, decoding from a LeanK cache."""
-
-    config_class = LeanKQwen3Config
+def _share_conversions(stock: Any, name: str, model_type: str) -> None:
+    """Let weights be read and saved as the stock class does: transformers lays experts side by side."""
+    for known, own in ((stock.__name__, name), (stock.config_class.model_type, model_type)):
+        conversions = get_checkpoint_conversion_mapping(known)  # type: ignore[no-untyped-call]
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
 
 
 def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:

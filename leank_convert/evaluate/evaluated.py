@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from leank_convert.architectures import Architecture, ModelFacts
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
@@ -23,6 +23,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError, first_line
+from leank_convert.families import Architecture
 from leank_convert.kv_scales import SCALE_NAMES
 from leank_convert.leank_block import read_windows
 from leank_convert.tokenizer import load_tokenizer

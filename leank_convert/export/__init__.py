@@ -347,8 +347,8 @@ def _write_weights(
 
 def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, windows: Windows) -> str:
     checkpoint, facts = original.checkpoint, original.facts
-    key = checkpoint.find(facts.architecture.attention_tensor(0, "k_proj.weight"))
-    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (key.dtype if key else ""), 2)
+    output = checkpoint.find(facts.architecture.attention_tensor(0, "o_proj.weight"))
+    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
     return build_model_card(
         original.name,
         mask,

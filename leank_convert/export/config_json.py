@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from leank_convert.architectures import Architecture
 from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.export.runtime_files import auto_map
+from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
 from leank_convert.leank_block import FORMAT_VERSION
 from leank_convert.mask import ChannelMask, MaskProvenance

@@ -15,6 +15,7 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError, cut
+from leank_convert.families import Shapes
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
@@ -30,7 +31,7 @@ class TensorEdit:
     Attributes:
         tensor: Its name.
         dim: The dimension that runs over heads: 0 for rows, 1 for columns.
-        permutation: `[new] = old` over the blocks of that dimension, one block per KV head.
+        permutation: `[new] = old` over the blocks of that dimension, which are of one size.
     """
 
     tensor: str
@@ -109,29 +110,49 @@ def plan_layer(
 ) -> list[TensorEdit]:
     """Plan the edits of one layer and check its attention tensors.
 
-    Q rows move in blocks of G·D, K and V rows in blocks of D, biases likewise, O columns in blocks of G·D:
-    one block per KV head each. O's bias is added after the heads are mixed, and a norm `[D]` is shared by
-    all heads: both stay.
+    Q rows move in blocks of G·D, K and V rows in blocks of D, biases and norms over all heads likewise, O
+    columns in blocks of G·D: one block per KV head each. Of Q, K and V in one projection, rows move in blocks
+    of D. O's bias is added after the heads are mixed, and a norm `[D]` is shared by all heads: both stay.
 
     Raises:
         LeanKError: If a tensor is missing or has another shape or a quantized dtype.
     """
     queries, keys = facts.num_attention_heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
-    name = facts.architecture.attention_tensor
-    edits = [TensorEdit(name(layer, "o_proj.weight"), 1, permutation)]
-    _expect(checkpoint, edits[0].tensor, (facts.hidden_size, queries))
-    for projection, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        weight, bias = name(layer, f"{projection}.weight"), name(layer, f"{projection}.bias")
-        _expect(checkpoint, weight, (rows, facts.hidden_size))
-        edits.append(TensorEdit(weight, 0, permutation))
-        if facts.qkv_bias or checkpoint.find(bias) is not None:
-            _expect(checkpoint, bias, (rows,))
-            edits.append(TensorEdit(bias, 0, permutation))
+    family = facts.architecture
+    edits: list[TensorEdit] = []
+
+    def expect(tensor: str, shape: tuple[int, ...], order: tuple[int, ...] = (), dim: int = 0) -> None:
+        name = family.attention_tensor(layer, tensor)
+        _expect(checkpoint, name, shape)
+        if order:
+            edits.append(TensorEdit(name, dim, order))
+
+    projections, order = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)], permutation
+    if family.fused_qkv:
+        projections, order = [("qkv_proj", queries + 2 * keys)], _fused_order(facts, permutation)
+    expect("o_proj.weight", (facts.hidden_size, queries), permutation, dim=1)
+    for projection, rows in projections:
+        expect(f"{projection}.weight", (rows, facts.hidden_size), order)
+        bias = f"{projection}.bias"
+        if facts.qkv_bias or checkpoint.find(family.attention_tensor(layer, bias)) is not None:
+            expect(bias, (rows,), order)
     if facts.o_bias:
-        _expect(checkpoint, name(layer, "o_proj.bias"), (facts.hidden_size,))
-    for norm in facts.architecture.head_norms:
-        _expect(checkpoint, name(layer, f"{norm}.weight"), (facts.head_dim,))
+        expect("o_proj.bias", (facts.hidden_size,))
+    for norm, rows in (("q_norm.weight", queries), ("k_norm.weight", keys)):
+        if facts.qk_norm == "heads":
+            expect(norm, (rows,), permutation)
+        elif facts.qk_norm == "head":
+            expect(norm, (facts.head_dim,))
     return edits
+
+
+def _fused_order(facts: ModelFacts, permutation: tuple[int, ...]) -> tuple[int, ...]:
+    """`[new] = old` over the heads of q, k and v, one behind the other."""
+    groups, queries = facts.num_key_value_groups, facts.num_attention_heads
+    order = [old * groups + query for old in permutation for query in range(groups)]
+    for start in (queries, queries + facts.num_key_value_heads):
+        order += [start + old for old in permutation]
+    return tuple(order)
 
 
 def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
@@ -140,26 +161,35 @@ def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
     Raises:
         LeanKError: If one is missing or has another shape or a quantized dtype.
     """
-    for name, shape in _unedited(facts).items():
+    for name, shape in _unedited(checkpoint, facts).items():
         _expect(checkpoint, name, shape)
     head = facts.architecture.head_tensor
     if not facts.tie_word_embeddings or checkpoint.find(head) is not None:
         _expect(checkpoint, head, (facts.vocab_size, facts.hidden_size))
 
 
-def _unedited(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+def _unedited(checkpoint: Checkpoint, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors outside attention, but for the language-modelling head."""
-    architecture = facts.architecture
-    sizes = {
-        name: tuple(getattr(facts, size) for size in shape)
-        for name, shape in architecture.model_tensors.items()
-    }
-    for layer in range(facts.num_hidden_layers):
-        prefix = architecture.layer_prefix.format(layer=layer)
-        for name, shape in architecture.layer_tensors.items():
-            sizes[f"{prefix}.{name}"] = tuple(getattr(facts, size) for size in shape)
+    family, experts = facts.architecture, facts.architecture.experts
+    sizes: dict[str, tuple[int, ...]] = {}
+
+    def add(prefix: str, tensors: Shapes) -> None:
+        for name, shape in tensors.items():
+            sizes[prefix + name] = tuple(getattr(facts, size) for size in shape)
             if facts.mlp_bias and name.startswith("mlp."):
-                sizes[f"{prefix}.{name.removesuffix('weight')}bias"] = (getattr(facts, shape[0]),)
+                sizes[f"{prefix}{name.removesuffix('weight')}bias"] = (getattr(facts, shape[0]),)
+
+    add("", family.model_tensors)
+    for layer in range(facts.num_hidden_layers):
+        prefix = family.layer_prefix.format(layer=layer) + "."
+        tensors = dict(family.layer_tensors)
+        if experts and checkpoint.find(prefix + experts.router):
+            sizes[prefix + experts.router] = (facts.num_experts, facts.hidden_size)
+            tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
+            tensors.update(experts.beside)
+            for expert in range(facts.num_experts):
+                tensors.update((name.format(expert=expert), shape) for name, shape in experts.tensors.items())
+        add(prefix, tensors)
     return sizes
 
 

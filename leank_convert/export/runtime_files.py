@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from leank_convert.architectures import Architecture
 from leank_convert.errors import LeanKError
+from leank_convert.families import Architecture
 from leank_convert.files import write_atomically
 
 CONFIGURATION_FILE = "configuration_leank.py"

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from leank_convert.architectures import Architecture
 from leank_convert.errors import LeanKError
+from leank_convert.families import Architecture
 
 _MAX_REASON = 300
 

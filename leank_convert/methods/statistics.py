@@ -1,7 +1,7 @@
 """Statistics of a model's channels from one dense pass over a prompt: queries and keys after RoPE.
 
 Letters: L layers, H query heads, H_kv KV heads, G = H / H_kv, N tokens, W tokens of the observation window,
-D head_dim. Channels i and i + D/2 are one RoPE pair, whose frequency falls with i.
+D head_dim. Channels i and i + D/2 are one RoPE pair in most families, whose frequency falls with i.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.errors import LeanKError
+from leank_convert.families import ARCHITECTURES
 from leank_convert.train.fusion import uncompiled
 
 MEASURING_ATTENTION_NAME = "leank_measure"
@@ -52,11 +53,14 @@ class _Measurement:
     high_frequency_ratio: list[Tensor] = field(default_factory=list)
     product_magnitudes: list[Tensor] = field(default_factory=list)
 
-    def add(self, query: Tensor, key: Tensor) -> None:
-        """Measure a layer by its queries [H, N, D] and keys [H_kv, N, D]."""
+    def add(self, query: Tensor, key: Tensor, high: Tensor) -> None:
+        """Measure a layer by its queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D]."""
         # By KV head: the products of a long prompt, in float32, are the largest thing there is.
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
-        measured = [_measure_head(queries, keys.float()) for queries, keys in zip(grouped, key, strict=True)]
+        high = high.to(key.device)
+        measured = [
+            _measure_head(queries, keys.float(), high) for queries, keys in zip(grouped, key, strict=True)
+        ]
         norms, ratios, products = (torch.stack(values).cpu() for values in zip(*measured, strict=True))
         self.channel_norms.append(norms)
         self.high_frequency_ratio.append(ratios)
@@ -103,12 +107,33 @@ def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatist
     )
 
 
-def high_frequency_channels(head_dim: int) -> Tensor:
-    """Bool [D]: True for the faster half of the RoPE pairs, channels i and i + D/2 with i < D/4."""
-    return torch.arange(head_dim) % (head_dim // 2) < head_dim // 4
+def high_frequency_channels(
+    head_dim: int, *, rotated: int | None = None, interleaved: bool = False
+) -> Tensor:
+    """Bool [D]: True for the faster half of the RoPE pairs; channels that are not rotated are in none.
+
+    Args:
+        head_dim: D.
+        rotated: R, the first channels, which are rotated; None for all.
+        interleaved: Whether pairs are channels 2i and 2i + 1, not i and i + R/2.
+    """
+    count = head_dim if rotated is None else rotated
+    channel = torch.arange(head_dim)
+    pair = channel // 2 if interleaved else channel % max(count // 2, 1)
+    return (channel < count) & (pair < count // 4)
 
 
-def _measure_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fast_channels(module: Any, head_dim: int) -> Tensor:
+    if not getattr(module, "use_rope", True):  # SmolLM3's layers without rotation
+        return torch.zeros(head_dim, dtype=torch.bool)
+    family = ARCHITECTURES.get(module.config.model_type)
+    rotated = int(head_dim * module.config.rope_parameters.get("partial_rotary_factor", 1))
+    return high_frequency_channels(
+        head_dim, rotated=rotated, interleaved=family is not None and family.interleaved_pairs
+    )
+
+
+def _measure_head(queries: Tensor, keys: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Norm ratios [D], high-frequency ratio and product magnitudes [D] of queries [G, N, D], keys [N, D]."""
     window = queries[:, -OBSERVATION_WINDOW:].float()
     # The outer product of two vectors has the product of their norms.
@@ -116,7 +141,6 @@ def _measure_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor
     logits = window @ keys.T  # [G, W, N]
     norms = channels / torch.linalg.vector_norm(logits, dim=(1, 2))[:, None]
 
-    high = high_frequency_channels(keys.shape[-1]).to(keys.device)
     high_logits = window[:, -1, high] @ keys[:, high].T
     ratio = torch.linalg.vector_norm(high_logits) / torch.linalg.vector_norm(logits[:, -1])
 
@@ -138,7 +162,7 @@ def _measuring_attention(
     """One layer's dense attention, which leaves its statistics; transformers' attention signature."""
     if leank_measurement is None or attention_mask is not None:
         raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measurement` and takes no mask")
-    leank_measurement.add(query[0], key[0])
+    leank_measurement.add(query[0], key[0], _fast_channels(module, key.shape[-1]))
     output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
     return output, None
 

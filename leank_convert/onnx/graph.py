@@ -107,7 +107,9 @@ class StepModel(nn.Module):
             leank_step=step,
         ).last_hidden_state
         hidden = hidden.gather(1, logits_index[:, :, None].expand(-1, -1, hidden.shape[2]))
-        return self.model.lm_head(hidden), step.present
+        logits = self.model.lm_head(hidden)
+        scaling = getattr(self.model.config, "logits_scaling", None)  # Granite's
+        return logits if scaling is None else logits / scaling, step.present
 
     def _layers(self, cache: Sequence[Tensor]) -> tuple[list[_LayerCache], int]:
         """The buffers by layer, in the order of `cache_shapes`, and the slots of the pruned region."""

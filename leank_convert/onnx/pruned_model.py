@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from leank_convert.architectures import Architecture, ModelFacts
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     open_checkpoint,
     read_leank_config,
@@ -19,6 +19,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
+from leank_convert.families import Architecture
 from leank_convert.leank_block import read_windows
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
@@ -84,7 +85,7 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
     """
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
-    check_rope(facts, checkpoint)
+    check_traceable(facts, checkpoint)
     if leank.get("kv_dtype") is not None:
         raise LeanKError(
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
@@ -128,12 +129,18 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     return model.eval()
 
 
-def check_rope(facts: ModelFacts, origin: object) -> None:
-    """Refuse a rope whose angles depend on the sequence's length.
+def check_traceable(facts: ModelFacts, origin: object) -> None:
+    """Refuse what depends on more than a graph knows: on which tokens there are, or on how many.
 
     Raises:
-        LeanKError: If it is one.
+        LeanKError: If the model has a mixture of experts, or a rope whose angles depend on the length.
     """
+    if facts.architecture.experts is not None:
+        raise LeanKError(
+            f"`{origin}`: a `{facts.model_type}` layer is a mixture of experts, each of which runs on other "
+            "tokens in every step; a graph runs everything",
+            hint="export it for PyTorch",
+        )
     kind = facts.rope_parameters["rope_type"]
     if kind in _ROPE_TYPES_BY_LENGTH:
         raise LeanKError(

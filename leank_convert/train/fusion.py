@@ -16,9 +16,6 @@ from transformers import PreTrainedModel
 
 from leank_convert.errors import first_line
 
-# Of a layer, by transformers' names in all supported families.
-_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-
 _logger = logging.getLogger("leank_convert")
 
 
@@ -38,8 +35,9 @@ def fuse_layers(model: PreTrainedModel) -> None:
         return
     layers: Any = model.base_model.layers
     for layer in layers:
-        for name in _PARTS:
-            getattr(layer, name).compile(dynamic=True)
+        for part in layer.children():
+            if not hasattr(part, "experts"):  # how many tokens each gets is another number in every pass
+                part.compile(dynamic=True)
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from leank_convert.architectures import Architecture, ModelFacts
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     DIGESTS_NAME,
@@ -27,6 +27,7 @@ from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
 from leank_convert.export.plan import TensorEdit, plan_layer
+from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS

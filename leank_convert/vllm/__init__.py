@@ -8,7 +8,7 @@ window are given back when decoding begins.
 
 from __future__ import annotations
 
-from leank_convert.architectures import ARCHITECTURES
+from leank_convert.families import ARCHITECTURES
 
 BACKEND = "LEANK"
 
@@ -19,12 +19,12 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from leank_convert.vllm.configs import CONFIG_CLASSES
+    from leank_convert.vllm.configs import CONFIG_CLASSES, FAMILIES
 
     for config_class in CONFIG_CLASSES:
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    for family in ARCHITECTURES.values():
-        name = f"LeanK{family.stem}ForCausalLM"
+    for family in FAMILIES:
+        name = f"LeanK{ARCHITECTURES[family].causal_lm_class}"
         # By name: the front end has no need of the model.
         ModelRegistry.register_model(name, f"leank_convert.vllm.models:{name}")
     if BACKEND not in AttentionBackendEnum.__members__:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import transformers
+
 from leank_convert._runtime import configuration_leank as runtime
+from leank_convert.families import ARCHITECTURES, Architecture
 
 SERVED = ("0.32", "0.33")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class _ServedConfig:
@@ -30,23 +34,39 @@ class _ServedConfig:
         return int(self.leank["recent_size"]) if own and self.leank is not None else None
 
 
-class LeanKLlamaConfig(_ServedConfig, runtime.LeanKLlamaConfig):
-    """Llama."""
+class _RefusedConfig:
+    """A family that vLLM would otherwise run densely, or not find."""
+
+    leank: dict[str, Any] | None
+    model_type: str
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Refuse.
+
+        Raises:
+            ValueError: If there is a `leank` block.
+        """
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        if self.leank is not None:
+            raise ValueError(
+                f"config.json: `model_type` {self.model_type!r}: vLLM's model of it was not run with "
+                f"a LeanK cache, only those of {', '.join(FAMILIES)}; decode with transformers, or serve "
+                "the original model densely"
+            )
 
 
-class LeanKMistralConfig(_ServedConfig, runtime.LeanKMistralConfig):
-    """Mistral."""
+def _config_class(family: Architecture) -> Any:
+    """A family's config as vLLM is to read it, by the runtime's."""
+    own = getattr(runtime, f"LeanK{family.config_class}")
+    kind = _ServedConfig if family.model_type in FAMILIES else _RefusedConfig
+    fields = {"__module__": __name__, "__doc__": own.__doc__}
+    # A name of this module: vLLM's processes hand configs to one another.
+    return globals().setdefault(own.__name__, type(own.__name__, (kind, own), fields))
 
 
-class LeanKQwen2Config(_ServedConfig, runtime.LeanKQwen2Config):
-    """Qwen2 and Qwen2.5."""
-
-
-class LeanKQwen3Config(_ServedConfig, runtime.LeanKQwen3Config):
-    """Qwen3."""
-
-
-CONFIG_CLASSES = (LeanKLlamaConfig, LeanKMistralConfig, LeanKQwen2Config, LeanKQwen3Config)
+CONFIG_CLASSES = tuple(
+    _config_class(family) for family in ARCHITECTURES.values() if hasattr(transformers, family.config_class)
+)
 
 
 def installed_version() -> str | None:

@@ -79,7 +79,7 @@ def build_pair(
     }
     if family == "Mistral":
         sizes["sliding_window"] = None
-    if family == "Qwen2":
+    if family in ("Qwen2", "Phi3", "SmolLM3", "Granite", "Olmo2"):  # whose config leaves head_dim out
         sizes["hidden_size"] = num_kv_heads * groups * head_dim
     sizes.update(config)
     block = {
@@ -98,6 +98,9 @@ def build_pair(
     leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
     leank.load_state_dict(dense.state_dict())
+    if hasattr(dense_config, "num_experts_per_tok"):  # torch has no fused product of experts in float64
+        for model in (dense, leank):
+            model.set_experts_implementation("eager")
     return ModelPair(leank, dense, masks)
 
 

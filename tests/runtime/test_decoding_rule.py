@@ -7,6 +7,8 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.tiny_families import FAMILIES, OPTIONS
+
 FULL = 16
 WIDTHS = {
     "mixed widths": [[0, 3, 16], [4, 8, 8]],
@@ -157,12 +159,13 @@ def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(
         assert_close(pair.leank, ours, slow_logits(pair, ids, [21, 5, 1, 1, 12]))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("groups", [1, 3])
 def test_every_family_follows_the_rule(
-    family, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close
+    architecture, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close
 ):
-    pair = model_pair(some_masks(WIDTHS["mixed widths"]), family=family, groups=groups)
+    masks = some_masks(WIDTHS["mixed widths"])
+    pair = model_pair(masks, architecture.stem, groups, **OPTIONS.get(architecture.model_type, {}))
     ids = row(50)
     turns = [29, *[1] * 12, 9]
     (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])

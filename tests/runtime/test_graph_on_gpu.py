@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_families import FAMILIES, OPTIONS
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(find_spec("tilelang") is None, reason="only steps that kernels serve are captured"),
@@ -86,6 +88,21 @@ def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, some_
     assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
     for one, other in zip(cache.layers, plain.layers, strict=True):
         assert_close(model, one.store.window_keys, other.store.window_keys)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_familys_steps_are_replayed(architecture, model_pair, some_masks, assert_close):
+    """Mixtures of experts by their grouped product: other ways to run them ask the device for lengths."""
+    options = OPTIONS.get(architecture.model_type, {})
+    masks = some_masks(MASK_WIDTHS, head_dim=64)
+    model = model_pair(masks, architecture.stem, **options).leank.to("cuda", torch.bfloat16)
+    if architecture.experts is not None:
+        model.set_experts_implementation("grouped_mm")
+    turns = [50, *[1] * 20, 5, *[1] * 5]
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = decode(model, cache, turns), decode(model, plain, turns)
+    assert cache.graph.why_eager is None and cache.graph.num_replays >= 20
+    assert_close(model, ours, eager)
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])

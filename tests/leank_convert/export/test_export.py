@@ -15,15 +15,16 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from leank_convert.architectures import ARCHITECTURES, ModelFacts, read_model_facts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
+from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask
 from leank_convert.verify import verify_checkpoint
 
-FAMILIES = list(ARCHITECTURES)
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 LEANK_KEYS = [
     "format_version",
     "widths",

@@ -1,10 +1,13 @@
 """Statistics of a prompt against their formulas, written out element by element."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from leank_convert.errors import LeanKError
+from leank_convert.families import ARCHITECTURES
 from leank_convert.methods.statistics import high_frequency_channels, measure_attention
 from leank_convert.train.attention import ATTENTION_NAME
 
@@ -110,6 +113,21 @@ def test_high_frequency_channels_are_those_that_rope_turns_fastest():
     fastest = torch.zeros(HEAD_DIM, dtype=torch.bool)
     fastest[frequencies.argsort(descending=True)[: HEAD_DIM // 2]] = True
     assert torch.equal(high_frequency_channels(HEAD_DIM), fastest)
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi3", "glm4_moe"])
+def test_of_heads_rotated_in_part_the_fast_channels_are_among_the_rotated(family):
+    """The channels whose key changes most from a token to the next, told by rotating a key of ones."""
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    angles = torch.tensor([3.0, 1.0, 0.1, 0.01])[None, None]  # of 8 rotated channels of 16
+    cos, sin = (wave.repeat(1, 1, 2) for wave in (angles.cos(), angles.sin()))
+    ones = torch.ones(1, 1, 1, 16)
+    _, turned = module.apply_rotary_pos_emb(ones, ones, cos, sin)
+    moved = (turned - ones).abs().flatten()
+    expected = torch.zeros(16, dtype=torch.bool)
+    expected[moved.argsort(descending=True)[:4]] = True
+    found = high_frequency_channels(16, rotated=8, interleaved=ARCHITECTURES[family].interleaved_pairs)
+    assert torch.equal(found, expected)
 
 
 def test_model_attends_as_before_when_it_has_been_measured():

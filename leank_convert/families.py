@@ -1,0 +1,323 @@
+"""The model families that can be converted, as rows of one table. A family is added by adding a row.
+
+Nothing here imports torch or transformers: class names are strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+LEANK_PREFIX = "leank_"
+
+Bias = bool | str
+QkNorm = Literal["none", "head", "heads"]
+Shapes = Mapping[str, tuple[str, ...]]
+
+_NORMS: Shapes = {
+    "input_layernorm.weight": ("hidden_size",),
+    "post_attention_layernorm.weight": ("hidden_size",),
+}
+_DOWN: Shapes = {"mlp.down_proj.weight": ("hidden_size", "intermediate_size")}
+_SPLIT_MLP: Shapes = {
+    "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
+    "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
+    **_DOWN,
+}
+_FUSED_MLP: Shapes = {"mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"), **_DOWN}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The tensors of a layer whose MLP is a mixture of experts.
+
+    Attributes:
+        count_keys: The keys of config.json of which one says how many experts a layer has.
+        size_key: The key that says how wide one is.
+        router: The tensor by which such a layer is known; in a layer without it the MLP is a plain one.
+        tensors: Those of expert `{expert}`, each with its shape in attributes of `ModelFacts`.
+        beside: What such a layer has besides, likewise.
+    """
+
+    count_keys: tuple[str, ...]
+    size_key: str
+    router: str = "mlp.gate.weight"
+    tensors: Shapes = field(
+        default_factory=lambda: {
+            "mlp.experts.{expert}.gate_proj.weight": ("expert_size", "hidden_size"),
+            "mlp.experts.{expert}.up_proj.weight": ("expert_size", "hidden_size"),
+            "mlp.experts.{expert}.down_proj.weight": ("hidden_size", "expert_size"),
+        }
+    )
+    beside: Shapes = field(default_factory=dict)
+
+
+def _block_sparse(**beside: tuple[str, ...]) -> Experts:
+    """Mixtral's, which have names of their own and no layer without them."""
+    return Experts(
+        ("num_local_experts", "num_experts"),
+        "intermediate_size",
+        "block_sparse_moe.gate.weight",
+        {
+            "block_sparse_moe.experts.{expert}.w1.weight": ("expert_size", "hidden_size"),
+            "block_sparse_moe.experts.{expert}.w2.weight": ("hidden_size", "expert_size"),
+            "block_sparse_moe.experts.{expert}.w3.weight": ("expert_size", "hidden_size"),
+        },
+        beside,
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model family: its classes in transformers, its tensor names, its config defaults.
+
+    Attributes:
+        model_type: The `model_type` of the family's config.json.
+        stem: The family's name within class names: `<stem>Config`, `<stem>Model`, `<stem>ForCausalLM`.
+        qkv_bias: Whether q, k and v projections have a bias; a text is the key of config.json that says so.
+        o_bias: The same of the output projection.
+        mlp_bias: The same of the projections of the MLP.
+        fused_qkv: Whether q, k and v are one projection, `qkv_proj`.
+        qk_norm: Norms of q and k: one weight `[head_dim]` that the heads share, or one over all heads.
+        qk_norm_key: The key of config.json that says whether there are any; None if there always are.
+        partial_rotary: Whether the config may leave channels of a head unrotated.
+        interleaved_pairs: Whether rope turns neighbours together, not channels i and i + D/2.
+        config_defaults: What the config class assumes for a key that config.json leaves out.
+        rope_defaults: The same of what may stand beside or among the rope's parameters.
+        layer_tensors: A layer's tensors outside attention, each with its shape in attributes of `ModelFacts`.
+        experts: Those of layers with a mixture of experts, None in a family without.
+        model_tensors: Tensors outside layers, likewise.
+        attention_prefix: Where a layer's attention lives.
+        layer_prefix: Where a layer lives.
+        head_tensor: The language-modelling head, of the embedding's shape; absent where the two are tied.
+    """
+
+    model_type: str
+    stem: str
+    qkv_bias: Bias = False
+    o_bias: Bias = False
+    mlp_bias: Bias = False
+    fused_qkv: bool = False
+    qk_norm: QkNorm = "none"
+    qk_norm_key: str | None = None
+    partial_rotary: bool = False
+    interleaved_pairs: bool = False
+    config_defaults: Mapping[str, object] = field(default_factory=dict)
+    rope_defaults: Mapping[str, object] = field(default_factory=dict)
+    layer_tensors: Shapes = field(default_factory=lambda: {**_NORMS, **_SPLIT_MLP})
+    experts: Experts | None = None
+    model_tensors: Shapes = field(
+        default_factory=lambda: {
+            "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
+            "model.norm.weight": ("hidden_size",),
+        }
+    )
+    attention_prefix: str = "model.layers.{layer}.self_attn"
+    layer_prefix: str = "model.layers.{layer}"
+    head_tensor: str = "lm_head.weight"
+
+    @property
+    def config_class(self) -> str:
+        """The family's config class in transformers."""
+        return f"{self.stem}Config"
+
+    @property
+    def base_class(self) -> str:
+        """The family's model without a head."""
+        return f"{self.stem}Model"
+
+    @property
+    def causal_lm_class(self) -> str:
+        """The family's model with a language-modelling head."""
+        return f"{self.stem}ForCausalLM"
+
+    @property
+    def leank_model_type(self) -> str:
+        """The `model_type` of a converted checkpoint."""
+        return LEANK_PREFIX + self.model_type
+
+    def attention_tensor(self, layer: int, name: str) -> str:
+        """The full name of a tensor of one layer's attention, such as `q_proj.weight`."""
+        return f"{self.attention_prefix.format(layer=layer)}.{name}"
+
+
+def _sizes(intermediate: int, vocab: int, positions: int, **others: object) -> dict[str, object]:
+    """Defaults of a config class: those that every family has, and others."""
+    return {
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        **others,
+    }
+
+
+_ROWS = (
+    Architecture(
+        "llama",
+        "Llama",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        config_defaults=_sizes(11008, 32000, 2048),
+    ),
+    Architecture(
+        "mistral",
+        "Mistral",
+        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8, sliding_window=4096),
+    ),
+    Architecture(
+        "qwen2",
+        "Qwen2",
+        qkv_bias=True,
+        config_defaults=_sizes(
+            22016, 151936, 32768, num_key_value_heads=32, max_window_layers=28, use_sliding_window=False
+        ),
+    ),
+    Architecture(
+        "qwen3",
+        "Qwen3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        config_defaults=_sizes(
+            22016,
+            151936,
+            32768,
+            num_key_value_heads=32,
+            head_dim=128,
+            max_window_layers=28,
+            use_sliding_window=False,
+        ),
+    ),
+    Architecture(
+        "qwen3_moe",
+        "Qwen3Moe",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        config_defaults=_sizes(
+            6144,
+            151936,
+            32768,
+            num_key_value_heads=4,
+            use_sliding_window=False,
+            moe_intermediate_size=768,
+        ),
+        experts=Experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    ),
+    Architecture(
+        "phi3",
+        "Phi3",
+        fused_qkv=True,
+        partial_rotary=True,
+        config_defaults=_sizes(8192, 32064, 4096),
+        layer_tensors={**_NORMS, **_FUSED_MLP},
+    ),
+    Architecture(
+        "smollm3",
+        "SmolLM3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        config_defaults=_sizes(
+            11008, 128256, 32768, num_key_value_heads=4, use_sliding_window=False, tie_word_embeddings=True
+        ),
+        rope_defaults={"rope_theta": 2000000.0},
+    ),
+    Architecture(
+        "glm4_moe",
+        "Glm4Moe",
+        qkv_bias="attention_bias",
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        partial_rotary=True,
+        config_defaults=_sizes(
+            10944, 151552, 131072, num_key_value_heads=8, moe_intermediate_size=1408, n_shared_experts=1
+        ),
+        rope_defaults={"partial_rotary_factor": 0.5},
+        experts=Experts(
+            ("n_routed_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            beside={
+                "mlp.gate.e_score_correction_bias": ("num_experts",),
+                "mlp.shared_experts.gate_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_experts.up_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_experts.down_proj.weight": ("hidden_size", "shared_size"),
+            },
+        ),
+    ),
+    Architecture(
+        "glm4",
+        "Glm4",
+        qkv_bias="attention_bias",
+        partial_rotary=True,
+        interleaved_pairs=True,
+        config_defaults=_sizes(
+            13696, 151552, 131072, num_key_value_heads=2, head_dim=128, attention_bias=True
+        ),
+        rope_defaults={"partial_rotary_factor": 0.5},
+        layer_tensors={
+            **_NORMS,
+            **_FUSED_MLP,
+            "post_self_attn_layernorm.weight": ("hidden_size",),
+            "post_mlp_layernorm.weight": ("hidden_size",),
+        },
+    ),
+    Architecture(
+        "mixtral",
+        "Mixtral",
+        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8),
+        rope_defaults={"rope_theta": 1000000.0},
+        layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
+        experts=_block_sparse(),
+    ),
+    Architecture(
+        "granite",
+        "Granite",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        config_defaults=_sizes(11008, 32000, 2048),
+    ),
+    Architecture(
+        "seed_oss",
+        "SeedOss",
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        config_defaults=_sizes(
+            27648, 155136, 524288, num_key_value_heads=8, head_dim=128, attention_bias=True
+        ),
+    ),
+    Architecture(
+        "ministral3",
+        "Ministral3",
+        config_defaults=_sizes(14336, 131072, 262144, num_key_value_heads=8, head_dim=128),
+    ),
+    Architecture(
+        "olmo2",
+        "Olmo2",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="heads",
+        config_defaults=_sizes(11008, 50304, 2048),
+        layer_tensors={
+            **_SPLIT_MLP,
+            "post_attention_layernorm.weight": ("hidden_size",),
+            "post_feedforward_layernorm.weight": ("hidden_size",),
+        },
+    ),
+    Architecture(
+        "minimax_m2",
+        "MiniMaxM2",
+        qk_norm="heads",
+        partial_rotary=True,
+        config_defaults=_sizes(1536, 200064, 196608, num_key_value_heads=8, head_dim=128),
+        rope_defaults={"rope_theta": 5000000.0},
+        layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
+        experts=_block_sparse(**{"block_sparse_moe.e_score_correction_bias": ("num_experts",)}),
+    ),
+)
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({row.model_type: row for row in _ROWS})

@@ -1,0 +1,50 @@
+"""What tiny random models of the families need beyond the sizes that all have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from leank_convert.families import ARCHITECTURES
+
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# By `model_type`. Multipliers and biases are such that leaving one out would show.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "mlp_only_layers": [1]},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "attention_bias": True},
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
+    "mixtral": {"num_local_experts": 4},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
+    "seed_oss": {"attention_out_bias": True},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,  # the query's own scale changes within a test
+            "llama_4_scaling_beta": 0.1,
+        },
+        "max_position_embeddings": 64,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+# One row each; a release of transformers may lack a family.
+FAMILIES = [
+    pytest.param(
+        row,
+        id=name,
+        marks=pytest.mark.skipif(
+            not hasattr(transformers, row.causal_lm_class), reason=f"transformers has no {row.stem}"
+        ),
+    )
+    for name, row in ARCHITECTURES.items()
+]
