@@ -63,7 +63,12 @@ def serving(folder, log, **options):
             except urllib.error.URLError:
                 assert process.poll() is None, log.read_text()[-8000:]
                 time.sleep(1)
+        else:
+            raise AssertionError(f"no answer in four minutes: {log.read_text()[-8000:]}")
         yield Server(url, process, log)
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
