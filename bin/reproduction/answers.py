@@ -73,7 +73,7 @@ class Part:
     def ask(self, cell: Cell, asked: Asked) -> None:
         """Let all answer what they have not answered yet, and write their scores down."""
         bench = self.bench
-        prompts = self._draw(cell, max(asked.values()))
+        prompts = self.draw(cell, max(asked.values()))
         log = AnswerLog(
             self._folder(cell),
             {
@@ -119,7 +119,7 @@ class Part:
             values += kept
         return Scores(tuple(cells), tuple(values))
 
-    def _draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:
+    def draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:
         """Prompts of a cell, independent of the other cells, so that more of them change nothing."""
         tokenizer, seed = self.bench.evaluated.tokenizer, self.seed + cell.length
         if cell.task in RULER_TASKS:

@@ -17,7 +17,16 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated
-from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant, in_checkpoint_order
+from leank_convert.evaluate.variants import (
+    COMPARED,
+    THINK_WINDOWS,
+    Dense,
+    Masked,
+    ThinK,
+    Variant,
+    compared_variants,
+    in_checkpoint_order,
+)
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import resolve_model
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
@@ -140,10 +149,12 @@ class Bench:
         name = self.label(entry)
         if entry is None:
             return Dense(self.evaluated.dense, name)
+        if entry.compared:
+            return self._compared(entry, name)
         windows = THINK_WINDOWS if entry.own_windows else None
         if entry.run is None:
             return ThinK(entry.ratio, windows, name=name)
-        mask = in_checkpoint_order(self._mask(entry), self.evaluated.leank["head_permutation"])
+        mask = self._ordered_mask(entry)
         if entry.dynamic:
             return ThinK(mask.sum(-1), windows, name=name)
         return Masked(name, mask)
@@ -156,6 +167,17 @@ class Bench:
             return entry.name
         content = self._mask(entry).to(torch.uint8).cpu().numpy().tobytes()
         return f"{entry.name} @ {hashlib.sha256(content).hexdigest()[:8]}"
+
+    def _compared(self, entry: Entry, name: str) -> Variant:
+        alone = entry.run is None
+        mask = self.evaluated.channel_masks if alone else self._ordered_mask(entry)
+        found = (variant for method in COMPARED for variant in compared_variants(method, mask, alone=alone))
+        variant = next(variant for variant in found if variant.name == entry.method)
+        variant.name = name
+        return variant
+
+    def _ordered_mask(self, entry: Entry) -> Tensor:
+        return in_checkpoint_order(self._mask(entry), self.evaluated.leank["head_permutation"])
 
     def _mask(self, entry: Entry) -> Tensor:
         assert entry.run is not None

@@ -30,6 +30,15 @@ _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.wh
 class RealSizes:
     """What a real model is asked besides, and how much of it."""
 
+    # Variants of `evaluate --also` whose scores stand beside their caches' bytes, at the longest length.
+    alone: tuple[str, ...] = (
+        "fp8", "kivi", "quest-16", "quest-64", "quest-64-kv", "snapkv-2048", "snapkv-56%",
+    )  # fmt: skip
+    products: tuple[str, ...] = (
+        "leank+fp8", "leank+kivi", "leank+kivi+window", "leank+quest-16", "leank+quest-64",
+        "leank+quest-64-kv",
+    )  # fmt: skip
+
     ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
     ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
     floor: float = 0.2  # a task at a length is left out where the dense model scores no more
@@ -175,6 +184,7 @@ class Entry(NamedTuple):
     run: str | None = None  # whose mask is taken, or whose widths; None: every head keeps as many channels
     dynamic: bool = False  # whether ThinK's rule chooses channels for every prompt, in place of the mask
     own_windows: bool = False  # whether ThinK's own window sizes replace the recipe's
+    compared: bool = False  # whether it is `evaluate`'s variant named `method`, on the run's mask or on none
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from bin.reproduction.plan import MAIN, Cell, Entry, Plan, RealSizes
 from bin.reproduction.texts import Texts, compare_answers, find_kinds
 from bin.reproduction.units import Unit
 from leank_convert.analyze.measurement import measure
+from leank_convert.evaluate.answering import measure_bytes
+from leank_convert.evaluate.compared_cache import UsedBytes
 from leank_convert.files import read_json, write_atomically
 from leank_convert.mask import ChannelMask
 
@@ -77,14 +79,23 @@ class RealModel:
             )
         for texts in self._texts:
             units += self._list_text_units(texts, needs)
-        return [*units, Unit("staticity", self._staticity.exists, self._measure, (main.name,))]
+        return [
+            *units,
+            Unit("staticity", self._staticity.exists, self._measure, (main.name,)),
+            Unit("bytes", self._is_weighed, self._weigh, (main.name,)),
+        ]
 
     def results(self) -> RealResults:
         """Everything, once all units are done."""
         strong = [cell for cell in self._ruler.cells if self._is_strong(cell)]
         floors = {cell: replace(self._floor, cells=(cell,)).scores(None).mean for cell in self._floor.cells}
         ruler = replace(self._ruler, cells=tuple(strong))
-        fed = {texts.kind: {entry: texts.fed(entry) for entry in self._entries} for texts in self._texts}
+        longest = replace(self._ruler, cells=tuple(filter(self._is_longest, strong)))
+        fed = {
+            texts.kind: {entry: texts.fed(entry) for entry in (*self._entries, *self._compared)}
+            for texts in self._texts
+        }
+        used = read_json(self._bytes)
         answers = {
             texts.kind: {
                 entry: compare_answers(texts.answered(entry), texts.answered(None))
@@ -99,6 +110,9 @@ class RealModel:
             floors=floors,
             strong=ruler.cells,
             ruler={entry: ruler.scores(entry) for entry in (None, *self._entries)},
+            compared={entry: longest.scores(entry) for entry in self._compared},
+            used={entry: UsedBytes(**used[self._bench.label(entry)]) for entry in self._weighed},
+            num_tokens=used["tokens"],
             fed=fed,
             answers=answers,
             staticity=read_json(self._staticity),
@@ -117,34 +131,57 @@ class RealModel:
         static = [chosen[rows[method, main_ratio]] for method in _STATIC_METHODS]
         best, _ = max(static, key=lambda choice: max(choice[1].values()))
         think, _ = chosen[rows["think", main_ratio]]
-        curve = [Entry(MAIN, ratio, run=MAIN) for ratio in self._plan.sizes.ratios]
-        return (*curve, best, think)
+        return (*self._curve, best, think)
 
     @property
-    def _asked(self) -> Asked:
+    def _curve(self) -> tuple[Entry, ...]:
+        """LeanK at every ratio."""
+        return tuple(Entry(MAIN, ratio, run=MAIN) for ratio in self._plan.sizes.ratios)
+
+    @property
+    def _compared(self) -> tuple[Entry, ...]:
+        """Methods beside LeanK, alone and on the main mask."""
         sizes = self._sizes
-        others: dict[Entry | None, int] = dict.fromkeys(self._entries, sizes.num_others)
+        alone = tuple(Entry(name, 0.0, compared=True) for name in sizes.alone)
+        return (*alone, *(self._main._replace(method=name, compared=True) for name in sizes.products))
+
+    @property
+    def _weighed(self) -> tuple[Entry | None, ...]:
+        """The dense model, LeanK at every ratio, and methods beside it."""
+        return (None, *self._curve, *self._compared)
+
+    def _asked(self, cell: Cell) -> Asked:
+        sizes = self._sizes
+        entries = (*self._entries, *(self._compared if self._is_longest(cell) else ()))
+        others: dict[Entry | None, int] = dict.fromkeys(entries, sizes.num_others)
         return {**others, None: sizes.num_main, self._main: sizes.num_main}
 
     @property
     def _staticity(self) -> Path:
         return self._out / "staticity.json"
 
+    @property
+    def _bytes(self) -> Path:
+        return self._out / "bytes.json"
+
+    def _is_longest(self, cell: Cell) -> bool:
+        return cell.length == max(self._sizes.ruler_lengths)
+
     def _is_strong(self, cell: Cell) -> bool:
         return replace(self._floor, cells=(cell,)).scores(None).mean > self._sizes.floor
 
     def _is_answered(self, cell: Cell) -> bool:
-        return not self._is_strong(cell) or self._ruler.is_done(cell, self._asked)
+        return not self._is_strong(cell) or self._ruler.is_done(cell, self._asked(cell))
 
     def _answer(self, cell: Cell) -> None:
-        self._ruler.ask(cell, self._asked)
+        self._ruler.ask(cell, self._asked(cell))
 
     def _list_text_units(self, texts: Texts, needs: tuple[str, ...]) -> list[Unit]:
         return [
             Unit(
                 f"text/{texts.kind}-predictions",
-                lambda: texts.is_fed(self._entries),
-                lambda: texts.feed(self._entries),
+                lambda: texts.is_fed((*self._entries, *self._compared)),
+                lambda: texts.feed((*self._entries, *self._compared)),
                 needs,
             ),
             Unit(
@@ -154,6 +191,20 @@ class RealModel:
                 needs,
             ),
         ]
+
+    def _is_weighed(self) -> bool:
+        kept = read_json(self._bytes) if self._bytes.exists() else {}
+        return all(self._bench.label(entry) in kept for entry in self._weighed)
+
+    def _weigh(self) -> None:
+        """Count the bytes of every cache after a prompt of the longest length."""
+        cell = next(filter(self._is_longest, self._ruler.cells))
+        prompt = self._ruler.draw(cell, 1)[0]
+        variants = [self._bench.variant(entry) for entry in self._weighed]
+        used = measure_bytes(self._bench.evaluated, prompt, variants)
+        kept: dict[str, Any] = {name: asdict(found) for name, found in used.items()}
+        kept["tokens"] = len(prompt.input_ids) + 1
+        write_atomically(self._bytes, json.dumps(kept).encode())
 
     def _measure(self) -> None:
         sizes, bench = self._plan.sizes, self._bench
@@ -184,6 +235,9 @@ class RealResults:
         strong: Those that it can.
         ruler: Scores on them, by entry, the dense model's under None; the main mask's and the dense model's
             are of more prompts of each.
+        compared: Scores of methods beside LeanK, on the strong cells of the longest length.
+        used: Bytes of a cache after one prompt of that length, also of the dense model.
+        num_tokens: Tokens in that cache.
         fed: By kind of text and entry, means of each text, as `Texts.fed` gives them.
         answers: By kind of text and entry, as `compare_answers` gives them; the dense model's under None.
         staticity: As `Measurement.to_dict` gives it.
@@ -196,6 +250,9 @@ class RealResults:
     floors: Mapping[Cell, float]
     strong: tuple[Cell, ...]
     ruler: Mapping[Entry | None, Scores]
+    compared: Mapping[Entry, Scores]
+    used: Mapping[Entry | None, UsedBytes]
+    num_tokens: int
     fed: Mapping[str, Mapping[Entry, dict[str, list[float]]]]
     answers: Mapping[str, Mapping[Entry | None, dict[str, float]]]
     staticity: Mapping[str, Any]
@@ -203,8 +260,9 @@ class RealResults:
 
     def paired(self, entry: Entry) -> tuple[Scores, Scores]:
         """An entry's scores on RULER and the dense model's on the same prompts."""
-        scores = self.ruler[entry]
-        return scores, self._first(self.ruler[None], len(scores.values) // max(1, len(self.strong)))
+        scores = self.compared[entry] if entry in self.compared else self.ruler[entry]
+        dense = self.ruler[None].where(lengths={length for _, length in scores.cells})
+        return scores, self._first(dense, len(scores.values) // max(1, len(set(scores.cells))))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -217,7 +275,7 @@ class RealResults:
                     "length": length,
                     "scores": list(scores.where([task], [length]).values),
                 }
-                for entry, scores in self.ruler.items()
+                for entry, scores in (*self.ruler.items(), *self.compared.items())
                 for task, length in dict.fromkeys(scores.cells)
             ],
             "predictions": [
@@ -231,6 +289,14 @@ class RealResults:
                 for entry, found in by_entry.items()
             ],
             "staticity": self.staticity,
+            "bytes": [
+                {
+                    "entry": None if entry is None else entry._asdict(),
+                    "tokens": self.num_tokens,
+                    **asdict(used),
+                }
+                for entry, used in self.used.items()
+            ],
         }
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bin.reproduction.document import Chapter, Grid
 from bin.reproduction.findings import Findings, Verdict, describe_difference
+from bin.reproduction.paper import paper_grids
 from bin.reproduction.plan import Entry
 from bin.reproduction.real import RealResults
 from bin.reproduction.texts import KINDS
@@ -74,6 +75,16 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             f"scores {real.sizes.floor:.0%} or less on {real.sizes.num_floor} other prompts are left out. A "
             "length holds prompt and answer; intervals are 95% ones of paired differences, in points.",
             [_length_grid(real), _cell_grid(real), _weak_grid(real)],
+        ),
+        Chapter(
+            "bytes",
+            "Accuracy and bytes, beside other methods",
+            f"Bytes of K and V are those of one prompt's cache at {real.num_tokens:,} tokens, all counted: "
+            "the window, offsets and steps, numbers not rounded yet. RULER's score is that of tasks at this "
+            "length; KL is the mean over all natural text. `read`: by one decode step; Quest saves nothing "
+            "else. "
+            f"Products are on LeanK's mask of {real.main.ratio:.0%}.",
+            [*paper_grids("bytes"), _byte_grid(real)],
         ),
         Chapter(
             "predictions",
@@ -184,6 +195,29 @@ def _cell_grid(real: RealResults) -> Grid:
     return Grid("Each task at each length", header, rows)
 
 
+def _byte_grid(real: RealResults) -> Grid:
+    longest = max(real.sizes.ruler_lengths)
+    dense = real.used[None]
+    rows = []
+    for entry, used in sorted(real.used.items(), key=lambda item: -item[1].held):
+        kept = (
+            f"{used.held / real.num_tokens:,.0f}",
+            f"{used.held / dense.held:.1%}",
+            f"{used.read / dense.read:.1%}",
+        )
+        if entry is None:
+            here = real.ruler[None].where(lengths=[longest])
+            rows.append((_name(entry), *kept, f"{len(here.values):,}", f"{100 * here.mean:.1f}", "", ""))
+            continue
+        scores = real.paired(entry)[0].where(lengths=[longest])
+        kl = statistics.fmean(value for means in real.fed.values() for value in means[entry]["kl"])
+        change = describe_difference(_subtract(real, entry, lengths=[longest]))
+        count, mean = f"{len(scores.values):,}", f"{100 * scores.mean:.1f}"
+        rows.append((_name(entry), *kept, count, mean, change, f"{kl:.4f}"))
+    header = ("", "bytes a token", "of dense", "read", "n", "RULER (%)", "against dense", "KL")
+    return Grid("Ours", header, rows)
+
+
 def _weak_grid(real: RealResults) -> Grid:
     rows = [
         (cell.task, f"{cell.length:,}", f"{100 * score:.1f}")
@@ -263,7 +297,9 @@ def _pair_grid(real: RealResults) -> Grid:
 
 
 def _name(entry: Entry | None) -> str:
-    return "dense" if entry is None else f"{entry.method}, {entry.ratio:.0%}"
+    if entry is None:
+        return "dense"
+    return f"{entry.method}, {entry.ratio:.0%}" if entry.ratio else entry.method
 
 
 def _draw_staticity(real: RealResults) -> Figure:

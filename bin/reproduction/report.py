@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bin.reproduction.document import Chapter, Grid, to_html, to_markdown
 from bin.reproduction.findings import Finding, Findings, Found, describe_difference, describe_seeds
-from bin.reproduction.paper import PAPER, SOURCE
+from bin.reproduction.paper import paper_grids
 from bin.reproduction.plan import MAIN, UNALIGNED
 from bin.reproduction.real import RealResults
 from bin.reproduction.real_report import MODEL_NAME, list_chapters
@@ -91,7 +91,7 @@ def _list_chapters(findings: Findings) -> list[Chapter]:
             "prompts of a seed of their own is shown, chosen for each ratio. Where more factors end at 1 "
             "than channels are kept, which of them are kept is left to their order.",
             [
-                *_paper_grids("comparison"),
+                *paper_grids("comparison"),
                 _score_grid(findings, compared.values()),
                 _choice_grid(findings),
             ],
@@ -105,7 +105,7 @@ def _list_chapters(findings: Findings) -> list[Chapter]:
             name,
             findings.plan.tables[name].title,
             "",
-            [*_paper_grids(name), _score_grid(findings, found.values())],
+            [*paper_grids(name), _score_grid(findings, found.values())],
         )
         for name, found in findings.tables.items()
         if name != "comparison"
@@ -115,18 +115,9 @@ def _list_chapters(findings: Findings) -> list[Chapter]:
         "What is saved of K and V",
         "Shares of the pruned region, of which a long context is nearly all. A head that keeps no channel of "
         "K keeps no V.",
-        [*_paper_grids("saved"), _saved_grid(findings)],
+        [*paper_grids("saved"), _saved_grid(findings)],
     )
     return [*first, *ablations, saved]
-
-
-def _paper_grids(name: str) -> list[Grid]:
-    if name not in PAPER:
-        return []
-    table = PAPER[name]
-    caption = f"The paper's ({SOURCE}; {table.origin}): {table.claim}"
-    rows = [(label, ratio, f"{accuracy:g}") for label, ratio, accuracy in table.rows]
-    return [Grid(caption, ("the paper's", "K removed", "accuracy (%)"), rows)]
 
 
 def _verdict_grids(findings: Findings) -> list[Grid]:

@@ -14,6 +14,7 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.evaluate.compared_cache import UsedBytes, used_bytes
 from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
@@ -64,6 +65,26 @@ def answer_prompts(
     for batch in _batches(prompts, batch_size):
         with out_of_memory_for(batch):
             yield from _answer(evaluated, batch, variants)
+
+
+def measure_bytes(
+    evaluated: EvaluatedModel, prompt: Prompt, variants: Sequence[Variant]
+) -> dict[str, UsedBytes]:
+    """Count, by variant, K and V of one prompt and its first answer token.
+
+    Raises:
+        LeanKError: If memory does not suffice.
+    """
+    used = {}
+    with out_of_memory_for([prompt]):
+        ids = pad_left([prompt.input_ids], evaluated.model.device)
+        window = max(variant.query_window for variant in variants)
+        prefill = run_prefill(evaluated.model, *ids, query_window=window)
+        for variant in variants:
+            model, cache = variant.start(prefill)
+            decode_token(model, cache, prefill.next_token, prefill.attention_mask)
+            used[variant.name] = used_bytes(cache)
+    return used
 
 
 def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:

@@ -238,6 +238,8 @@ class ComparedCache(Cache):
         """Return that no step goes the way of captured ones."""
         return False
 
+    takes_one_column = takes_step  # the name in checkpoints that were exported before drafts were steps
+
     def used(self) -> UsedBytes:
         """Count bytes after a decode step."""
         parts = [layer.used() for layer in self._layers]
@@ -251,15 +253,15 @@ class Compared:
     Attributes:
         name: What its column is called.
         make_layer: Makes a layer of what it knows of the prompts.
-        channel_masks: Channels that LeanK keeps, in the checkpoint's head order, bool [L, H_kv, D]; None for
-            all.
+        channel_masks: Channels that are kept of tokens which are not whole, in the checkpoint's head order,
+            bool [L, H_kv, D].
         windows: Tokens that stay whole, None for the checkpoint's.
         query_window: How many of the prompt's last queries the method looks at.
     """
 
     name: str
     make_layer: Callable[[Prompts], ComparedLayer]
-    channel_masks: Tensor | None = None
+    channel_masks: Tensor
     windows: Windows | None = None
     query_window: int = 0
 
@@ -275,9 +277,6 @@ class Compared:
             aligned = [
                 states.gather(2, order[:, None, :, None].expand_as(states)) for states in (keys, values)
             ]
-            kept = torch.ones(keys.shape[1], keys.shape[3], dtype=torch.bool)
-            if self.channel_masks is not None:
-                kept = self.channel_masks[index]
             queries = (
                 prefill.queries[index][:, :, -self.query_window :] if self.query_window else keys[:, :, :0]
             )
@@ -288,7 +287,7 @@ class Compared:
                 lengths=lengths,
                 queries=queries,
                 softmax_scale=_softmax_scale(prefill.model, index),
-                channel_mask=kept.to(keys.device),
+                channel_mask=self.channel_masks[index].to(keys.device),
                 rows=rows,
             )
             layers.append(self.make_layer(prompts))

@@ -34,14 +34,20 @@ class KiviLayer(ComparedLayer):  # type: ignore[no-untyped-call]
         super().__init__(prompts)
         self._in_window = in_window
         for row, length in enumerate(self.lengths):
-            self._round_keys(row, 0, _rounded_keys(length))
-            self._round_values(row, 0, _rounded_values(length))
+            self._round_keys(row, 0, length // RESIDUAL_LENGTH * RESIDUAL_LENGTH)
+            tokens = self.values[row, :, : max(length - RESIDUAL_LENGTH, 0)]
+            tokens.copy_(self._rounded_values(tokens))
 
     def settle(self) -> None:
-        """Round what has become old enough in this step."""
+        """Round what has become old enough in this step: of V a token, of K all that wait or none."""
         for row, length in enumerate(self.lengths):
-            self._round_keys(row, _rounded_keys(length - 1), _rounded_keys(length))
-            self._round_values(row, _rounded_values(length - 1), _rounded_values(length))
+            if length % RESIDUAL_LENGTH == 0:
+                self._round_keys(row, length - RESIDUAL_LENGTH, length)
+        rows = [row for row, length in enumerate(self.lengths) if length > RESIDUAL_LENGTH]
+        if rows:
+            places = [self.lengths[row] - RESIDUAL_LENGTH - 1 for row in rows]
+            tokens = self.values[rows, :, places]
+            self.values[rows, :, places] = self._rounded_values(tokens[:, :, None])[:, :, 0]
 
     def bits(self) -> tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]:
         """Bits of a number, by the token's age."""
@@ -56,20 +62,17 @@ class KiviLayer(ComparedLayer):  # type: ignore[no-untyped-call]
         return keys, keys if self._in_window else size, values, values if self._in_window else size
 
     def _round_keys(self, row: int, start: int, stop: int) -> None:
-        if stop > start:
+        if stop > start:  # else there are no groups
             tokens = self.keys[row, :, start:stop]
             rounded = quantise(torch.unflatten(tokens, 1, (-1, GROUP_SIZE)), dim=2).flatten(1, 2)
             chosen = self.channel_mask[:, None] | self._in_window
             tokens.copy_(torch.where(chosen, rounded, tokens))
 
-    def _round_values(self, row: int, start: int, stop: int) -> None:
-        if stop > start:
-            tokens = self.values[row, :, start:stop]
-            rounded = torch.cat(
-                [quantise(part, dim=2) for part in torch.split(tokens, GROUP_SIZE, dim=2)], dim=2
-            )
-            chosen = (self.widths > 0)[:, None, None] | self._in_window
-            tokens.copy_(torch.where(chosen, rounded, tokens))
+    def _rounded_values(self, tokens: Tensor) -> Tensor:
+        """Round V of some tokens [..., H_kv, S, D]."""
+        groups = torch.split(tokens, GROUP_SIZE, dim=-1)
+        rounded = torch.cat([quantise(group, dim=-1) for group in groups], dim=-1)
+        return torch.where((self.widths > 0)[:, None, None] | self._in_window, rounded, tokens)
 
 
 def quantise(states: Tensor, dim: int) -> Tensor:
@@ -87,13 +90,3 @@ def quantise(states: Tensor, dim: int) -> Tensor:
     # Of equal numbers the step is 0, and any code does.
     codes = ((states - least).float() / step.float()).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
     return (codes * step.float() + least.float()).to(states.dtype)
-
-
-def _rounded_keys(length: int) -> int:
-    """How many of a row's first tokens have rounded K."""
-    return length // RESIDUAL_LENGTH * RESIDUAL_LENGTH
-
-
-def _rounded_values(length: int) -> int:
-    """How many of a row's first tokens have rounded V."""
-    return max(length - RESIDUAL_LENGTH, 0)

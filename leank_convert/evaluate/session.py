@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from leank_convert.evaluate.answering import (
     answer_against,
     answer_prompts,
     find_opponent,
+    measure_bytes,
     out_of_memory_for,
 )
 from leank_convert.evaluate.benchmarks import (
@@ -28,7 +28,6 @@ from leank_convert.evaluate.benchmarks import (
     draw_gsm_infinite,
     draw_longbench,
 )
-from leank_convert.evaluate.compared_cache import UsedBytes, used_bytes
 from leank_convert.evaluate.comparison import RESULT_NAMES, CacheBytes, Comparison, write_results
 from leank_convert.evaluate.evaluated import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
@@ -89,9 +88,9 @@ def evaluate_checkpoint(
         num_samples: Prompts; with `tasks`, of each task at each length.
         seed: Of the prompts; with `data` there is nothing to draw.
         also: What else answers: `window` (no pruned key at all), `think` (ThinK's choice of channels per
-            prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice), `kivi`, `quest`,
-            `snapkv`, or on the kept channels `leank+kivi`, `leank+quest`, each in all settings that are
-            reported; None for `window`, and for nothing with `tasks`.
+            prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice), `fp8`, `kivi`,
+            `quest`, `snapkv`, or on the kept channels `leank+fp8`, `leank+kivi`, `leank+quest`, each in all
+            settings that are reported; None for `window`, and for nothing with `tasks`.
         against: What to compare with instead: a model, another checkpoint or an ONNX folder; hub id or path.
         out: Where every answer is kept as it comes, and the results; an evaluation that finds some answers
             there asks only the rest.
@@ -144,7 +143,7 @@ def evaluate_checkpoint(
     with nullcontext() if out is None else locked(out / LOCK_NAME, f"another evaluation writes to `{out}`"):
         log = AnswerLog(out, {} if out is None else _identify(checkpoint, opponent))
         longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
-        cache, used = _measure_caches(evaluated, longest, variants)
+        cache, used = _measure_cache(evaluated, longest), measure_bytes(evaluated, longest, variants)
         num_answers = len(prompts) * (len(names) + (against is not None))
         with progress_bar(progress, "answers", num_answers) as advance:
 
@@ -274,27 +273,17 @@ def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpo
     return num_whole
 
 
-def _measure_caches(
-    evaluated: EvaluatedModel, prompt: Prompt, variants: Sequence[Variant]
-) -> tuple[CacheBytes, dict[str, UsedBytes]]:
-    """What the pruned cache, and every variant's, holds of one prompt and its first answer token."""
-    used = {}
+def _measure_cache(evaluated: EvaluatedModel, prompt: Prompt) -> CacheBytes:
+    """What the cache of one prompt holds when its first answer token has been fed."""
     with out_of_memory_for([prompt]):
-        ids = pad_left([prompt.input_ids], evaluated.model.device)
-        window = max(variant.query_window for variant in variants)
-        prefill = run_prefill(evaluated.model, *ids, query_window=window)
-        for variant in variants:
-            cache: Any
-            model, cache = variant.start(prefill)
-            _, attention_mask = decode_token(model, cache, prefill.next_token, prefill.attention_mask)
-            used[variant.name] = used_bytes(cache)
-            if variant.name == PRUNED:
-                memory = cache.memory()
-    measured = CacheBytes(
+        prefill = run_prefill(evaluated.model, *pad_left([prompt.input_ids], evaluated.model.device))
+        cache = prefill.fork()
+        _, attention_mask = decode_token(evaluated.model, cache, prefill.next_token, prefill.attention_mask)
+        memory = cache.memory()
+    return CacheBytes(
         num_tokens=attention_mask.shape[1],
         key_dense=memory.dense_keys,
         key_pruned=memory.keys.used,
         value_dense=memory.dense_values,
         value_pruned=memory.values.used,
     )
-    return measured, used

@@ -32,6 +32,7 @@ from leank_convert.windows import Windows
 DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
     "dense", "pruned", "window", "think", "per-head-budget-dynamic"
 )  # fmt: skip
+COMPARED = ("fp8", "kivi", "quest", "snapkv")
 QUERY_WINDOW = 32  # as many as ThinK's code takes
 # ThinK's own: no sink, the prompt's last 32 tokens, and what is decoded, here up to 128 tokens of it.
 THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
@@ -84,16 +85,29 @@ class Masked:
         name: What its column is called.
         channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
         windows: Tokens that stay whole, None for the checkpoint's.
+        kv_dtype: What keys and values are stored in, None for the checkpoint's.
     """
 
     name: str
     channel_masks: Tensor | None = None
     windows: Windows | None = None
     query_window: int = 0
+    kv_dtype: str | None = None
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """A fork of the prefill's cache with these channels."""
+        """A fork of the prefill's cache with these channels.
+
+        Raises:
+            LeanKError: If the checkpoint is older than caches of another dtype.
+        """
         cache = prefill.fork(self.windows)
+        if self.kv_dtype is not None:
+            if not hasattr(cache, "kv_dtype"):
+                raise LeanKError(
+                    f"`{self.name}`: the checkpoint's own code is older than `kv_dtype`",
+                    hint="export it again from its source and its mask",
+                )
+            cache.kv_dtype = self.kv_dtype
         if self.channel_masks is not None:
             for layer, mask in zip(cache.layers, self.channel_masks, strict=True):
                 layer.set_channel_mask(mask.to(prefill.model.device))
@@ -173,56 +187,66 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
 
 
-def compared_variants(name: str, channel_masks: Tensor | None = None) -> list[Variant]:
-    """KIVI, Quest and SnapKV in all settings that are reported, alone or on LeanK's kept channels.
+def compared_variants(name: str, channel_masks: Tensor, *, alone: bool) -> list[Variant]:
+    """A method beside LeanK in all settings that are reported, alone or on LeanK's kept channels.
 
     Args:
-        name: `kivi`, `quest` or `snapkv`.
-        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D]; None for the method alone.
+        name: One of `COMPARED`.
+        channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
+        alone: Whether the method has all channels instead.
     """
-    alone = channel_masks is None
-    product = partial(Compared, channel_masks=channel_masks)
     prefix = "" if alone else "leank+"
+    masks = torch.ones_like(channel_masks) if alone else channel_masks
+    if name == "fp8":
+        return [Masked(f"{prefix}fp8", masks, kv_dtype="fp8")]
     if name == "kivi":
         # Alone, what it leaves as it is are the last tokens.
         windows = Windows(sink_size=0, recent_size=kivi.RESIDUAL_LENGTH, flush_size=1) if alone else None
-        variants = [product(f"{prefix}kivi", KiviLayer, windows=windows)]
+        variants = [Compared(f"{prefix}kivi", KiviLayer, masks, windows)]
         if not alone:
-            variants.append(product(f"{prefix}kivi+window", partial(KiviLayer, in_window=True)))
+            variants.append(Compared(f"{prefix}kivi+window", partial(KiviLayer, in_window=True), masks))
         return [*variants]
     # Alone, nothing is whole but the token that is decoded.
     windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
     if name == "snapkv":
         capacities = {f"{snapkv.CAPACITY}": snapkv.CAPACITY, f"{snapkv.PAPER_SHARE:.0%}": snapkv.PAPER_SHARE}
         return [
-            product(
+            Compared(
                 f"{prefix}snapkv-{label}",
                 partial(SnapKVLayer, capacity=capacity),
-                windows=windows,
-                query_window=snapkv.QUERY_WINDOW,
+                masks,
+                windows,
+                snapkv.QUERY_WINDOW,
             )
             for label, capacity in capacities.items()
         ]
     return [
-        product(
+        Compared(
             f"{prefix}quest-{page_size}{'-kv' if per_kv_head else ''}",
             partial(QuestLayer, page_size=page_size, per_kv_head=per_kv_head),
-            windows=windows,
+            masks,
+            windows,
         )
         for page_size in (16, 64)
         for per_kv_head in (False, True)
     ]
 
 
+def _compare(name: str, *, alone: bool) -> Callable[[EvaluatedModel], list[Variant]]:
+    return lambda evaluated: compared_variants(name, evaluated.channel_masks, alone=alone)
+
+
 OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
     WINDOW: lambda evaluated: [Masked(WINDOW, torch.zeros_like(evaluated.channel_masks))],
     THINK: lambda evaluated: [ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS)],
     PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
-    "kivi": lambda evaluated: compared_variants("kivi"),
-    "leank+kivi": lambda evaluated: compared_variants("kivi", evaluated.channel_masks),
-    "quest": lambda evaluated: compared_variants("quest"),
-    "leank+quest": lambda evaluated: compared_variants("quest", evaluated.channel_masks),
-    "snapkv": lambda evaluated: compared_variants("snapkv"),
+    "fp8": _compare("fp8", alone=True),
+    "leank+fp8": _compare("fp8", alone=False),
+    "kivi": _compare("kivi", alone=True),
+    "leank+kivi": _compare("kivi", alone=False),
+    "quest": _compare("quest", alone=True),
+    "leank+quest": _compare("quest", alone=False),
+    "snapkv": _compare("snapkv", alone=True),
 }
 """What `--also` takes."""
 

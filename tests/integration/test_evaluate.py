@@ -79,12 +79,13 @@ def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(convert):
 
 
 def test_other_methods_answer_the_same_prompts_and_their_bytes_are_counted(convert):
-    also = ["kivi", "leank+kivi", "quest", "leank+quest", "snapkv"]
+    also = ["fp8", "leank+fp8", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"]
     result = compare(convert("half"), num_samples=2, also=also)
     assert set(result.used) == set(result.variants) == set(result.total.means)
     held = {name: used.held for name, used in result.used.items()}
     assert held["leank+kivi+window"] < held["leank+kivi"] < held["pruned"] < held["dense"]
     assert held["kivi"] < held["dense"] == held["snapkv-2048"] < held["quest-64"] < held["quest-16"]
+    assert held["fp8"] == held["dense"] / 2 and held["leank+fp8"] == held["pruned"] / 2
     assert held["dense"] == result.cache.key_dense + result.cache.value_dense
     # What fits a budget is read whole.
     assert result.total.means["quest-16"] == result.total.means["snapkv-2048"] == 1.0
@@ -178,7 +179,7 @@ def test_a_folder_without_a_tokenizer_is_told_of_before_anything_is_answered(
 
 
 def test_a_prompt_too_long_for_the_memory_is_told_of(convert, monkeypatch):
-    def fail(*arguments, **options):
+    def fail(*arguments):
         raise torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
 
     monkeypatch.setattr("leank_convert.evaluate.session.run_prefill", fail)

@@ -26,4 +26,8 @@ def test_every_chapter_of_the_report_is_filled(smollm2, tmp_path):
     assert {row["text"] for row in real["predictions"]} == {DOCUMENTATION}
     dense = next(row for row in real["answers"] if row["entry"] is None)
     assert (dense["identical"], dense["equal_tokens"]) == (1.0, 1.0)
+    names = ["dense" if row["entry"] is None else row["entry"]["method"] for row in real["bytes"]]
+    assert set(names) == {"dense", "leank", *sizes.alone, *sizes.products}
+    held = {name: row["held"] for name, row in zip(names, real["bytes"], strict=True)}
+    assert held["leank+kivi+window"] < held["leank+kivi"] < held["kivi"] < held["fp8"] < held["dense"]
     assert page.read_text().count("<svg ") == 4

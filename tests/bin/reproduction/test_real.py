@@ -6,12 +6,14 @@ import torch
 from bin.reproduction.answers import Scores
 from bin.reproduction.plan import Cell, Entry, RealSizes
 from bin.reproduction.real import RealResults
-from bin.reproduction.real_report import _judge_ruler, _weak_grid
+from bin.reproduction.real_report import _byte_grid, _judge_ruler, _weak_grid
 from bin.reproduction.texts import DOCUMENTATION, compare_answers, find_kinds
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.compared_cache import UsedBytes
 from leank_convert.mask import ChannelMask
 
 MAIN, OTHER = Entry("leank", 0.7, run="leank"), Entry("think", 0.7, dynamic=True)
+KIVI = Entry("kivi", 0.0, compared=True)
 CELLS = (Cell("needle", 1024), Cell("needle", 4096))
 
 
@@ -24,7 +26,7 @@ def _scores(share, count):
 
 def _results(main=0.9):
     return RealResults(
-        sizes=RealSizes(),
+        sizes=RealSizes(ruler_lengths=(1024, 4096)),
         main=MAIN,
         entries=(MAIN, OTHER),
         floors={Cell("weak", 1024): 0.1, **dict.fromkeys(CELLS, 0.9)},
@@ -34,7 +36,10 @@ def _results(main=0.9):
             MAIN: _scores(main, 1000),
             OTHER: _scores(0.5, 10),
         },
-        fed={},
+        compared={KIVI: _scores(0.25, 20).where(lengths=[4096])},
+        used={None: UsedBytes(8000, 8000), MAIN: UsedBytes(4800, 4800), KIVI: UsedBytes(1600, 800)},
+        num_tokens=8,
+        fed={DOCUMENTATION: {MAIN: {"kl": [0.01, 0.03]}, KIVI: {"kl": [0.1, 0.3]}}},
         answers={},
         staticity={},
         mask=ChannelMask(torch.ones(1, 1, 2, dtype=torch.bool)),
@@ -50,6 +55,15 @@ def test_fewer_prompts_are_compared_with_the_dense_answers_to_the_same():
     scores, dense = _results().paired(OTHER)
     assert scores.cells == dense.cells
     assert dense.values == (1.0,) * 20
+
+
+def test_bytes_stand_beside_the_score_at_the_longest_length():
+    dense, leank, kivi = _byte_grid(_results()).cells
+    assert dense == ("dense", "1,000", "100.0%", "100.0%", "1,000", "90.0", "", "")
+    assert leank[:6] == ("leank, 70%", "600", "60.0%", "60.0%", "1,000", "90.0")
+    # The first 20 prompts of that length alone, all of which the dense model got right.
+    assert (*kivi[:6], kivi[7]) == ("kivi", "200", "20.0%", "10.0%", "20", "25.0", "0.2000")
+    assert kivi[6].startswith("-75.0 [")
 
 
 def test_what_the_dense_model_cannot_is_listed_as_left_out():

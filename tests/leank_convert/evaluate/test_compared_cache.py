@@ -7,6 +7,7 @@ from leank_convert.evaluate.compared_cache import Compared, ComparedLayer, used_
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.variants import Dense, Masked
 
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (40, 25, 5)
 NUM_STEPS = 70  # more than room is made for at a time
 FLOAT32 = 1e-4  # what sums of another order may differ by
@@ -49,7 +50,7 @@ def test_without_a_method_it_decodes_and_counts_as_a_leank_cache_does(prefill):
 
 def test_with_every_channel_it_is_the_dense_model(evaluated, prefill):
     expected, _ = decode(Dense(evaluated.dense), prefill)
-    logits, cache = decode(Compared("compared", ComparedLayer), prefill)
+    logits, cache = decode(Compared("compared", ComparedLayer, EVERY_CHANNEL), prefill)
     torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32)
     per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
     assert used_bytes(cache).held == (sum(LENGTHS) + len(LENGTHS) * NUM_STEPS) * per_token
@@ -57,7 +58,7 @@ def test_with_every_channel_it_is_the_dense_model(evaluated, prefill):
 
 def test_the_prefill_serves_others_after_it(prefill):
     before = [states.clone() for pair in prefill.keys_and_values for states in pair]
-    _, cache = decode(Compared("compared", ComparedLayer), prefill)
+    _, cache = decode(Compared("compared", ComparedLayer, EVERY_CHANNEL), prefill)
     for layer in cache.layers:
         layer.keys.zero_()
     after = [states for pair in prefill.keys_and_values for states in pair]

@@ -9,6 +9,7 @@ from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.kivi import KiviLayer, quantise
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (380, 100)
 NUM_STEPS = 6  # the longer row's K is rounded up to 256, and at the fourth step to 384
 
@@ -20,7 +21,7 @@ def prefill(evaluated):
     return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
 
 
-def first_layer(prefill, make_layer, masks=None, num_steps=NUM_STEPS):
+def first_layer(prefill, make_layer, masks=EVERY_CHANNEL, num_steps=NUM_STEPS):
     """The first layer's keys depend on its tokens alone, whatever a cache rounds."""
     model, cache = Compared("compared", make_layer, masks).start(prefill)
     attention_mask = prefill.attention_mask

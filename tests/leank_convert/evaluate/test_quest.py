@@ -9,6 +9,7 @@ from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.quest import QuestLayer, page_scores
 from leank_convert.windows import Windows
 
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (60, 41, 7)
 BUDGET, PAGE = 16, 4
 NO_WINDOW = Windows(sink_size=0, recent_size=0, flush_size=1)
@@ -26,7 +27,7 @@ def choose_in_all_layers(monkeypatch):
     monkeypatch.setattr(quest, "DENSE_LAYERS", 0)
 
 
-def decode(prefill, make_layer, masks=None, windows=None):
+def decode(prefill, make_layer, masks=EVERY_CHANNEL, windows=None):
     model, cache = Compared("compared", make_layer, masks, windows).start(prefill)
     logits, _ = decode_token(model, cache, prefill.next_token, prefill.attention_mask)
     return logits, cache
@@ -59,7 +60,7 @@ def read_slowly(layer, row, head, queries, whole):
 @pytest.mark.parametrize("per_kv_head", [False, True])
 @pytest.mark.parametrize("with_leank", [False, True])
 def test_the_best_pages_the_last_one_and_the_window_are_read(evaluated, prefill, with_leank, per_kv_head):
-    masks = evaluated.channel_masks if with_leank else None
+    masks = evaluated.channel_masks if with_leank else EVERY_CHANNEL
     _, cache = decode(prefill, make(per_kv_head), masks, None if with_leank else NO_WINDOW)
     layer = cache.layers[1]
     queries = torch.randn(3, 2, 2, 16, generator=torch.Generator().manual_seed(2))

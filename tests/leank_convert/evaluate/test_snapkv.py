@@ -9,6 +9,7 @@ from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
 from leank_convert.evaluate.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
 
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (90, 61, 35, 20)
 HEAD_DIM, GROUPS = 16, 2
 
@@ -23,7 +24,7 @@ def prefill(evaluated):
 
 
 def decode(prefill, make_layer, num_steps=1):
-    model, cache = Compared("compared", make_layer, query_window=QUERY_WINDOW).start(prefill)
+    model, cache = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERY_WINDOW).start(prefill)
     attention_mask = prefill.attention_mask
     for _ in range(num_steps):
         logits, attention_mask = decode_token(model, cache, prefill.next_token, attention_mask)
