@@ -28,6 +28,10 @@ SHAPES = {
     "qwen3-4b": (40, 128),
     "qwen3-8b": (40, 128),
     "qwen3-32b": (40, 128),
+    "qwen3-30b-a3b": (40, 128),
+    "phi-4": (16, 128),
+    "smollm3-3b": (64, 128),
+    "glm-4.5-air": (128, 128),
 }
 
 
@@ -86,11 +90,10 @@ def test_a_derived_recipe_follows_the_rule_it_states_and_promises_nothing(path):
     )  # fmt: skip
     assert (recipe.stage1, recipe.stage2) == (like.stage1, like.stage2)
     assert recipe.width_multiple == head_dim // 4
-    longest = 96 if positions >= 128 else 32
-    assert (recipe.data.min_length, recipe.data.max_length) == (
-        (16 if longest == 96 else 4) * 1024,
-        longest * 1024,
+    lengths = (
+        (16, 96) if positions >= 128 else (4, 32) if positions >= 32 else (positions // 8, positions - 1)
     )
+    assert (recipe.data.min_length, recipe.data.max_length) == tuple(1024 * length for length in lengths)
     assert find_recipe(recipe.model.id) == path.stem
 
 
