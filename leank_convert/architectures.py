@@ -161,6 +161,11 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     Raises:
         LeanKError: If the family is unknown, a key makes no sense, or layers attend within a sliding window.
     """
+    reason = _why_unsupported(config)
+    if reason is not None and config.get("model_type") not in (*ARCHITECTURES, None):
+        raise LeanKError(
+            f"`{origin}`: `model_type` {cut(config.get('model_type'))} cannot be converted: {reason}"
+        )
     architecture = find_architecture(config.get("model_type"), origin=origin)
     values: dict[str, object] = {**architecture.config_defaults, **config}
     experts = architecture.experts
@@ -230,6 +235,24 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         shared_size=shared_size,
         dtype=str(dtype) if dtype else None,
     )
+
+
+def _why_unsupported(config: Mapping[str, object]) -> str | None:
+    """Why a family that has no row cannot be converted, as far as its config.json says."""
+    if config.get("kv_lora_rank") is not None:
+        return (
+            "its cache holds one compressed vector of a token for all heads (MLA, `kv_lora_rank`), so no "
+            "head has K channels of its own to prune"
+        )
+    if isinstance(config.get("text_config"), Mapping):
+        return "its text model is part of a larger one (`text_config`); only text models are converted"
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
+        return (
+            f"{sum(kind != 'full_attention' for kind in kinds)} of its {len(kinds)} layers do not attend to "
+            "all tokens (`layer_types`); only models of full attention throughout are converted"
+        )
+    return None
 
 
 def _holds(stated: Bias, fields: Fields) -> bool:

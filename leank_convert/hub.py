@@ -65,6 +65,18 @@ def resolve_model(model: str | Path) -> Path:
         )
 
 
+def fetch_config(model: str) -> Path:
+    """Fetch the config.json of a model on the hub, and nothing else of it.
+
+    Raises:
+        LeanKError: If the hub does not give it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(model):
+        return Path(hf_hub_download(model, CONFIG_NAME))
+
+
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
     return hub_name(model) or Path(model).expanduser().resolve().parts[-1]

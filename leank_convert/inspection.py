@@ -1,4 +1,4 @@
-"""Inspection of a mask file, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance."""
+"""Inspection of a mask file, a checkpoint, an ONNX folder or a model: widths, ratio, bytes, provenance."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.masks import find_by_name
+from leank_convert.prospect import find_config, inspect_model, render_model
 from leank_convert.windows import Windows
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -40,10 +41,10 @@ class Load:
 
 
 def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
-    """Describe a mask file, a checkpoint, an ONNX folder, or the folder of a training run.
+    """Describe a mask file, a checkpoint, an ONNX folder, the folder of a training run, or a model.
 
     Args:
-        path: The file or folder, or the name of a packaged mask.
+        path: The file or folder, the name of a packaged mask, or a model: its folder, config.json or hub id.
         load: Of what it is to be told how many vLLM holds at once. Not of an ONNX folder.
 
     Returns:
@@ -59,6 +60,9 @@ def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, An
 
 
 def _inspect(path: str | Path) -> dict[str, Any]:
+    config_file = find_config(path)
+    if config_file is not None:
+        return inspect_model(path, config_file)
     path = Path(path)
     if not path.exists():
         try:
@@ -66,8 +70,8 @@ def _inspect(path: str | Path) -> dict[str, Any]:
         except LeanKError as error:
             raise LeanKError(
                 f"`{path}` does not exist",
-                hint="inspect takes a mask file, a checkpoint's or an ONNX folder, or the name of a packaged "
-                f"mask; {error.hint}",
+                hint="inspect takes a mask file, a checkpoint's, an ONNX or a model's folder, a hub id, or "
+                f"the name of a packaged mask; {error.hint}",
             ) from None
     if is_onnx_folder(path):
         return _inspect_onnx(path)
@@ -177,6 +181,8 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
 
     if facts["kind"] == "onnx":
         raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")
+    if facts["kind"] == "model":
+        raise LeanKError(f"`{facts['path']}` is not converted; how many requests are held, its mask decides")
     windows = facts["windows"] or asdict(Windows())  # as an export has them
     sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
@@ -216,6 +222,8 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         facts: The result of `inspect_artifact`.
         with_recipe: Whether the recipe follows that the mask was made by.
     """
+    if facts["kind"] == "model":
+        return render_model(facts)
     cache, windows, provenance = facts["bytes_per_token"], facts["windows"], facts["provenance"]
     asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""

@@ -43,7 +43,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "convert", "trust"},
-    {"verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
+    {"prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
     {"cli"},
     {"__main__"},
 ]

@@ -41,7 +41,8 @@ def _read_bytes(given: str) -> int:
 def inspect(path: Path, with_recipe: bool, memory: int | None, tokens: int | None, as_json: bool) -> None:
     """Show what is in a mask, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance.
 
-    PATH is a file, a folder, or the name of a packaged mask.
+    PATH is a file, a folder, or the name of a packaged mask. Of a model that is not converted, its folder,
+    config.json or hub id, the bytes are shown that pruning would save.
     """
     from leank_convert.inspection import Load, inspect_artifact, render_inspection
 

@@ -113,9 +113,7 @@ def test_provenance_of_a_trained_mask_is_told(
     assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
-def test_other_folders_and_files_are_refused(tmp_path: Path, source_model: Callable[..., Path]) -> None:
-    with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
-        inspect_artifact(source_model())
+def test_other_folders_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LeanKError, match="has no `config\\.json`"):
         inspect_artifact(tmp_path)
     with pytest.raises(LeanKError, match="does not exist"):
@@ -148,10 +146,15 @@ def test_a_block_with_nonsense_in_it_points_to_verify(
     assert "verify" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("name", ["nope.pth", "some/nope"])
+@pytest.mark.parametrize("name", ["nope.pth", "some/folder/nope"])
 def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
     with pytest.raises(LeanKError, match=f"^`{name}` does not exist$"):
         inspect_artifact(name)
+
+
+def test_what_may_be_a_models_id_is_looked_for_on_the_hub() -> None:
+    with pytest.raises(LeanKError, match=r"^`some/nope` is not here, and the hub"):
+        inspect_artifact("some/nope")
 
 
 @pytest.fixture
@@ -215,3 +218,50 @@ def test_a_damaged_onnx_description_points_to_verify(
     edit_json(onnx_folder / "leank_onnx.json", opset=...)
     with pytest.raises(LeanKError, match="lacks `opset`"):
         inspect_artifact(onnx_folder)
+
+
+def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
+    tmp_path: Path, source_model: Callable[..., Path]
+) -> None:
+    source = source_model("qwen2", dtype="bfloat16")  # 3 layers, 4 KV heads of 4 channels, 512 positions
+    facts = inspect_artifact(source)
+    assert (facts["kind"], facts["model_type"], facts["recipe"]) == ("model", "qwen2", None)
+    assert facts["bytes_per_token"] == {
+        "key_dense": 96,
+        "value_dense": 96,
+        "key_pruned": 29,
+        "saved": pytest.approx(67 / 192),
+    }
+    # Of 512 positions all are whole.
+    assert facts["bytes_per_row"] == {"512": {"dense": 192 * 512, "pruned": 192 * 512}}
+    config = tmp_path / "alone" / "config.json"
+    config.parent.mkdir()
+    config.write_text((source / "config.json").read_text())
+    edited = json.loads(config.read_text())
+    config.write_text(json.dumps({**edited, "max_position_embeddings": 40960}))
+    facts = inspect_artifact(config)
+    whole, rest = 128 + 1024 + 32, 32768 - (128 + 1024 + 32)
+    assert facts["bytes_per_row"]["32768"] == {"dense": 192 * 32768, "pruned": 192 * whole + 125 * rest}
+    assert "at least 34.9% saved" in render_inspection(facts)
+    with pytest.raises(LeanKError, match="is not converted"):
+        inspect_artifact(config, Load(10**9, 100))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "gemma3", "text_config": {}}, "part of a larger one"),
+        (
+            {"model_type": "olmo3", "layer_types": ["sliding_attention", "full_attention"]},
+            "1 of its 2 layers",
+        ),
+        ({"model_type": "gpt2"}, "unknown architecture"),
+    ],
+)
+def test_why_a_family_cannot_be_converted_is_told(
+    keys: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(LeanKError, match=reason):
+        inspect_artifact(tmp_path)

@@ -1,0 +1,132 @@
+"""Prospect of a model that is not converted: the bytes that its cache takes and, pruned, would take.
+
+Arithmetic on its config.json alone; what a mask keeps of V is known when there is one, so V counts whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
+from leank_convert.files import read_json
+from leank_convert.head_layout import BYTES_PER_ELEMENT
+from leank_convert.hub import fetch_config, is_hub_id
+from leank_convert.recipe_file import load_recipe, packaged_recipe
+from leank_convert.windows import Windows
+
+# The paper's.
+_PRUNING_RATIO = 0.7
+_LENGTHS = (8192, 32768, 131072)
+
+
+def find_config(path: str | Path) -> Path | None:
+    """The config.json of what may be a model that is not converted: its folder, the file itself, a hub id.
+
+    Raises:
+        LeanKError: If the hub does not give it.
+    """
+    file = Path(path) / CONFIG_NAME if Path(path).is_dir() else Path(path)
+    if file.name == CONFIG_NAME and file.is_file() and not is_onnx_folder(file.parent):
+        return None if "leank" in read_json(file) else file
+    return fetch_config(str(path)) if not Path(path).exists() and is_hub_id(str(path)) else None
+
+
+def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
+    """Describe a model that is not converted.
+
+    Args:
+        path: What the user called it.
+        config_file: Its config.json.
+
+    Returns:
+        JSON-ready data.
+
+    Raises:
+        LeanKError: If it cannot be converted.
+    """
+    config = read_json(config_file)
+    facts = read_model_facts(config, origin=str(config_file))
+    name = packaged_recipe(str(path))
+    ratio, windows = _PRUNING_RATIO, Windows()
+    if name is not None:
+        recipe = load_recipe(name)
+        ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO
+        windows = Windows(
+            *(getattr(recipe.windows, key) for key in ("sink_size", "recent_size", "flush_size"))
+        )
+    element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
+    part = facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
+    pruned = round((1 - ratio) * part)
+    whole = windows.sink_size + windows.recent_size + windows.flush_size
+    default = facts.architecture.config_defaults["max_position_embeddings"]
+    positions = int(config.get("max_position_embeddings", default))
+    return {
+        "kind": "model",
+        "path": str(path),
+        "model_type": facts.model_type,
+        "num_hidden_layers": facts.num_hidden_layers,
+        "num_key_value_heads": facts.num_key_value_heads,
+        "head_dim": facts.head_dim,
+        "positions": positions,
+        "recipe": name,
+        "pruning_ratio": ratio,
+        "windows": {
+            "sink_size": windows.sink_size,
+            "recent_size": windows.recent_size,
+            "flush_size": windows.flush_size,
+        },
+        "element_bytes": element_bytes,
+        "element_bytes_assumed": facts.dtype not in BYTES_PER_ELEMENT,
+        "bytes_per_token": {
+            "key_dense": part,
+            "value_dense": part,
+            "key_pruned": pruned,
+            "saved": (part - pruned) / (2 * part),
+        },
+        "bytes_per_row": {
+            str(length): {
+                "dense": 2 * part * length,
+                "pruned": (part + pruned) * length + (part - pruned) * min(length, whole),
+            }
+            for length in [length for length in _LENGTHS if length <= positions] or [positions]
+        },
+    }
+
+
+def render_model(facts: Mapping[str, Any]) -> str:
+    """Render what `inspect_model` found as text for a person."""
+    cache, windows = facts["bytes_per_token"], facts["windows"]
+    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    ratio = f"{facts['pruning_ratio']:g}"
+    rows = [
+        ("model", f"{facts['path']} ({facts['model_type']}), not converted"),
+        (
+            "shape",
+            f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "
+            f"head_dim {facts['head_dim']}, {facts['positions']:,} positions",
+        ),
+        ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
+        ("bytes per number", f"{facts['element_bytes']}{assumed}"),
+        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
+        (
+            "",
+            f"at pruning ratio {ratio} K {cache['key_pruned']:,}, V at most as before: at least "
+            f"{cache['saved']:.1%} saved",
+        ),
+    ]
+    whole = sum(windows.values())
+    for length, row in facts["bytes_per_row"].items():
+        rows.append(
+            (
+                f"{int(length):,} tokens",
+                f"dense {row['dense'] / 2**30:.2f} GiB, pruned at most {row['pruned'] / 2**30:.2f} GiB, "
+                f"{whole:,} tokens whole",
+            )
+        )
+    size = max(len(label) for label, _ in rows)
+    lines = [f"{label:<{size}}  {text}" for label, text in rows]
+    # What a file says must not move a terminal's cursor.
+    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
