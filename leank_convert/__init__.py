@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from leank_convert.evaluate import evaluate_checkpoint
     from leank_convert.export import export_checkpoint
     from leank_convert.mask import load_mask
+    from leank_convert.methods.kv_scales import measure_kv_scales
     from leank_convert.methods.make import train_mask, train_masks
     from leank_convert.onnx import export_onnx
     from leank_convert.recipe import Recipe
@@ -31,6 +32,7 @@ __all__ = [
     "export_onnx",
     "load_mask",
     "load_recipe",
+    "measure_kv_scales",
     "rewrite_checkpoint",
     "train_mask",
     "train_masks",
@@ -44,6 +46,7 @@ _HOMES = {
     "export_onnx": "onnx",
     "load_mask": "mask",
     "load_recipe": "recipe_file",
+    "measure_kv_scales": "methods.kv_scales",
     "rewrite_checkpoint": "rewrite",
     "train_mask": "methods.make",
     "train_masks": "methods.make",

@@ -93,7 +93,8 @@ def check_scales(scales: Sequence[Sequence[torch.Tensor]]) -> None:
     Raises:
         ValueError: If one is no power of two that every dtype has.
     """
-    layers = torch.stack([torch.stack([scale.float() for scale in layer]) for layer in scales])
+    # On one device, which layers need not be.
+    layers = torch.stack([torch.stack([scale.float().cpu() for scale in layer]) for layer in scales])
     fraction, exponent = torch.frexp(layers)
     low, high = _EXPONENTS
     wrong = ((fraction != 0.5) | (exponent <= low) | (exponent > high + 1)).nonzero()

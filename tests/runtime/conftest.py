@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface
 
 from runtime import configuration_leank, graph_leank, layer_leank, modeling_leank
+from runtime.fp8_leank import as_bytes, quantise
 from runtime.graph_leank import GraphMemory
 
 VOCAB = 64
@@ -431,6 +432,9 @@ class PlainKernels:
         index = store.chunk_index.long().expand(len(seen), -1, -1)
         num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
         in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
+        if store.key_scale is not None:
+            keys = as_bytes(quantise(keys, store.key_scale[:, :, None]))
+            values = as_bytes(quantise(values, store.value_scale[:, :, None]))
         for column in range(seen.shape[1]):
             token = (seen[:, column].long() - 1).clamp(min=0)
             lanes = keys[:, :, column].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
@@ -442,6 +446,7 @@ class PlainKernels:
                 (store.values, store.page_table, values[:, in_store, column]),
                 (store.window_values, store.window_table, values[:, in_window, column]),
             ):
+                pool = as_bytes(pool)
                 page, place = pages[rows, token // pool.shape[2]], token % pool.shape[2]
                 pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
 
@@ -479,12 +484,17 @@ class PlainKernels:
         for chunk, lanes in enumerate(store.chunk_index[min(row, len(store.chunk_index) - 1)]):
             real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
             if dropped < 0:
-                dense.flatten(1)[:, lanes[real]] = store.kept_keys[page, chunk, token % size][:, real]
+                held = store.kept_keys[page, chunk, token % size][:, real]
+                dense.flatten(1)[:, lanes[real]] = held.to(dense.dtype)
             else:
                 held = store.window_keys[window_page[whole], dropped, token[whole] % size]
-                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real]
-        keys[:length] = dense[:, store.head_table[:-1, 2] >= 0]
-        values[:length] = store.values[page, :, token % size]
+                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real].to(dense.dtype)
+        heads = store.head_table[:-1, 2] >= 0
+        keys[:length] = dense[:, heads]
+        values[:length] = store.values[page, :, token % size].to(values.dtype)
+        for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
+            if scale is not None:
+                states[:length] *= scale[min(row, len(scale) - 1), heads]
 
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
@@ -492,6 +502,8 @@ class PlainKernels:
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
         seen = plan - pruned  # a plan of another step shows
         batch, num_columns = seen.shape
+        if store.key_scale is not None:
+            query = query * store.key_scale.repeat_interleave(self.num_groups, 1)[:, :, None]
         index = store.chunk_index.long().expand(batch, -1, -1)
         channels, num_kept = index.clamp(min=0) % self.head_dim, store.kept_keys.shape[1]
         capacity = store.page_table.shape[1] * store.kept_keys.shape[2]
@@ -499,7 +511,8 @@ class PlainKernels:
         def tokens_of(pool, table):
             """All that tables name `[B, rows of the pool, tokens, numbers]`; what is not there is NaN."""
             pages = table.clamp(0, len(pool) - 1).long()
-            return pool[pages].transpose(1, 2).flatten(2, 3)
+            taken = as_bytes(pool)[pages].view(pool.dtype).to(query.dtype)
+            return taken.transpose(1, 2).flatten(2, 3)
 
         kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
         dropped, window = (
@@ -527,7 +540,8 @@ class PlainKernels:
             counted = whole if value_row < 0 else visible
             own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
             scores = scores.masked_fill(~counted[:, None], -torch.inf)
-            outputs.append(scores.softmax(-1) @ own_values[:, None])
+            out = scores.softmax(-1) @ own_values[:, None]
+            outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
         return torch.cat(outputs, 1)
 
 

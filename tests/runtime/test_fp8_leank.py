@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from runtime import graph_leank
 from runtime.configuration_leank import read_settings
 from runtime.fp8_leank import FP8, SCALE_NAMES, quantise, scale_of
 from runtime.layer_leank import LeanKLayer
@@ -84,6 +85,9 @@ class RoundedFirst(LeanKLayer):
         if self.store is not None:
             self.slow = [scale[rows] for scale in self.slow]
         super().select(rows)
+
+    def kernels_for(self, query):
+        return None
 
     def _rounded(self, key, value):
         return tuple(
@@ -344,3 +348,27 @@ def test_a_token_takes_half_of_what_it_takes_in_half_precision(model):
         dense = [memory.dense_keys + memory.dense_values for memory in memories]
         assert dense[1] - dense[0] == 640 * 2 * 3 * 16 * 2 * 2
     assert 2 * sizes["fp8"] == sizes["auto"]
+
+
+def test_captured_steps_and_drafts_by_kernels_are_those_of_rounded_keys_and_values(
+    graphs, model, monkeypatch
+):
+    # In double precision and as the stock class computes, or keys that nearly agree are rounded apart now and
+    # then.
+    model = model.double()
+    monkeypatch.setattr(graph_leank, "fuse_weights", lambda *_: False)
+    both = Both(model, twins(model), 2)
+    for count, padding in (
+        (60, (0, 23)),
+        *[(1, None)] * 30,
+        (4, (0, 2)),
+        (4, None),
+        (3, None),
+        (40, (0, 30)),
+    ):
+        both.feed(count, padding)
+    both.each("reorder_cache", torch.tensor([1, 0]))
+    both.mask = both.mask.flip(0)
+    for _ in range(70):
+        both.feed(1)
+    assert both.caches[0].graph.num_replays > 80 and both.caches[0].graph.num_captures > 2
