@@ -285,6 +285,16 @@ def _refuse_other_models(values: Mapping[str, object], origin: str) -> None:
             )
 
 
+def _sliding_hint(values: Mapping[str, object]) -> str:
+    window, positions = values.get("sliding_window"), values.get("max_position_embeddings")
+    if isinstance(window, int) and isinstance(positions, int) and window >= positions:
+        return (
+            f"no sequence of its {positions} positions outgrows that window: leave it out by "
+            "`--set 'model.config_overrides={sliding_window: null}'`"
+        )
+    return "a window already bounds those layers' cache; convert a model without one"
+
+
 def _refuse_sliding_layers(fields: Fields, layers: int, architecture: Architecture) -> None:
     values = fields.values
     layer_types = values.get("layer_types")
@@ -308,5 +318,5 @@ def _refuse_sliding_layers(fields: Fields, layers: int, architecture: Architectu
             f"`{fields.origin}`: {len(sliding)} of {layers} layers attend within a sliding window only "
             f"(`{cause}`: {cut(values.get(cause))}, first such layer {sliding[0]}); only full attention can "
             "be pruned",
-            hint="a window already bounds those layers' cache; convert a model without one",
+            hint=_sliding_hint(fields.values),
         )

@@ -28,6 +28,27 @@ _FIXED_KEYS = frozenset(
         "mlp_bias",
         "hidden_act",
         "rms_norm_eps",
+        "attention_out_bias",
+        "use_qk_norm",
+        "partial_rotary_factor",
+        "rotary_dim",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "n_shared_experts",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
         *OTHER_MODELS,
         *LOADING_KEYS,
     }
@@ -71,6 +92,8 @@ def apply_config_overrides(
         base: dict[str, object] = {
             "rope_theta": before["rope_theta"],
             "max_position_embeddings": config.get("max_position_embeddings"),
+            # How much of a head is rotated, the weights fix.
+            "partial_rotary_factor": before.get("partial_rotary_factor"),
         }
         if given.keys() == {"rope_theta"}:
             base["rope_parameters"] = {key: value for key, value in before.items() if key != "rope_theta"}

@@ -301,6 +301,25 @@ def test_scaling_can_be_taken_away() -> None:
     }
 
 
+def test_a_window_that_no_sequence_outgrows_may_be_left_out() -> None:
+    config = {**LLAMA, "model_type": "phi3", "sliding_window": 262144, "max_position_embeddings": 131072}
+    with pytest.raises(LeanKError, match="sliding window only") as caught:
+        read_model_facts(config, origin="x")
+    assert "config_overrides={sliding_window: null}" in str(caught.value.hint)
+    read_model_facts(apply_config_overrides(config, {"sliding_window": None}), origin="x")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_rope_leaves_as_much_of_a_head_rotated(nested: bool) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    given = {"rope_parameters": rope} if nested else {"partial_rotary_factor": 0.75}
+    changed = apply_config_overrides({**LLAMA, "model_type": "phi3", **given}, {"rope_theta": 1e6})
+    facts = read_model_facts(changed, origin="x")
+    assert facts.rope_parameters["partial_rotary_factor"] == 0.75
+    changed = apply_config_overrides({**LLAMA, "model_type": "phi3", **given}, {"rope_parameters": YARN})
+    assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
+
+
 def test_without_overrides_the_config_stays() -> None:
     config = {**LLAMA, "rope_theta": 1e6, "rope_scaling": YARN}
     assert apply_config_overrides(config, {}) == config
