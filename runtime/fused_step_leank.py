@@ -6,7 +6,7 @@ and up another. Their weights lie side by side in one piece of memory for that: 
 become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
 was there before (`own_storages`).
 
-It computes what the stock classes of the four families compute, with their rounding, and serves no others.
+It computes what the stock classes of five families compute, with their rounding, and serves no others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels, Product
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _STOCK_PACKAGES = ("torch", "transformers")
 _PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -156,7 +156,7 @@ def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
 
 
 def _is_known(model: Any) -> bool:
-    """Return whether a model is built as the four families are, and no class was patched."""
+    """Return whether a model is built as those families are, and no class was patched."""
     base = model.base_model
     config, layers = base.config, base.layers
     family = type(layers[0]).__name__.removesuffix("DecoderLayer")

@@ -336,11 +336,15 @@ class LeanKForCausalLMMixin(LeanKMixin):
             ValueError: If another kind of cache or a draft by early exit is asked for.
         """
         configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
-        if _first_given(kwargs, configs, "assistant_early_exit") is not None:
-            raise ValueError(
-                "assistant_early_exit: a model of fewer layers cannot draft on a LeanK cache; draft with "
-                "`assistant_model` or `prompt_lookup_num_tokens`"
-            )
+        for option, drafter in (
+            ("assistant_early_exit", "a model of fewer layers"),
+            ("use_mtp", "a model's own extra layers"),
+        ):
+            if _first_given(kwargs, configs, option) not in (None, False):
+                raise ValueError(
+                    f"{option}: {drafter} cannot draft on a LeanK cache; draft with `assistant_model` or "
+                    "`prompt_lookup_num_tokens`"
+                )
         implementation = _first_given(kwargs, configs, "cache_implementation")
         if implementation not in _OWN_CACHE:
             raise ValueError(

@@ -89,7 +89,7 @@ def plan_export(
 def _plan_scales(
     checkpoint: Checkpoint, facts: ModelFacts, layout: HeadLayout, scales: KVScales
 ) -> dict[str, dict[str, Tensor]]:
-    """Scales by the file of their layer's keys."""
+    """Scales by the file of their layer's attention."""
     shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
     if scales.keys.shape != shape or scales.values.shape != shape:
         raise LeanKError(
@@ -99,7 +99,7 @@ def _plan_scales(
         )
     added: dict[str, dict[str, Tensor]] = {}
     for layer, tensors in enumerate(scales.tensors(facts, layout.head_permutation)):
-        shard = checkpoint.shard_of(facts.architecture.attention_tensor(layer, "k_proj.weight"))
+        shard = checkpoint.shard_of(facts.architecture.attention_tensor(layer, "o_proj.weight"))
         assert shard is not None  # or it would have been missed above
         added.setdefault(shard, {}).update(tensors)
     return added

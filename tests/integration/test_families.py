@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
 from leank_convert.export.plan import plan_export
 from leank_convert.families import ARCHITECTURES, Architecture
-from leank_convert.mask import all_channels_mask
+from leank_convert.kv_scales import KVScales
+from leank_convert.mask import ChannelMask, all_channels_mask
 from leank_convert.onnx import export_onnx
 from leank_convert.verify import verify_checkpoint
 from tests.tiny_families import FAMILIES, OPTIONS
@@ -85,6 +87,27 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(
     assert failed(verify_checkpoint(again)) == []
     expected = model.generate(**batch(), **GREEDY)
     assert load(again).generate(**batch(), **GREEDY).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("row", FAMILIES)
+def test_measured_scales_of_an_fp8_cache_travel_with_it(row: Architecture, converted, load, tmp_path):
+    checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
+    largest = torch.full((2, 2, 16), 20.0)
+    scales = KVScales.of_largest(largest, largest, num_tokens=7, tasks=("retrieval",), seed=3)
+    out = export_checkpoint(
+        checkpoint.source,
+        ChannelMask(checkpoint.channel_mask),
+        tmp_path / "fp8",
+        sink_size=3,
+        recent_size=6,
+        flush_size=4,
+        kv_dtype="fp8",
+        kv_scales=scales,
+    )
+    assert failed(verify_checkpoint(out, checkpoint.source)) == []
+    result = load(out).generate(**batch(), **GREEDY, return_dict_in_generate=True)
+    assert result.sequences.shape == (2, 39)
+    assert result.past_key_values.layers[1].store.kept_keys.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("row", FAMILIES)

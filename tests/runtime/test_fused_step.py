@@ -18,7 +18,7 @@ from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"]
 
 
 @pytest.fixture

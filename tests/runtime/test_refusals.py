@@ -99,6 +99,8 @@ def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair)
     expected = model.generate(one_row(), **GREEDY)
     with pytest.raises(ValueError, match=r"assistant_early_exit: .* `prompt_lookup_num_tokens`"):
         model.generate(one_row(), assistant_early_exit=1, **GREEDY)
+    with pytest.raises(ValueError, match=r"use_mtp: .* `prompt_lookup_num_tokens`"):
+        model.generate(one_row(), use_mtp=True, **GREEDY)
     with pytest.raises(ValueError, match="assistant_early_exit"):
         model.generate(one_row(), GenerationConfig(assistant_early_exit=1, **GREEDY))
     assert model.config.num_hidden_layers == 2
