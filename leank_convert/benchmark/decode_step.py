@@ -40,7 +40,7 @@ def count_step_bytes(model: Any, setup: Setup, batch_size: int, num_tokens: int)
     tokens = batch_size * num_tokens, batch_size * pruned
     # A chunk is one channel: what a kernel pads is its own affair.
     cached = (
-        count_attention_bytes(widths, head_dim, 1, *tokens, setup.dtype.itemsize)
+        count_attention_bytes(widths, head_dim, 1, *tokens, setup.stored_bytes)
         for widths in setup.layout.widths
     )
     return {

@@ -72,7 +72,9 @@ def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> 
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
     dense = memory.dense_keys + memory.dense_values
-    ideal = count_cache_bytes(setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize)
+    ideal = count_cache_bytes(
+        setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.stored_bytes
+    )
     release_memory(model.device)
     return {
         "prompt": num_prompt,

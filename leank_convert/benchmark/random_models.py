@@ -23,7 +23,8 @@ from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.runtime_files import copy_runtime_files
-from leank_convert.head_layout import HeadLayout, plan_head_layout
+from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
+from leank_convert.kv_scales import describe_cache
 from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.warmup import find_kernels
@@ -47,7 +48,7 @@ _FIRST_TOKEN = 3  # the ids before it are special in most vocabularies
 class Setup:
     """What is measured, and where: a mask in the original head order, its origin, and a shape that it fits.
 
-    `dtype` is that of weights, keys and values.
+    `dtype` is that of weights, keys and values, `kv_dtype` that of our caches where it is another one.
     """
 
     geometry: Geometry
@@ -56,6 +57,12 @@ class Setup:
     windows: Windows
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: str | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one number in our caches."""
+        return BYTES_PER_ELEMENT[self.kv_dtype or self.dtype_name]
 
     @property
     def is_toy(self) -> bool:
@@ -101,7 +108,8 @@ class Setup:
         keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
         shape = {key: getattr(self.geometry.facts, key) for key in keys}
         mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
-        return {"geometry": self.geometry.name, **shape, **mask, **_window_sizes(self.windows)}
+        stored = {"kv_dtype": self.kv_dtype} if self.kv_dtype else {}
+        return {"geometry": self.geometry.name, **shape, **mask, **_window_sizes(self.windows), **stored}
 
 
 def _window_sizes(windows: Windows) -> dict[str, int]:
@@ -114,6 +122,7 @@ def choose_setup(
     geometry: str | None,
     device: torch.device = _CPU,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
 ) -> Setup:
     """Put together what to measure.
 
@@ -140,7 +149,7 @@ def choose_setup(
     # Those that the mask was learned with count most.
     known: Any = made.provenance or windows or shape.windows
     sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
-    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype))
+    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype)
 
 
 def synthetic_mask(geometry: Geometry) -> ChannelMask:
@@ -205,7 +214,8 @@ def _leank_config(setup: Setup) -> dict[str, Any]:
     known = setup.mask.provenance or MaskProvenance.for_model(
         setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
     )
-    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {})
+    cache = describe_cache(setup.kv_dtype, None)
+    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {}, cache)
     return build_config({**setup.geometry.config, "dtype": setup.dtype_name}, facts.architecture, leank, {})
 
 

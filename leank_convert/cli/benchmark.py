@@ -36,6 +36,7 @@ _DTYPE = click.option(
     show_default=True,
     help="Of weights, keys and values.",
 )
+_KV_DTYPE = click.option("--kv-dtype", type=click.Choice(["fp8"]), help="Of our caches. Default: as --dtype.")
 
 
 # Batches and lengths at which a decode step is bound by weights, by the cache, or by both.
@@ -68,11 +69,11 @@ _DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
 _MOST_TOY_TOKENS = 2**18
 
 
-def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
+def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
     The document that the command returns is printed; where a check failed, it exits 1. `masked` adds `--mask`
-    and `--recipe`.
+    and `--recipe`, `stored` `--kv-dtype`.
     """
 
     def decorate(run: _Run) -> _Run:
@@ -83,8 +84,12 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
             dtype: str,
             mask: str | None = None,
             recipe: str | None = None,
+            kv_dtype: str | None = None,
             **options: Any,
         ) -> None:
+            if kv_dtype is not None and dtype == "float32":
+                # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
+                raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
             from leank_convert.benchmark.measuring import choose_benchmark_device
             from leank_convert.benchmark.random_models import choose_setup
 
@@ -92,7 +97,7 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
             if chosen.type == "cpu" and not (mask or recipe):
                 # There, a real model's shape has to be asked for.
                 geometry = geometry or TOY
-            setup = choose_setup(mask, recipe, geometry, chosen, dtype)
+            setup = choose_setup(mask, recipe, geometry, chosen, dtype, kv_dtype)
             for name, values in _DEFAULTS[run.__name__].items():
                 if chosen.type == "cpu":
                     _check_toy(options[name])
@@ -100,7 +105,8 @@ def case_options(*, masked: bool = True) -> Callable[[_Run], _Run]:
             _finish(run(setup, **options))
 
         decorated: _Run = command
-        for option in (_DTYPE, _DEVICE, _GEOMETRY, *((_RECIPE, _MASK) if masked else ())):
+        offered = (_DTYPE, *((_KV_DTYPE,) if stored else ()), _DEVICE, _GEOMETRY)
+        for option in (*offered, *((_RECIPE, _MASK) if masked else ())):
             decorated = option(decorated)
         return decorated
 
@@ -185,7 +191,7 @@ def benchmark() -> None:
 
 
 @benchmark.command()
-@case_options()
+@case_options(stored=True)
 @_size_option(
     "--case cases",
     "batch x tokens",
@@ -211,7 +217,7 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 
 
 @benchmark.command()
-@case_options()
+@case_options(stored=True)
 @_size_option(
     "--case cases",
     "batch x prompt x new",
@@ -240,7 +246,7 @@ def generate(setup: Setup, **options: Any) -> dict[str, Any]:
 
 
 @benchmark.command()
-@case_options()
+@case_options(stored=True)
 @_size_option("--allocated", "prompt x new", "Row whose cache is counted. Default: 32kx128.")
 @_size_option("--prefill", "batch x prompt", "Prefill whose peak is measured. Default: 4x32k.")
 @_size_option(

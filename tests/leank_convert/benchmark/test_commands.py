@@ -76,6 +76,27 @@ def test_kernel_reports_layers_peers_and_bytes(measured):
     assert "wall clock, medians" in table
 
 
+def test_fp8_caches_read_half_and_are_held_to_what_they_store(measured):
+    cases = ("--case", "1x90x8", "--case", "1x90x40")
+    plain, fp8 = (measured(*KERNEL, *cases, *more)[0] for more in ((), ("--kv-dtype", "fp8")))
+    assert "kv_dtype" not in plain["subject"] and fp8["subject"]["kv_dtype"] == "fp8"
+    assert fp8["ok"] and len(fp8["cases"]) == 4
+    for ours, other in zip(fp8["cases"], plain["cases"], strict=True):
+        assert ours["dense_bytes"] == other["dense_bytes"] and 2 * ours["mean_bytes"] == other["mean_bytes"]
+        dense, stock = ours["peers"]["leank-all-channels"], ours["peers"]["sdpa"]
+        assert dense["check"]["ok"] and 2 * dense["bytes"] == stock["bytes"]
+    document, _ = measured(*GENERATE, "--kv-dtype", "fp8")
+    assert document["ok"]
+    document, _ = measured(
+        "memory", "--device", "cpu", "--skip", "prefill", "--skip", "largest", "--kv-dtype", "fp8"
+    )
+    held = document["allocated"]
+    assert held["regions"]["kept_values"]["used"] <= held["tokens"] * 2 * 4 * 64
+    assert held["ideal_share_beyond_window"] < 0.3
+    refused = run(*KERNEL, "--dtype", "float32", "--kv-dtype", "fp8")
+    assert refused.exit_code == 2 and "--kv-dtype goes with --dtype bfloat16" in refused.stderr
+
+
 def test_kernel_measures_several_new_tokens_beside_peers_that_take_them():
     arguments = ("--case", "2x90x8", "--case", "1x90x40", "--peers", "leank-all-channels,sdpa,flex")
     document, table = parse(run("kernel", "--device", "cpu", "--rounds", "1", *arguments))
