@@ -20,6 +20,7 @@ from torch import Tensor
 
 from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, ModelFacts
 from leank_convert.errors import LeanKError, cut, first_line, shorten
+from leank_convert.families import ARCHITECTURES
 from leank_convert.fields import Fields
 from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
@@ -163,6 +164,20 @@ class ChannelMask:
     def pruning_ratio(self) -> float:
         """Fraction of channels removed, over the whole model."""
         return 1 - int(self.channel_mask.sum()) / self.channel_mask.numel()
+
+    @property
+    def rotated_channels(self) -> Tensor:
+        """The mask of the R channels that RoPE turns, i and i + R/2 as one pair in every family [L, H_kv, R].
+
+        Where the mask does not say which model it is of, heads count as rotated whole, as most are.
+        """
+        known = self.provenance
+        partial = known.rope_parameters.get("partial_rotary_factor", 1) if known else 1
+        family = ARCHITECTURES.get(known.model_type) if known else None
+        rotated = self.channel_mask[..., : int(self.channel_mask.shape[-1] * partial) // 2 * 2]
+        if family is None or not family.interleaved_pairs:
+            return rotated
+        return torch.cat([rotated[..., ::2], rotated[..., 1::2]], dim=-1)
 
 
 def all_channels_mask(facts: ModelFacts) -> ChannelMask:

@@ -118,9 +118,7 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             "Which rotary pairs are kept",
             "",
             [_pair_grid(real)],
-            lambda: _draw(
-                3.8, [lambda axes: draw_pairs(axes, real.mask.channel_mask, analyze_mask(real.mask))]
-            ),
+            lambda: _draw(3.8, [lambda axes: draw_pairs(axes, real.mask, analyze_mask(real.mask))]),
             "A pair is two channels that RoPE turns together, at a frequency that falls with i. "
             + OUTLIER_RULE,
         ),

@@ -32,7 +32,7 @@ OUTLIER_RULE = (
 class OutlierPair:
     """A RoPE pair of which far more or less is kept than of its neighbours."""
 
-    pair: int  # its index i: channels i and i + D/2
+    pair: int  # its index i: in most families channels i and i + D/2
     kept: float  # share of its channels that is kept, over all heads
     neighbours: float  # the median share of its neighbours
     score: float  # how far out it is, in robust standard deviations
@@ -46,8 +46,8 @@ class MaskAnalysis:
     head_dim: int  # D
     element_bytes: int  # bytes of one number in the cache
     kept: float  # share of all channels
-    kept_by_pair: tuple[float, ...]  # of each RoPE pair's two channels in all heads [D/2]
-    neighbours_by_pair: tuple[float, ...]  # the median of each pair's neighbours [D/2]
+    kept_by_pair: tuple[float, ...]  # of each RoPE pair's two channels in all heads [R/2]
+    neighbours_by_pair: tuple[float, ...]  # the median of each pair's neighbours [R/2]
     outliers: tuple[OutlierPair, ...]  # pairs that `OUTLIER_RULE` names, the farthest first
     kept_by_layer: tuple[float, ...]  # [L]
     widths: tuple[tuple[int, ...], ...]  # kept channels of each head [L][H_kv]
@@ -144,10 +144,9 @@ def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
         mask: The mask.
         element_bytes: Bytes of one number in the cache.
     """
-    kept = mask.channel_mask.double()
-    half = kept.shape[-1] // 2
-    by_pair = kept[..., : 2 * half].mean((0, 1)).view(2, half).mean(0).tolist()
-    neighbours = [_neighbours_median(by_pair, pair) for pair in range(half)]
+    kept, rotated = mask.channel_mask.double(), mask.rotated_channels.double()
+    by_pair = rotated.mean((0, 1)).view(2, -1).mean(0).tolist()
+    neighbours = [_neighbours_median(by_pair, pair) for pair in range(len(by_pair))]
     return MaskAnalysis(
         model=mask.provenance.model if mask.provenance else None,
         head_dim=kept.shape[-1],

@@ -22,12 +22,14 @@ from leank_convert.report.figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from leank_convert.mask import ChannelMask
+
 _MOST_NUMBERS = 64  # cells that still have room for their value
 
 
-def draw_pairs(axes: Axes, channel_mask: Tensor, analysis: MaskAnalysis) -> None:
+def draw_pairs(axes: Axes, mask: ChannelMask, analysis: MaskAnalysis) -> None:
     """Bars of the share that is kept of each RoPE pair, outliers named and in another colour."""
-    draw_kept_by_pair(axes, channel_mask)
+    draw_kept_by_pair(axes, mask)
     bars = list(axes.patches)
     axes.plot(
         range(len(bars)),
@@ -51,16 +53,16 @@ def draw_pairs(axes: Axes, channel_mask: Tensor, analysis: MaskAnalysis) -> None
     axes.margins(y=0.14)
 
 
-def draw_layers_by_pair(axes: Axes, channel_mask: Tensor) -> None:
+def draw_layers_by_pair(axes: Axes, mask: ChannelMask) -> None:
     """Heat map of the share that each layer keeps of each RoPE pair."""
-    num_layers, _, head_dim = channel_mask.shape
-    half = head_dim // 2
-    kept = channel_mask[..., : 2 * half].double().mean(1).view(num_layers, 2, half).mean(1)
+    rotated = mask.rotated_channels
+    num_layers, _, num_rotated = rotated.shape
+    kept = rotated.double().mean(1).view(num_layers, 2, num_rotated // 2).mean(1)
     image = axes.imshow(
         100 * kept.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=100, cmap="viridis"
     )
     label_layers(axes, num_layers, 1)
-    axes.set(title="Kept by layer and RoPE pair", xlabel=f"pair i: channels i and i + {half}")
+    axes.set(title="Kept by layer and RoPE pair", xlabel="pair (0 turns fastest)")
     add_colorbar(axes, image, "kept (%)", range(0, 101, 25))
 
 

@@ -209,8 +209,8 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "RoPE pairs",
             "pairs",
-            lambda: _panels(3.8, lambda axes: draw_pairs(axes, channels, analysis)),
-            "A pair is two channels that RoPE turns together, at a frequency that falls with i. "
+            lambda: _panels(3.8, lambda axes: draw_pairs(axes, mask, analysis)),
+            "A pair is two channels that RoPE turns together, at a frequency that falls with its number. "
             + OUTLIER_RULE,
         ),
         Section(
@@ -222,7 +222,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "Pairs in each layer",
             "layers-by-pair",
-            lambda: _panels(height, lambda axes: draw_layers_by_pair(axes, channels)),
+            lambda: _panels(height, lambda axes: draw_layers_by_pair(axes, mask)),
             "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
         ),
         Section(

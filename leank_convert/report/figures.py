@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
+    from leank_convert.mask import ChannelMask
     from leank_convert.train.log import StepRecord
 
 INK = "#808182"  # of text and lines; no other colour of a figure may be equal
@@ -103,16 +104,17 @@ def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     label_layers(axes, len(kept), 1)
 
 
-def draw_kept_by_pair(axes: Axes, channel_mask: Tensor) -> None:
-    """Bars of the fraction that is kept of each rotary pair: channels i and i + D/2, over all heads."""
-    half = channel_mask.shape[-1] // 2
-    pairs = channel_mask[..., : 2 * half].float().mean((0, 1)).view(2, half).mean(0).numpy()
+def draw_kept_by_pair(axes: Axes, mask: ChannelMask) -> None:
+    """Bars of the fraction that is kept of each rotary pair, over all heads."""
+    rotated = mask.rotated_channels.float()
+    half = rotated.shape[-1] // 2
+    pairs = rotated.mean((0, 1)).view(2, half).mean(0).numpy()
     axes.bar(range(half), 100 * pairs, width=0.85, color=BLUE)
-    mean = 100 * channel_mask.float().mean().item()
+    mean = 100 * mask.channel_mask.float().mean().item()
     axes.axhline(mean, color=INK, linewidth=1, linestyle="--", label="whole model")
     axes.set(
         title="Kept by RoPE pair",
-        xlabel=f"pair i: channels i and i + {half} (0 turns fastest)",
+        xlabel="pair (0 turns fastest)",
         ylabel="kept (%)",
         xlim=(-0.75, half - 0.25),
     )

@@ -146,11 +146,11 @@ def _section_of_pairs(mask: ChannelMask) -> Section:
     def draw() -> Figure:
         figure = new_figure(3.2)
         by_pair, widths = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        draw_kept_by_pair(by_pair, mask.channel_mask)
+        draw_kept_by_pair(by_pair, mask)
         draw_width_histogram(widths, mask.channel_mask)
         return figure
 
-    caption = "A pair is two channels that RoPE turns together, at a frequency that falls with i."
+    caption = "A pair is two channels that RoPE turns together, at a frequency that falls with its number."
     return Section("Which channels, how many", "pairs", draw, caption)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import re
 import warnings
@@ -460,3 +461,18 @@ def test_a_damaged_array_is_refused_whatever_byte_is_wrong(tmp_path: Path) -> No
                 assert str(path) in str(error)
                 refused += 1
     assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("model_type", "partial", "order"),
+    [("llama", None, [0, 1, 2, 3, 4, 5, 6, 7]), ("glm4_moe", 0.5, [0, 1, 2, 3]), ("glm4", 0.5, [0, 2, 1, 3])],
+)
+def test_rotated_channels_lie_such_that_halves_are_pairs(
+    model_type: str, partial: float | None, order: list[int]
+) -> None:
+    keys = {} if partial is None else {"partial_rotary_factor": partial}
+    rope = {"rope_type": "default", "rope_theta": 1e4, **keys}
+    known = dataclasses.replace(provenance(), model_type=model_type, rope_parameters=rope)
+    mask = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(ChannelMask(mask, None, known).rotated_channels, mask[..., order])
+    assert torch.equal(ChannelMask(mask).rotated_channels, mask)

@@ -166,7 +166,7 @@ def test_what_is_no_mask_is_refused_with_a_remedy(run, tmp_path, source_model):
 
 
 def test_outliers_stand_out_among_the_bars(axes, outlying):
-    draw_pairs(axes, outlying, analyze_mask(ChannelMask(outlying)))
+    draw_pairs(axes, ChannelMask(outlying), analyze_mask(ChannelMask(outlying)))
     colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
     assert colours == [ORANGE if pair == 5 else BLUE for pair in range(16)]
     assert [text.get_text() for text in axes.texts] == ["pair 5: 88%"]
@@ -175,7 +175,7 @@ def test_outliers_stand_out_among_the_bars(axes, outlying):
 def test_heat_map_by_layer_and_pair_is_the_mean_over_heads_and_both_channels(axes):
     mask = torch.zeros(2, 2, 4, dtype=torch.bool)
     mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
-    draw_layers_by_pair(axes, mask)
+    draw_layers_by_pair(axes, ChannelMask(mask))
     assert axes.images[0].get_array().tolist() == [[0, 50], [25, 0]]
 
 
