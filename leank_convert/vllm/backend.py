@@ -133,6 +133,13 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        for kernels in (layer.kernels for layer in layers if getattr(layer, "kernels", None) is not None):
+            if kv_cache_spec.block_size % kernels.key.load_tokens:
+                raise ValueError(
+                    f"decode kernels that load {kernels.key.load_tokens} tokens cannot read pages of "
+                    f"{kv_cache_spec.block_size}; name the size of pages: `--block-size 64`"
+                )
         # Requests with drafts count as decoding ones.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         max_requests = vllm_config.scheduler_config.max_num_seqs

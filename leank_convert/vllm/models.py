@@ -34,7 +34,7 @@ from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.vllm import BACKEND
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
-from leank_convert.vllm.pages import ModelPages
+from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
 from leank_convert.vllm.refusals import check_options
 from leank_convert.vllm.rule import WindowSizes
 
@@ -106,7 +106,7 @@ class LeanKAttention(Attention):
         self.wide_kernels: Any = None
         drafts = vllm_config.speculative_config
         self._num_columns = 1 + (drafts.num_speculative_tokens if drafts else 0)
-        self._load_tokens = _load_tokens(pages, vllm_config.cache_config.block_size)
+        self._load_tokens = _load_tokens(pages, coming_block_size(vllm_config.cache_config))
 
         rank = get_tensor_model_parallel_rank()
         stage = pages.stages[get_pp_group().rank_in_group]
@@ -282,6 +282,11 @@ class LeanKQwen2ForCausalLM(_LeanKForCausalLM, Qwen2ForCausalLM):
 
 class LeanKQwen3ForCausalLM(_LeanKForCausalLM, Qwen3ForCausalLM):
     """Qwen3."""
+
+
+def coming_block_size(cache_config: Any) -> int:
+    """Tokens of a kept page: vLLM asks the backend for them when models are loaded and kernels compiled."""
+    return cache_config.block_size if cache_config.user_specified_block_size else BLOCK_SIZE
 
 
 def _load_tokens(pages: ModelPages, block_size: int) -> int:

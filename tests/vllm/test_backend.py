@@ -15,6 +15,7 @@ from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert.vllm import backend
 from leank_convert.vllm.attention import append_by_slot
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
+from leank_convert.vllm.models import coming_block_size
 from leank_convert.vllm.pages import Numbers, numbers_of
 from leank_convert.vllm.rule import WindowSizes
 
@@ -69,13 +70,15 @@ def make_layer(kernels):
     return layer, pools[0]
 
 
-def make_builder():
+def make_builder(block_size=64, layers=()):
     config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )
-    return LeanKMetadataBuilder(None, [], config, torch.device("cpu"))
+    spec = SimpleNamespace(block_size=block_size)
+    return LeanKMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
 def batch(queries, lengths, prompts, first_page=1):
@@ -157,3 +160,14 @@ def test_steps_are_captured_where_kernels_decode_every_layer():
 
     assert support(Kernels(), Kernels()) == AttentionCGSupport.UNIFORM_BATCH
     assert support(Kernels(), None) == support(None) == AttentionCGSupport.NEVER
+
+
+def test_kernels_are_compiled_for_the_pages_that_vllm_will_make():
+    # Models are loaded while `block_size` is vLLM's own default, unless one was asked for.
+    assert coming_block_size(SimpleNamespace(block_size=16, user_specified_block_size=False)) == 64
+    assert coming_block_size(SimpleNamespace(block_size=32, user_specified_block_size=True)) == 32
+    loading_64 = SimpleNamespace(kernels=SimpleNamespace(key=SimpleNamespace(load_tokens=64)))
+    layers = [SimpleNamespace(kernels=None), SimpleNamespace(), loading_64]
+    make_builder(128, layers)
+    with pytest.raises(ValueError, match="load 64 tokens cannot read pages of 96; name the size"):
+        make_builder(96, layers)
