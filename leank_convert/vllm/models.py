@@ -244,17 +244,11 @@ class _LeanKForCausalLM:
                 tensor = heads.index_select(dim, order).flatten(dim, dim + 1)
             yield name, tensor
         if not self._quantized:  # some formats leave single layers as they are
-            check_layers(names)
+            _check_layers(names)
 
 
-def check_layers(names: Iterable[str]) -> None:
-    """Raise unless all layers have the same weights.
-
-    vLLM fuses q, k and v, and does not notice where one of them is missing.
-
-    Raises:
-        ValueError: If a layer lacks one that another layer has.
-    """
+def _check_layers(names: Iterable[str]) -> None:
+    """Raise unless all layers have the same weights: vLLM fuses q, k and v, and misses none of the three."""
     found: dict[str, set[str]] = {}
     for name in names:
         if "layers." in name:
