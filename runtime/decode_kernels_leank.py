@@ -67,6 +67,11 @@ class KernelKey:
     load_tokens: int = TILE
     cache_dtype: torch.dtype | None = None
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache holds e4m3."""
+        return self.cache_dtype == torch.float8_e4m3fn
+
 
 def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
     """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
@@ -200,14 +205,16 @@ class DecodeKernels:
         self.seconds = time.perf_counter() - started
 
     def _make_placeholders(self) -> None:
-        """Make what stands for flags that are all set, and for pools without rows."""
+        """Make what stands for flags that are all set, for pools without rows, for no scales."""
         key = self.key
         with torch.inference_mode(False):
             self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
+            dtype = torch.uint8 if self.key.is_fp8 else key.dtype
             self._no_rows = {
-                size: torch.zeros(1, 1, TILE, size, dtype=key.dtype, device=key.device)
+                size: torch.zeros(1, 1, TILE, size, dtype=dtype, device=key.device)
                 for size in (key.chunk_size, key.head_dim)
             }
+            self._no_scale = torch.ones(1, 1, key.head_dim, device=key.device)
 
     @property
     def product_rows(self) -> tuple[int, ...]:
@@ -225,12 +232,16 @@ class DecodeKernels:
         key = self.key
         dtype = KERNEL_DTYPES[key.dtype]
         sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-        shape = KernelShape(*sizes, dtype, 2, key.num_queries, key.load_tokens)
-        stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * 2
+        shape = KernelShape(*sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8)
+        stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * (1 if key.is_fp8 else 2)
         # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
         fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048
-        # The accumulators of 64 queries leave no registers to a second instance.
-        for instances in (2, 1) if shape.num_queries < 64 else (1,):
+        # The accumulators of 64 queries leave no registers to a second instance. Tiles of FP8 are half as
+        # large, and take as long to work on: a third hides more.
+        most = 2 if shape.num_queries < 64 else 1
+        if key.is_fp8 and shape.num_queries == 8 and shape.value_size <= 128:
+            most = 3
+        for instances in range(most, 0, -1):
             stages = (min(per_sm // instances, per_block + 1024) - fixed) // stage
             if stages >= 2:
                 num_stages = min(int(stages), _MAX_STAGES)
@@ -494,10 +505,21 @@ class DecodeKernels:
                 self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
 
-    def _arguments(self, store: StoreTensors) -> list[torch.Tensor]:
-        """Return memory and tables, a page in the place of pools without rows: TMA wants an address."""
-        paged = store.map_memory(lambda pool: pool if pool.shape[1] else self._no_rows[pool.shape[3]])
-        return [tensor for tensor in paged if tensor is not None]
+    def _arguments(self, store: StoreTensors) -> StoreTensors:
+        """Return a store as kernels take it: FP8 as bytes, something in the place of what is not there.
+
+        A page stands for pools without rows, as TMA wants an address.
+        """
+
+        def as_taken(pool: torch.Tensor) -> torch.Tensor:
+            if not pool.shape[1]:
+                return self._no_rows[pool.shape[3]]
+            return pool.view(torch.uint8) if self.key.is_fp8 else pool
+
+        taken = store.map_memory(as_taken)
+        return (
+            taken if self.key.is_fp8 else taken._replace(key_scale=self._no_scale, value_scale=self._no_scale)
+        )
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
         return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)

@@ -19,6 +19,7 @@ from .decode_kernels_leank import (
     Product,
     queries_at_once,
 )
+from .fp8_leank import as_bytes, quantise
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 from .turns_leank import StoredRow, with_new
@@ -74,7 +75,7 @@ def _unsupported(key: KernelKey) -> str | None:
     """Return why no kernel can serve a shape, None if one can."""
     if key.dtype not in KERNEL_DTYPES:
         return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
-    if key.cache_dtype is not None:
+    if key.cache_dtype not in (None, torch.float8_e4m3fn):
         return f"no kernels serve a cache of {str(key.cache_dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
@@ -139,31 +140,42 @@ class DecodeCase:
 
     def appended(self) -> StoreTensors:
         """Return the store with the new tokens in it, by plain indexing."""
-        store = self.store.map_memory(torch.clone)
+        store = self.store.map_memory(lambda pool: as_bytes(pool).clone())
         kept, index = self.layout.num_kept_chunks, store.chunk_index
         page_size, window_size = store.kept_keys.shape[2], store.window_keys.shape[2]
+        keys, values = (
+            states if scale is None else as_bytes(quantise(states, scale[:, :, None]))
+            for states, scale in ((self.keys, store.key_scale), (self.values, store.value_scale))
+        )
         for row, column in torch.ones_like(self.seen).nonzero().tolist():
             token = int(self.seen[row, column]) - 1
             if token < 0 or (self.valid is not None and not self.valid[row, column]):
                 continue
             order = index[min(row, index.shape[0] - 1)]
-            lanes = self.keys[row, :, column].flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)
+            lanes = keys[row, :, column].flatten()[order.clamp(min=0)].masked_fill(order < 0, 0)
             if self.layout.value_heads:
                 page, place = store.page_table[row, token // page_size], token % page_size
                 store.kept_keys[page, :, place] = lanes[:kept]
-                store.values[page, :, place] = self.values[row, list(self.layout.value_heads), column]
+                store.values[page, :, place] = values[row, list(self.layout.value_heads), column]
             if self.layout.num_dropped_chunks:
                 page, place = store.window_table[row, token // window_size], token % window_size
                 store.window_keys[page, :, place] = lanes[kept:]
-                store.window_values[page, :, place] = self.values[row, list(self.layout.window_heads), column]
-        return store
+                store.window_values[page, :, place] = values[row, list(self.layout.window_heads), column]
+        return store.map_memory(lambda pool: pool.view(self.store.kept_keys.dtype))
 
     def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
         # The reference needs finite memory.
         store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
-        return decode_attention(
-            self.query.to(dtype),
+        num_groups = self.query.shape[1] // self.keys.shape[1]
+        query, scales = self.query.to(dtype), (store.key_scale, store.value_scale)
+        key_scale, value_scale = (
+            1.0 if scale is None else scale.repeat_interleave(num_groups, dim=1)[:, :, None]
+            for scale in scales
+        )
+        store = store._replace(key_scale=None, value_scale=None)
+        return value_scale * decode_attention(
+            query * key_scale,
             store,
             self.seen,
             self.pruned,
@@ -187,6 +199,7 @@ def make_case(
     num_columns: int = 1,
     valid: torch.Tensor | None = None,
     page_sizes: tuple[int, int] = (TILE, TILE),
+    cache_dtype: torch.dtype | None = None,
 ) -> DecodeCase:
     """Make a decode step on random data.
 
@@ -203,6 +216,7 @@ def make_case(
         num_columns: New tokens, d.
         valid: Columns that are no padding `[B, d]`, bool; None if all are.
         page_sizes: Tokens of a page, and of one of the window.
+        cache_dtype: `torch.float8_e4m3fn` for a cache of it, with scales of every row; None for `dtype`.
     """
     num_heads, head_dim = channel_mask.shape
     batch_size, device = len(rows), torch.device(device)
@@ -212,6 +226,12 @@ def make_case(
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def random_scale() -> torch.Tensor | None:
+        if cache_dtype is None:
+            return None
+        size = (batch_size, num_heads, head_dim)
+        return torch.randint(-8, -5, size, generator=generator, device=device).float().exp2()
 
     real = torch.ones(batch_size, num_columns, dtype=torch.bool) if valid is None else valid.cpu()
     lengths = torch.tensor([row[0] for row in rows])
@@ -243,7 +263,8 @@ def make_case(
         keys = random(num_pages, len(chunks), page_size, chunk_size)
         keys.masked_fill_((chunks < 0)[None, :, None, :], 0)
         for pool in (keys, random(num_pages, len(heads), page_size, head_dim)):
-            memory.append(pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan))
+            pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan)
+            memory.append(pool if cache_dtype is None else quantise(pool, torch.tensor(2.0**-6)))
         tables.append(table.to(device))
     table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
     padding = ~real.to(device)[:, None, :, None]
@@ -254,7 +275,7 @@ def make_case(
         keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         valid=valid,
-        store=StoreTensors._make([*memory, index, table, *tables, None, None]),
+        store=StoreTensors._make([*memory, index, table, *tables, random_scale(), random_scale()]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
     )
@@ -296,12 +317,15 @@ def _copy_rows(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Ten
     store, none = case.appended(), case.keys[:1, :, :0]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     spans = torch.stack([case.seen[:, -1], case.pruned[:, 0]], dim=1).tolist()
+    plain = store.map_memory(lambda pool: pool.to(case.keys.dtype))._replace(key_scale=None, value_scale=None)
     for row, (seen, pruned) in enumerate(spans):
-        stored = StoredRow(store, case.layout, row, seen, pruned, case.sink_size)
-        for ours, expected in zip(
-            *(with_new([stored], none, none, by) for by in (kernels, None)), strict=True
-        ):
-            pairs += zip(ours[1:], expected[1:], strict=True)
+        # The first of what is yielded is what the kernel copies.
+        (heads, *ours), (_, *expected) = (
+            next(with_new([StoredRow(held, case.layout, row, seen, pruned, case.sink_size)], none, none, by))
+            for held, by in ((store, kernels), (plain, None))
+        )
+        for made, states, scale in zip(ours, expected, (store.key_scale, store.value_scale), strict=True):
+            pairs.append((made, states if scale is None else states * scale[row, heads]))
     return pairs
 
 
@@ -348,7 +372,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     pairs = [(ours, query)]
     appended = replace(case, keys=keys.to(dtype)).appended()
     pairs += [
-        (held.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0).double())
+        (held.to(dtype).nan_to_num(nan=0.0), expected.double().nan_to_num(nan=0.0))
         for held, expected in zip(store[:4], appended[:4], strict=True)
     ]
     hidden, delta = random(batch_size, 1, _HIDDEN_SIZE), random(batch_size, 1, _HIDDEN_SIZE)
@@ -383,4 +407,5 @@ def _small_case(key: KernelKey, num_columns: int) -> DecodeCase:
         device=key.device,
         num_columns=num_columns,
         page_sizes=(TILE, TILE) if key.load_tokens == TILE else (3 * key.load_tokens, key.load_tokens),
+        cache_dtype=key.cache_dtype,
     )

@@ -19,6 +19,15 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
+import os
+
+from .kernel_fp8_leank import (
+    WIDEN_SOURCE,
+    channel_of_row,
+    from_fp8,
+    lane_of_place,
+    swizzle_values,
+)
 from .kernel_leank import (
     CHUNKS,
     DROPPED,
@@ -48,15 +57,19 @@ from .kernel_leank import (
     find_pages,
     find_segments,
     hide_tokens,
+    in_order,
     is_unseen,
     load_query,
     locate_segment,
     locate_tile,
     pool_types,
+    scale_types,
     softmax_tile,
     store_segment,
     stretch_bounds,
 )
+
+EARLY = os.environ.get("LEANK_LATE", "0") == "0"
 
 
 def hopper_attention(shape: KernelShape) -> Any:
@@ -73,13 +86,28 @@ def hopper_attention(shape: KernelShape) -> Any:
     g, stages, dtype, size = shape.num_groups, shape.num_stages, shape.dtype, shape.load_tokens
     chunks = list(range(shape.max_chunks))
     loads = list(range(TILE // size))
-    # A box of TMA is 64 numbers wide; TileLang cuts wider ones where they take all rows of a buffer.
-    columns_of_v = [(0, dv)] if size == TILE else [(start, start + 64) for start in range(0, dv, 64)]
+    fp8, operand = shape.is_fp8, shape.product_dtype
+    # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
+    box = 128 if fp8 and dv % 128 == 0 else 64
+    columns_of_v = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
+    lane_of = (lambda place: lane_of_place(place, e)) if fp8 else in_order
+    channel_of = (lambda row: channel_of_row(row, dv)) if fp8 else in_order
+    # Loops that convert are no vectors, and TileLang warns where it tries.
+    scalar = {"coalesced_width": T.int32(1)} if fp8 else {}
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
-    pools = pool_types(shape, False)
+    pools, scales = pool_types(shape, False), scale_types(shape)
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     options = {"batch": n // 4}  # as many as a thread has: one pair of barriers for all
+
+    @T.macro
+    def multiply_keys(k: Any, q: Any, c: int, stage: Any, scores: Any, wide: Any) -> None:
+        if fp8:
+            T.wait_wgmma(1)  # the product before the last has read its operand
+            T.call_extern("handle", f"leank_widen_keys<{e}>", k[c].data, stage, wide[c % 2].data)
+            T.wgmma_gemm(wide[c % 2], q[c], scores, transpose_B=True, policy=FULL_ROW)
+        else:
+            T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
 
     @T.prim_func
     def leank_attention_hopper(
@@ -92,6 +120,8 @@ def hopper_attention(shape: KernelShape) -> Any:
         table: T.Tensor((table_rows, 8), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
+        key_scale: scales[0],
+        value_scale: scales[1],
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
@@ -106,10 +136,15 @@ def hopper_attention(shape: KernelShape) -> Any:
     ):
         with T.Kernel(programs, threads=WARPGROUP + 32) as program:
             T.annotate_min_blocks_per_sm(shape.num_instances)
-            q = [T.alloc_shared((n, e), dtype) for _ in chunks]
-            k = [T.alloc_shared((stages, TILE, e), dtype) for _ in chunks]
-            v = T.alloc_shared((stages, TILE, dv), dtype)
-            weights = T.alloc_shared((n, TILE), dtype)
+            q = [T.alloc_shared((n, e), operand) for _ in chunks]
+            k = [T.alloc_shared((stages, TILE, e), shape.cache_dtype) for _ in chunks]
+            v = T.alloc_shared((stages, TILE, dv), shape.cache_dtype)
+            weights = T.alloc_shared((n, TILE), operand)
+            wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
+            wide_v = T.alloc_fragment((dv, TILE), operand) if fp8 else None
+            if fp8:
+                T.import_source(WIDEN_SOURCE)
+                T.annotate_layout({v: swizzle_values(v)})
             limits = T.alloc_shared((2, n), "int32")
             ready = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([WARPGROUP] * stages)
@@ -219,8 +254,9 @@ def hopper_attention(shape: KernelShape) -> Any:
                     find_limits(T.Parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
                     T.pdl_sync()
                     load_query(
-                        T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g
-                    )
+                        T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
+                        lane_of, key_scale if fp8 else None, scalar,
+                    )  # fmt: skip
                     T.fill(out, 0)
                     T.fill(total, 0)
                     T.fill(top, NEG)
@@ -235,42 +271,67 @@ def hopper_attention(shape: KernelShape) -> Any:
                             find_masks(masks, tile, seg, limits, sink_size)
                             for c in chunks:
                                 if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
-                                    T.wgmma_gemm(
-                                        k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW
-                                    )
+                                    multiply_keys(k, q, c, stage, scores, wide_k)
+                            if fp8:
+                                T.wait_wgmma(0)
                             if masks[0] != 0:
                                 T.wait_wgmma(0)
                                 drop_pruned(T.Parallel, scores, tile, limits, sink_size)
                         for c in chunks:
                             if c < seg[NUM_KEPT]:
-                                T.wgmma_gemm(
-                                    k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW
-                                )
+                                multiply_keys(k, q, c, stage, scores, wide_k)
+                        if fp8 and EARLY:
+                            T.call_extern(
+                                "handle", f"leank_widen_values<{dv // 64}>", v.data, stage, wide_v.data
+                            )
                         T.wait_wgmma(0)
+                        if fp8 and EARLY:
+                            T.mbarrier_arrive(free[stage])
                         if masks[1] != 0:
                             hide_tokens(T.Parallel, scores, tile, seg, limits, sink_size)
-                            for i, j in T.Parallel(TILE, dv):
-                                if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
-                                    v[stage, i, j] = T.cast(0, dtype)
+                            if fp8:
+                                if EARLY:
+                                    for i, j in T.Parallel(dv, TILE):
+                                        if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
+                                            wide_v[i, j] = T.cast(0, operand)
+                            else:
+                                for i, j in T.Parallel(TILE, dv):
+                                    if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
+                                        v[stage, i, j] = T.cast(0, dtype)
                         softmax_tile(
                             T.Parallel, scores, top, earlier_top, rescale, total, out, scale, options
                         )
                         for i, j in T.Parallel(TILE, n):
-                            weights[j, i] = T.cast(scores[i, j], dtype)
+                            weights[j, i] = T.cast(scores[i, j], operand)
                         T.fence_proxy_async()
                         T.sync_threads(1, WARPGROUP)
-                        T.wgmma_gemm(
-                            v[stage, :, :], weights, out, transpose_A=True, transpose_B=True, policy=FULL_ROW
-                        )
-                        T.wait_wgmma(0)
-                        T.mbarrier_arrive(free[stage])
+                        if fp8 and not EARLY:
+                            T.call_extern(
+                                "handle", f"leank_widen_values<{dv // 64}>", v.data, stage, wide_v.data
+                            )
+                            T.mbarrier_arrive(free[stage])
+                            if masks[1] != 0:
+                                for i, j in T.Parallel(dv, TILE):
+                                    if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
+                                        wide_v[i, j] = T.cast(0, operand)
+                        if fp8:
+                            T.wgmma_gemm(wide_v, weights, out, transpose_B=True, policy=FULL_ROW)
+                            T.wait_wgmma(0)
+                        else:
+                            T.wgmma_gemm(
+                                v[stage, :, :], weights, out, transpose_A=True, transpose_B=True,
+                                policy=FULL_ROW,
+                            )  # fmt: skip
+                            T.wait_wgmma(0)
+                            T.mbarrier_arrive(free[stage])
                         stage += 1
                         if stage == stages:
                             stage = 0
                             phase = phase ^ 1
                     store_segment(
                         T.Parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
-                        parts, lse, output, first, columns, g, options,
+                        parts, lse, output, first, columns, g, options, channel_of,
+                        value_scale if fp8 else None,
                     )  # fmt: skip
 
     return leank_attention_hopper
@@ -288,10 +349,12 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     loads = list(range(TILE // size))
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
-    pools = pool_types(shape, cpu)
+    pools, scales = pool_types(shape, cpu), scale_types(shape)
+    fp8, operand = shape.is_fp8, shape.product_dtype
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
+    scalar = {"coalesced_width": T.int32(1)} if fp8 and not cpu else {}
     policy = {} if cpu else {"policy": FULL_ROW}
     options = {} if cpu else {"batch": n // 4}
     threads = {} if cpu else {"threads": WARPGROUP}
@@ -368,6 +431,15 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     rows(v, stage, b, d),
                 )
 
+    @T.macro
+    def multiply_keys(k: Any, q: Any, c: int, stage: Any, scores: Any, wide: Any) -> None:
+        if fp8:
+            for i, j in parallel(TILE, e):
+                wide[i, j] = from_fp8(k[c][i, j] if cpu else k[c][stage, i, j], operand)
+            T.gemm(wide, q[c], scores, transpose_B=True, **policy)
+        else:
+            T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
+
     @T.prim_func
     def leank_attention(
         query: T.Tensor((batch, heads, width, d), dtype),
@@ -379,6 +451,8 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         table: T.Tensor((table_rows, 8), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
+        key_scale: scales[0],
+        value_scale: scales[1],
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
@@ -393,14 +467,16 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     ):
         with T.Kernel(programs, **threads) as program:
             if not cpu:  # else loads would not be cp.async's, which take 16 bytes
-                T.assume(kept_keys.strides[0] % 8 == 0)
-                T.assume(values.strides[0] % 8 == 0)
-                T.assume(window_keys.strides[0] % 8 == 0)
-                T.assume(window_values.strides[0] % 8 == 0)
-            q = [shared((n, e), dtype) for _ in chunks]
-            k = [shared((*ring, TILE, e), dtype) for _ in chunks]
-            v = shared((*ring, TILE, dv), dtype)
-            weights = shared((n, TILE), dtype)
+                T.assume(kept_keys.strides[0] % (16 if fp8 else 8) == 0)
+                T.assume(values.strides[0] % (16 if fp8 else 8) == 0)
+                T.assume(window_keys.strides[0] % (16 if fp8 else 8) == 0)
+                T.assume(window_values.strides[0] % (16 if fp8 else 8) == 0)
+            q = [shared((n, e), operand) for _ in chunks]
+            k = [shared((*ring, TILE, e), shape.cache_dtype) for _ in chunks]
+            v = shared((*ring, TILE, dv), shape.cache_dtype)
+            weights = shared((n, TILE), operand)
+            wide_k = fragment((TILE, e), operand) if fp8 else None
+            wide_v = fragment((dv, TILE), operand) if fp8 else None
             limits = shared((2, n), "int32")
             scores = fragment((TILE, n), "float32")
             total = fragment((TILE, n), "float32")
@@ -426,7 +502,10 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
             for s in T.serial(segments[1]):
                 locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
                 find_limits(parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
-                load_query(parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g)
+                load_query(
+                    parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
+                    in_order, key_scale if fp8 else None, scalar,
+                )  # fmt: skip
                 T.fill(out, 0)
                 T.fill(total, 0)
                 T.fill(top, NEG)
@@ -456,31 +535,36 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                         find_masks(masks, tile, seg, limits, sink_size)
                         for c in chunks:
                             if (c >= seg[NUM_KEPT]) & (c < tile[CHUNKS]):
-                                T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
+                                multiply_keys(k, q, c, stage, scores, wide_k)
                         if masks[0] != 0:
                             drop_pruned(parallel, scores, tile, limits, sink_size)
                     for c in chunks:
                         if c < seg[NUM_KEPT]:
-                            T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
+                            multiply_keys(k, q, c, stage, scores, wide_k)
                     if masks[1] != 0:
                         hide_tokens(parallel, scores, tile, seg, limits, sink_size)
                         for i, j in parallel(TILE, dv):
                             if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
                                 if cpu:
-                                    v[i, j] = T.cast(0, dtype)
+                                    v[i, j] = T.cast(0, shape.cache_dtype)
                                 else:
-                                    v[stage, i, j] = T.cast(0, dtype)
+                                    v[stage, i, j] = T.cast(0, shape.cache_dtype)
                     softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, options)
                     for i, j in parallel(TILE, n):
-                        weights[j, i] = T.cast(scores[i, j], dtype)
+                        weights[j, i] = T.cast(scores[i, j], operand)
                     if not cpu:
                         T.sync_threads()
-                    T.gemm(staged(v, stage), weights, out, transpose_A=True, transpose_B=True, **policy)
+                    if fp8:
+                        for i, j in parallel(dv, TILE):
+                            wide_v[i, j] = from_fp8(v[j, i] if cpu else v[stage, j, i], operand)
+                        T.gemm(wide_v, weights, out, transpose_B=True, **policy)
+                    else:
+                        T.gemm(staged(v, stage), weights, out, transpose_A=True, transpose_B=True, **policy)
                     if not cpu:
                         T.sync_threads()
                 store_segment(
                     parallel, seg, span, program, T.if_then_else(s > 0, 1, 0), out, total, top, sums,
-                    parts, lse, output, first, columns, g, options,
+                    parts, lse, output, first, columns, g, options, in_order, value_scale if fp8 else None,
                 )  # fmt: skip
 
     return leank_attention

@@ -20,7 +20,8 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_leank import WARPGROUP, KernelShape, pool_types
+from .kernel_fp8_leank import to_fp8
+from .kernel_leank import WARPGROUP, KernelShape, pool_types, scale_types
 from .kernel_product_leank import MAX_PARTS, add_parts
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
@@ -61,15 +62,24 @@ def find_lanes(
         ]
 
 
+def _as_stored(number: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
+    """Return a channel as the cache holds it."""
+    if scale is None:
+        return number
+    row = T.if_then_else(scale.shape[0] > 1, row, 0)
+    return to_fp8(T.cast(number, "float32") / scale[row, head, channel])
+
+
 @T.macro
 def store_token(
     parallel: Any, place: Any, lanes: Any, row: Any, token: Any, keys: Any, key_row: Any, key_head: Any,
     key_column: Any, new_value: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
-    page_table: Any, window_table: Any,
+    page_table: Any, window_table: Any, key_scale: Any, value_scale: Any, scale_head: Any,
 ) -> None:  # fmt: skip
     """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
-    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing.
+    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. Scales
+    are None where the cache is not FP8.
     """
     page = T.alloc_var("int32", init=0)
     slot = T.alloc_var("int32")
@@ -88,16 +98,21 @@ def store_token(
                 keys[key_row, key_head, key_column, T.max(lanes[c, j], 0) % keys.shape[3]],
                 T.cast(0, keys.dtype),
             )
+            stored = _as_stored(channel, key_scale, row, scale_head, T.max(lanes[c, j], 0) % keys.shape[3])
             if c < place[NUM_KEPT]:
-                kept_keys[page, place[KEPT] + c, slot, j] = channel
+                kept_keys[page, place[KEPT] + c, slot, j] = stored
             else:
-                window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = channel
+                window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = stored
     if place[NUM_KEPT] > 0:
         for j in parallel(new_value.shape[0]):
-            values[page, place[VALUE_ROW], slot, j] = new_value[j]
+            values[page, place[VALUE_ROW], slot, j] = _as_stored(
+                new_value[j], value_scale, row, scale_head, j
+            )
     else:
         for j in parallel(new_value.shape[0]):
-            window_values[window_page, place[WINDOW_ROW], window_slot, j] = new_value[j]
+            window_values[window_page, place[WINDOW_ROW], window_slot, j] = _as_stored(
+                new_value[j], value_scale, row, scale_head, j
+            )
 
 
 def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
@@ -105,7 +120,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
     batch, heads, width = T.dynamic("batch, heads, width")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
-    pools = pool_types(shape, cpu)
+    pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
@@ -123,6 +138,8 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
         table: T.Tensor((table_rows, 8), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
+        key_scale: scales[0],
+        value_scale: scales[1],
         seen: T.Tensor((batch, width), "int32"),
         valid: T.Tensor((flags, flag_columns), "uint8"),
     ):
@@ -145,6 +162,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
                 store_token(
                     parallel, place, lanes, row, token, keys, row, head, column, new_value, kept_keys, values,
                     window_keys, window_values, page_table, window_table,
+                    key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None, head,
                 )  # fmt: skip
 
     return leank_append
@@ -160,7 +178,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     most_parts, batch, vectors = T.dynamic("most_parts, batch, vectors")
     query_heads, positions = T.dynamic("query_heads, positions")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
-    pools = pool_types(shape, cpu)
+    pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
@@ -182,6 +200,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         table: T.Tensor((table_rows, 8), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
+        key_scale: scales[0],
+        value_scale: scales[1],
         seen: T.Tensor((batch, 1), "int32"),
         valid: T.Tensor((flags, flag_columns), "uint8"),
         has_norm: T.int32,
@@ -256,6 +276,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                     store_token(
                         parallel, place, lanes, row, token, key, 0, 0, 0, new_value, kept_keys, values,
                         window_keys, window_values, page_table, window_table,
+                        key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None,
+                        head - query_heads,
                     )  # fmt: skip
 
     return leank_rope_append

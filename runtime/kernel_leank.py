@@ -70,11 +70,12 @@ class KernelShape:
         num_groups: Query heads per KV head, G.
         chunk_size: Channels of a chunk, E.
         max_chunks: Most chunks of one head, kept and dropped together.
-        dtype: Of queries and cache, as TileLang spells it.
+        dtype: Of queries, as TileLang spells it.
         num_stages: Tiles in flight.
         num_queries: Columns of the matrix products, N: queries of a KV head that a launch takes.
         load_tokens: Tokens that one load takes: a divisor of a tile and of both pools' pages.
         num_instances: Program instances that a multiprocessor is to hold.
+        is_fp8: Whether the cache holds e4m3, which kernels take as bytes; else it is of `dtype`.
     """
 
     head_dim: int
@@ -86,6 +87,17 @@ class KernelShape:
     num_queries: int
     load_tokens: int = TILE
     num_instances: int = 1
+    is_fp8: bool = False
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of K and V in memory."""
+        return "uint8" if self.is_fp8 else self.dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """Of the operands of matrix products: float16 holds every e4m3, and one instruction widens two."""
+        return "float16" if self.is_fp8 and self.dtype != "float32" else self.dtype
 
     @property
     def value_size(self) -> int:
@@ -105,8 +117,15 @@ def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
             f"pages_{place}, rows_{place}, page_size_{place}, stride_{place}"
         )
         size, strides = (pages, rows, page_size, lanes), (stride, page_size * lanes, lanes, 1)
-        types.append(T.Tensor(size, shape.dtype) if cpu else T.StridedTensor(size, strides, shape.dtype))
+        dtype = shape.cache_dtype
+        types.append(T.Tensor(size, dtype) if cpu else T.StridedTensor(size, strides, dtype))
     return types
+
+
+def scale_types(shape: KernelShape) -> list[Any]:
+    """Return what the scales of K and V are to a kernel; without FP8 they arrive as placeholders."""
+    rows, heads = T.dynamic("scale_rows, scale_heads")
+    return [T.Tensor((rows, heads, shape.head_dim), "float32") for _ in range(2)]
 
 
 @T.macro
@@ -347,28 +366,51 @@ def softmax_tile(
         out[i, j] = out[i, j] * rescale[j]
 
 
+def in_order(place: Any) -> Any:
+    """Return what lies at a place of a product where nothing is rearranged: what comes at that place."""
+    return place
+
+
+def _times_scale(number: Any, scale: Any, seg: Any, channel: Any, dtype: str) -> Any:
+    """Return a query's channel times its scale, as it is without scales."""
+    if scale is None:
+        return number
+    row = T.if_then_else(scale.shape[0] > 1, seg[ROW], 0)
+    return T.cast(T.cast(number, "float32") * scale[row, seg[HEAD], channel], dtype)
+
+
 @T.macro
 def load_query(
     parallel: Any, chunks: Any, shared: Any, seg: Any, chunk: Any, query: Any, index: Any, table: Any,
-    num_heads: Any, first: Any, columns: Any, num_groups: int,
+    num_heads: Any, first: Any, columns: Any, num_groups: int, lane_of: Any, key_scale: Any,
+    one_by_one: Any,
 ) -> None:  # fmt: skip
-    """Gather the channels of a segment's queries into `shared`, chunk by chunk; zeros pad both."""
+    """Gather the channels of a segment's queries into `shared`, chunk by chunk; zeros pad both.
+
+    `lane_of` gives the lane of a place of the product; queries are multiplied by `key_scale` if there is one.
+    """
     for c in chunks:
         chunk[0] = T.if_then_else(
             c < seg[NUM_KEPT], seg[KEPT] + c, table[num_heads, 0] + seg[DROPPED] + c - seg[NUM_KEPT]
         )
         chunk[0] = T.min(chunk[0], index.shape[1] - 1)  # a head with fewer chunks does not read the rest
-        for i, j in parallel(shared[c].shape[0], shared[c].shape[1]):
-            lane = index[T.if_then_else(index.shape[0] > 1, seg[ROW], 0), chunk[0], j]
+        for i, j in parallel(shared[c].shape[0], shared[c].shape[1], **one_by_one):
+            lane = index[T.if_then_else(index.shape[0] > 1, seg[ROW], 0), chunk[0], lane_of(j)]
             shared[c][i, j] = T.if_then_else(
                 (i < columns * num_groups) & (lane >= 0),
-                query[
-                    seg[ROW],
-                    seg[HEAD] * num_groups + i % num_groups,
-                    first + T.min(i // num_groups, columns - 1),
+                _times_scale(
+                    query[
+                        seg[ROW],
+                        seg[HEAD] * num_groups + i % num_groups,
+                        first + T.min(i // num_groups, columns - 1),
+                        T.max(lane, 0) % query.shape[3],
+                    ],
+                    key_scale,
+                    seg,
                     T.max(lane, 0) % query.shape[3],
-                ],
-                T.cast(0, query.dtype),
+                    shared[c].dtype,
+                ),
+                T.cast(0, shared[c].dtype),
             )
 
 
@@ -376,26 +418,40 @@ def load_query(
 def store_segment(
     parallel: Any, seg: Any, span: Any, program: Any, part: Any, out: Any, total: Any, top: Any, sums: Any,
     parts: Any, lse: Any, output: Any, first: Any, columns: Any, num_groups: int, reduce_options: Any,
+    channel_of: Any, value_scale: Any,
 ) -> None:  # fmt: skip
-    """Write a segment's result: to the output if this instance saw all of the head, else as a part."""
+    """Write a segment's result: to the output if this instance saw all of the head, else as a part.
+
+    `channel_of` gives the channel of a row of `out`, which is multiplied by `value_scale` if there is one.
+    """
     T.reduce_sum(total, sums, dim=0, **reduce_options)
     for j in parallel(sums.shape[0]):
         sums[j] = T.max(sums[j], 1e-30)
     for i, j in parallel(out.shape[0], out.shape[1]):
         out[i, j] = out[i, j] / sums[j]
+    if value_scale is not None:
+        for i, j in parallel(out.shape[0], out.shape[1]):
+            out[i, j] = (
+                out[i, j]
+                * value_scale[
+                    T.if_then_else(value_scale.shape[0] > 1, seg[ROW], 0),
+                    seg[HEAD],
+                    T.min(channel_of(i), value_scale.shape[2] - 1),
+                ]
+            )
     if (seg[BEGIN] >= span[0]) & (seg[END] <= span[1]):
         for i, j in parallel(out.shape[0], out.shape[1]):
-            if (j < columns * num_groups) & (i < output.shape[3]):
+            if (j < columns * num_groups) & (channel_of(i) < output.shape[3]):
                 output[
                     seg[ROW],
                     seg[HEAD] * num_groups + j % num_groups,
                     first + j // num_groups,
-                    i,
+                    channel_of(i),
                 ] = T.cast(out[i, j], output.dtype)
     else:
         for i, j in parallel(out.shape[0], out.shape[1]):
-            if i < output.shape[3]:
-                parts[program, part, j, i] = out[i, j]
+            if channel_of(i) < output.shape[3]:
+                parts[program, part, j, channel_of(i)] = out[i, j]
         for j in parallel(sums.shape[0]):
             lse[program, part, j] = T.log2(sums[j]) + top[j]
 

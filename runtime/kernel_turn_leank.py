@@ -13,7 +13,8 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_leank import TILE, WARPGROUP, KernelShape, pool_types
+from .kernel_fp8_leank import from_fp8
+from .kernel_leank import TILE, WARPGROUP, KernelShape, pool_types, scale_types
 
 
 def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:
@@ -22,10 +23,17 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     batch, layouts, all_chunks = T.dynamic("batch, layouts, all_chunks")
     entries, window_entries, table_rows = T.dynamic("entries, window_entries, table_rows")
     tokens, heads = T.dynamic("tokens, heads")
-    pools = pool_types(shape, cpu)
+    pools, scales = pool_types(shape, cpu), scale_types(shape)
+    line = 16 // (1 if shape.is_fp8 else 2)  # numbers of 16 bytes
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": WARPGROUP}
+
+    def widened(stored: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
+        if not shape.is_fp8:
+            return stored
+        number = T.cast(from_fp8(stored, shape.product_dtype), "float32")
+        return T.cast(number * scale[T.if_then_else(scale.shape[0] > 1, row, 0), head, channel], dtype)
 
     @T.prim_func
     def leank_copy_row(
@@ -37,6 +45,8 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
         table: T.Tensor((table_rows, 8), "int32"),
         page_table: T.Tensor((batch, entries), "int32"),
         window_table: T.Tensor((batch, window_entries), "int32"),
+        key_scale: scales[0],
+        value_scale: scales[1],
         dense_keys: T.Tensor((tokens, heads, d), dtype),
         dense_values: T.Tensor((tokens, heads, d), dtype),
         row: T.int32,
@@ -46,11 +56,11 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     ):
         with T.Kernel(T.ceildiv(length, TILE), table_rows - 1, **threads) as (block, head):
             if not cpu:  # else loads would not take 16 bytes
-                T.assume(kept_keys.strides[0] % 8 == 0)
-                T.assume(values.strides[0] % 8 == 0)
-                T.assume(window_keys.strides[0] % 8 == 0)
+                T.assume(kept_keys.strides[0] % line == 0)
+                T.assume(values.strides[0] % line == 0)
+                T.assume(window_keys.strides[0] % line == 0)
             tile = shared((TILE, d), dtype)
-            chunk = fragment((TILE, e), dtype)
+            chunk = fragment((TILE, e), shape.cache_dtype)
             # Variables, as all loads of a page share them.
             layout = T.alloc_var("int32")
             page = T.alloc_var("int32")
@@ -72,7 +82,9 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                     for i, j in parallel(TILE, e):
                         channel = index[layout, kept + c, j]
                         if channel >= 0:
-                            tile[i, T.max(channel, 0) % d] = chunk[i, j]
+                            tile[i, T.max(channel, 0) % d] = widened(
+                                chunk[i, j], key_scale, row, head, T.max(channel, 0) % d
+                            )
                 if (block * TILE < sink_size) | (block * TILE + TILE > sink_size + pruned):
                     window_page = window_table[row, block]
                     for c in T.serial(table[head, 4]):
@@ -83,12 +95,16 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
                             if (channel >= 0) & (
                                 (block * TILE + i < sink_size) | (block * TILE + i >= sink_size + pruned)
                             ):
-                                tile[i, T.max(channel, 0) % d] = chunk[i, j]
+                                tile[i, T.max(channel, 0) % d] = widened(
+                                    chunk[i, j], key_scale, row, head, T.max(channel, 0) % d
+                                )
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:
                         dense_keys[block * TILE + i, value_row, j] = tile[i, j]
                 for i, j in parallel(TILE, d):
                     if block * TILE + i < length:
-                        dense_values[block * TILE + i, value_row, j] = values[page, value_row, i, j]
+                        dense_values[block * TILE + i, value_row, j] = widened(
+                            values[page, value_row, i, j], value_scale, row, head, j
+                        )
 
     return leank_copy_row

@@ -34,7 +34,7 @@ def find(dtype=torch.bfloat16, device="cuda:0", **change):
         ({"dtype": torch.float32}, "kernels serve bfloat16 and float16, not float32"),
         ({"chunk_size": 8}, "chunks of 16 or 32"),
         ({"num_groups": 32}, "at most 16 query heads"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "no kernels serve a cache of float8_e4m3fn"),
+        ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu
 from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.kernel_turn_leank import copy_row  # noqa: E402
-from runtime.layout_leank import order_channels  # noqa: E402
+from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
@@ -45,6 +45,7 @@ class CpuKernels(DecodeKernels):
         self.key = KernelKey(
             torch.device("cpu"), torch.float32, shape.head_dim, shape.num_groups, shape.chunk_size,
             shape.max_chunks, shape.num_queries, shape.load_tokens,
+            torch.float8_e4m3fn if shape.is_fp8 else None,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
         names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row")
@@ -80,9 +81,11 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64):
+def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64, is_fp8=False):
     queries = next(size for size in (8, 64) if size >= min(groups * columns, 64))
-    shape = KernelShape(head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens)
+    shape = KernelShape(
+        head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens, is_fp8=is_fp8
+    )
     return CpuKernels(shape, num_programs)
 
 
@@ -125,13 +128,31 @@ def torchs_error(scale, head_dim, num_queries):
     return max(errors)
 
 
+def plainly_read(case):
+    """The case of FP8 with numbers in the place of bytes and their scales, for rows that share scales."""
+    store = case.appended()
+    index, kept = store.chunk_index[0], case.layout.num_kept_chunks
+    lanes = [
+        scale.flatten()[chunks.clamp(min=0)][:, None]
+        for scale, chunks in ((store.key_scale[0], index[:kept]), (store.key_scale[0], index[kept:]))
+    ]
+    heads = [
+        store.value_scale[0][list(heads)][:, None]
+        for heads in (case.layout.value_heads, case.layout.window_heads)
+    ]
+    scales = [lanes[0], heads[0], lanes[1], heads[1]]
+    pools = [pool.float() * scale for pool, scale in zip(store[:4], scales, strict=True)]
+    return StoreTensors(*pools, *store[4:8])
+
+
 @pytest.fixture
 def check(oracle):
     """Hold a kernel to the rule in float64: at most twice the error that torch makes in float32."""
 
     def check(actual, case, scale=SCALE, rows=slice(None)):
+        store = case.appended() if case.store.key_scale is None else plainly_read(case)
         expected = oracle(
-            case.query, case.appended(), case.seen, case.pruned, layout=case.layout,
+            case.query, store, case.seen, case.pruned, layout=case.layout,
             sink_size=case.sink_size, softmax_scale=scale,
         )  # fmt: skip
         error = (actual - expected).abs()
@@ -152,7 +173,56 @@ def appends(kernels, case):
     store = case.store.map_memory(torch.clone)
     kernels.append(case.keys, case.values, store, case.seen, case.valid)
     pairs = zip(store[:8], case.appended()[:8], strict=True)
-    return all(torch.equal(ours.nan_to_num(9e9), theirs.nan_to_num(9e9)) for ours, theirs in pairs)
+    return all(torch.equal(*(as_numbers(tensor) for tensor in pair)) for pair in pairs)
+
+
+def as_numbers(tensor):
+    """What can be compared: bytes of FP8, and NaN equal to itself."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.nan_to_num(9e9)
+
+
+def of_fp8(case):
+    """The case with one set of scales for all rows, as a checkpoint's are."""
+    store = case.store
+    return replace(
+        case, store=store._replace(key_scale=store.key_scale[:1], value_scale=store.value_scale[:1])
+    )
+
+
+@pytest.mark.parametrize("num_programs", [1, 5])
+@pytest.mark.parametrize(("groups", "columns"), [(2, 1), (1, 5), (4, 16)], ids=str)
+@pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17), (0, 0, 0)], ids=str)
+def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, groups, columns, num_programs, check):
+    case = of_fp8(
+        case_of(widths, DRAFT_ROWS, groups=groups, columns=columns, cache_dtype=torch.float8_e4m3fn)
+    )
+    kernels = on_cpu(num_programs, groups, columns, is_fp8=True)
+    check(run_case(kernels, case, SCALE), case)
+    assert appends(kernels, case)
+
+
+@pytest.mark.parametrize("page_sizes", [(64, 64), (16, 48)], ids=str)
+def test_rows_of_fp8_have_scales_of_their_own(page_sizes):
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=page_sizes, cache_dtype=torch.float8_e4m3fn)
+    kernels = on_cpu(7, load_tokens=min(64, *(size & -size for size in page_sizes)), is_fp8=True)
+    assert appends(kernels, case)
+    expected = case.expected(SCALE, torch.float64)
+    torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_every_number_is_stored_as_torch_stores_it():
+    """All numbers of bfloat16, of both signs: ties, numbers below the least, beyond the largest, NaN."""
+    numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
+    case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=torch.float8_e4m3fn)
+    case = replace(case, keys=numbers, values=numbers.flip(0))
+    assert appends(on_cpu(1, columns=4, is_fp8=True), case)
+
+
+def test_the_check_on_first_use_has_a_case_of_fp8():
+    kernels = on_cpu(4, is_fp8=True)
+    assert disagreement(kernels) < 1e-5
+    kernels._copy_row = lambda *args: None
+    assert not disagreement(kernels) < 1e-2
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 64])
