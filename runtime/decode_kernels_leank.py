@@ -111,7 +111,7 @@ class Product:
     """A matrix product of a step, left in parts: how kernel_product_leank cut it says which there are.
 
     Attributes:
-        parts: `[parts, B, n]`, fp32.
+        parts: `[parts, T, n]`, fp32.
         steps: Steps of a block of outputs.
         stretch: Steps of a program instance.
     """
@@ -127,15 +127,15 @@ class Product:
 
     @property
     def vectors(self) -> torch.Tensor:
-        """`parts` as kernels take them `[parts, B, n / LANES, LANES]`."""
+        """`parts` as kernels take them `[parts, T, n / LANES, LANES]`."""
         return self.parts.view(*self.parts.shape[:2], -1, LANES)
 
     def outputs(self) -> torch.Tensor:
-        """Return the sum of all parts that there are `[B, 1, n]`, by torch."""
+        """Return the sum of all parts that there are `[T, n]`, by torch."""
         block = torch.arange(self.parts.shape[2], device=self.parts.device) // _BLOCK
         last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
         number = torch.arange(self.parts.shape[0], device=self.parts.device)
-        return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)[:, None]
+        return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)
 
 
 def _num_parts(steps: int, stretch: int) -> int:
@@ -332,25 +332,25 @@ class DecodeKernels:
         seen: torch.Tensor,
         valid: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Rotate a column's queries and keys, and add K and V to the store, in place.
+        """Rotate queries and keys of new tokens, and add K and V to the store, in place.
 
         Args:
-            projected: Query heads, then those of K, then those of V: `product` of `(H + 2 H_kv) * D` outputs.
-            cos: `[B or 1, 1, D]`.
-            sin: `[B or 1, 1, D]`.
+            projected: Query heads, then those of K, then those of V: `product` of `(H + 2 H_kv) * D` outputs
+                for tokens `[B * d]`.
+            cos: `[B or 1, d, D]`.
+            sin: `[B or 1, d, D]`.
             norms: Weights `[D]` of the norms of queries and keys, and what is added under the root; None if
                 heads are not normed.
             store: As in `append`, like the rest.
-            seen: `[B, 1]`.
-            valid: `[B, 1]`.
+            seen: `[B, d]`.
+            valid: `[B, d]`.
 
         Returns:
-            Queries `[B, H, 1, D]`.
+            Queries `[B, H, d, D]`.
         """
         head_dim = self.key.head_dim
-        _, batch_size, num_outputs = projected.parts.shape
-        num_heads = num_outputs // head_dim - 2 * (store.head_table.shape[0] - 1)
-        query = cos.new_empty(batch_size, num_heads, 1, head_dim)
+        num_heads = projected.parts.shape[2] // head_dim - 2 * (store.head_table.shape[0] - 1)
+        query = cos.new_empty(seen.shape[0], num_heads, seen.shape[1], head_dim)
         cos, sin = cos.view(-1, head_dim), sin.view(-1, head_dim)
         query_weight, key_weight, eps = norms or (cos[0], cos[0], 0.0)  # placeholders
         with torch.cuda.device(query.device):
@@ -360,7 +360,7 @@ class DecodeKernels:
                 sin,
                 query_weight.detach(),
                 key_weight.detach(),
-                query.view(batch_size, num_heads, head_dim),
+                query,
                 *self._arguments(store),
                 seen,
                 self._flags(valid),
@@ -376,13 +376,13 @@ class DecodeKernels:
         """Add what a block gave to the hidden states, and norm the sum.
 
         Args:
-            hidden: `[B, 1, hidden]`, contiguous.
+            hidden: `[T, hidden]`, contiguous.
             delta: `product` of `hidden` outputs; None for nothing.
             weight: Of the RMSNorm `[hidden]`.
             eps: What is added to the mean of squares.
 
         Returns:
-            The sum, which is `hidden` itself without a delta, and its norm, both `[B, 1, hidden]`.
+            The sum, which is `hidden` itself without a delta, and its norm, both `[T, hidden]`.
         """
         vectors = (hidden.shape[0], -1, LANES)
         normed = torch.empty_like(hidden)
@@ -403,39 +403,39 @@ class DecodeKernels:
         return summed, normed
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
-        """Return silu(gate) * up `[B, 1, I]` of the product that gives both, one behind the other."""
-        _, batch_size, num_outputs = gate_up.parts.shape
-        output = gate_up.parts.new_empty(batch_size, 1, num_outputs // 2, dtype=self.key.dtype)
+        """Return silu(gate) * up `[T, I]` of the product that gives both, one behind the other."""
+        _, num_tokens, num_outputs = gate_up.parts.shape
+        output = gate_up.parts.new_empty(num_tokens, num_outputs // 2, dtype=self.key.dtype)
         with torch.cuda.device(output.device):
-            self._silu_mul(gate_up.vectors, output.view(batch_size, -1, LANES), *gate_up.cut)
+            self._silu_mul(gate_up.vectors, output.view(num_tokens, -1, LANES), *gate_up.cut)
         return output
 
     def product(
         self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Product:
-        """Return a linear module's output for one column, in parts.
+        """Return a linear module's output in parts.
 
         Args:
-            states: `[B, 1, m]`, contiguous.
+            states: `[T, m]`, contiguous.
             weight: `[n, m]`, contiguous.
             bias: `[n]`.
         """
-        batch_size, (num_outputs, num_inputs) = states.shape[0], weight.shape
-        tokens = next((tokens for tokens in self._products if tokens >= batch_size), None)
-        if tokens is None:
+        num_tokens, (num_outputs, num_inputs) = len(states), weight.shape
+        rows = next((rows for rows in self._products if rows >= num_tokens), None)
+        if rows is None:
             output = torch.nn.functional.linear(states, weight, bias)
-            return Product(output.float().view(1, batch_size, num_outputs), 1, 1)
-        steps = -(-num_inputs // self._steps[tokens][0])
+            return Product(output.float().view(1, num_tokens, num_outputs), 1, 1)
+        steps = -(-num_inputs // self._steps[rows][0])
         total = -(-num_outputs // _BLOCK) * steps
         stretch = -(-total // (2 * self._num_multiprocessors))
         while _num_parts(steps, stretch) > _MAX_PARTS:
             stretch += 1
-        size = (_num_parts(steps, stretch), batch_size, num_outputs)
+        size = (_num_parts(steps, stretch), num_tokens, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
         weight = weight.detach()
         with torch.cuda.device(states.device):
-            self._products[tokens](
-                states.view(batch_size, num_inputs),
+            self._products[rows](
+                states,
                 weight,
                 weight.view(-1)[:num_outputs] if bias is None else bias.detach(),
                 parts,

@@ -305,7 +305,7 @@ def disagreement(kernels: DecodeKernels) -> float:
         one = _small_case(key, 1)
     # Neither TF32 nor autocast, which a caller may have on, touches fp64.
     pairs = [(run_case(kernels, several, _SCALE), several.expected(_SCALE, torch.float64))]
-    pairs += _run_glue(kernels, one)
+    pairs += _run_glue(kernels, several)
     if key.load_tokens == TILE:
         pairs += _copy_rows(kernels, one)
     errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs])
@@ -330,11 +330,11 @@ def _copy_rows(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Ten
 
 
 def in_parts(outputs: torch.Tensor) -> Product:
-    """Return outputs `[B, 1, n]` as a product of which some blocks are cut in two."""
+    """Return outputs `[T, n]` as a product of which some blocks are cut in two."""
     steps, stretch = 3, 4
     block = torch.arange(outputs.shape[-1], device=outputs.device) // 64
     cut = (block * steps + steps - 1) // stretch > block * steps // stretch
-    whole = outputs[:, 0].float()
+    whole = outputs.float()
     parts = [torch.where(cut, whole / 4, whole), torch.where(cut, whole * 0.75, torch.nan)]
     return Product(torch.stack(parts), steps, stretch)
 
@@ -344,7 +344,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
 
     Queries, keys and values of `case` are taken for projections, normed and rotated before they are appended.
     """
-    batch_size, _, _, head_dim = case.query.shape
+    batch_size, _, num_columns, head_dim = case.query.shape
     dtype, device = case.query.dtype, case.query.device
     generator = torch.Generator(device).manual_seed(1)
 
@@ -359,14 +359,16 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
         across = torch.cat([-states[..., head_dim // 2 :], states[..., : head_dim // 2]], dim=-1)
         return states * cos.double()[:, None] + across * sin.double()[:, None]
 
-    angle = random(batch_size, 1, head_dim // 2).repeat(1, 1, 2).double()
+    angle = random(batch_size, num_columns, head_dim // 2).repeat(1, 1, 2).double()
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     weights = random(head_dim), random(head_dim)
     query, keys = (
         rotated(normed(states, weight))
         for states, weight in zip((case.query, case.keys), weights, strict=True)
     )
-    projected = torch.cat([case.query, case.keys, case.values], dim=1).view(batch_size, 1, -1)
+    projected = (
+        torch.cat([case.query, case.keys, case.values], dim=1).transpose(1, 2).flatten(2).flatten(0, 1)
+    )
     store = case.store.map_memory(torch.clone)
     ours = kernels.rope_append(in_parts(projected), cos, sin, (*weights, _EPS), store, case.seen, None)
     pairs = [(ours, query)]
@@ -375,7 +377,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
         (held.to(dtype).nan_to_num(nan=0.0), expected.double().nan_to_num(nan=0.0))
         for held, expected in zip(store[:4], appended[:4], strict=True)
     ]
-    hidden, delta = random(batch_size, 1, _HIDDEN_SIZE), random(batch_size, 1, _HIDDEN_SIZE)
+    hidden, delta = random(batch_size, _HIDDEN_SIZE), random(batch_size, _HIDDEN_SIZE)
     weight = random(_HIDDEN_SIZE)
     summed = hidden.double() + delta.double()
     pairs += zip(
@@ -386,7 +388,7 @@ def _run_glue(kernels: DecodeKernels, case: DecodeCase) -> list[tuple[torch.Tens
     pairs.append((kernels.silu_mul(in_parts(delta)), torch.nn.functional.silu(gate) * up))
     matrix, bias = random(_NUM_OUTPUTS, _HIDDEN_SIZE), random(_NUM_OUTPUTS)
     for most_rows in kernels.product_rows:
-        states = random(most_rows - 3, 1, _HIDDEN_SIZE)
+        states = random(most_rows - 3, _HIDDEN_SIZE)
         expected = torch.nn.functional.linear(states.double(), matrix.double(), bias.double())
         pairs.append((kernels.product(states, matrix, bias).outputs(), expected))
     return pairs

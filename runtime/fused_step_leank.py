@@ -1,4 +1,4 @@
-"""The forward pass of one new column with all between its matrix products fused.
+"""The forward pass of a few new columns with all between its matrix products fused.
 
 Of a decode step's thousand kernels most add, norm, rotate and copy a few thousand numbers each. Here a layer
 is four matrix products, attention, and four kernels of decode_kernels_leank: q, k and v are one product, gate
@@ -41,7 +41,7 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
     Args:
         model: A model of stock modules without hooks, all on one device.
         cache: What it decodes on, split; its layers' kernels are chosen here.
-        tokens: Ids `[B, 1]` or embeddings `[B, 1, hidden]` of a step.
+        tokens: Ids `[B, d]` or embeddings `[B, d, hidden]` of a step.
 
     Returns:
         Whether it can, with weights as they lie now.
@@ -72,13 +72,12 @@ def fuse_weights(model: Any, cache: LeanKCache, tokens: torch.Tensor) -> bool:
 
 
 def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
-    """Run one column through a model whose weights are fused, on a cache that is split and has room.
+    """Run columns through a model whose weights are fused, on a cache that is split and has room.
 
     Args:
         model: What `fuse_weights` served.
         cache: The cache; `rows.next_valid` says which rows' columns are real.
-        inputs: Arguments of the model's forward pass. Of one column all logits are kept, whatever
-            `logits_to_keep` says of 0 and 1.
+        inputs: Arguments of the model's forward pass; all logits are kept, whatever `logits_to_keep` says.
 
     Returns:
         What the model's forward pass returns.
@@ -86,21 +85,25 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
     base, head = model.base_model, model.get_output_embeddings()
     embeds, positions = inputs["inputs_embeds"], inputs["position_ids"]
     hidden = (base.embed_tokens(inputs["input_ids"]) if embeds is None else embeds).contiguous()
+    columns = hidden.shape[:2]
     if positions is None:
-        positions = torch.full((1, 1), cache.rows.num_columns, device=hidden.device)
+        start = cache.rows.num_columns
+        positions = torch.arange(start, start + columns[1], device=hidden.device)[None]
     cos, sin = base.rotary_emb(hidden, position_ids=positions)
+    hidden = hidden.flatten(0, 1)
     kernels, delta = cache.layers[0].kernels, None
     assert kernels is not None
     for layer, stored in zip(base.layers, cache.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
         projected = _product(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended = _attend(cache, stored, attention, len(hidden), projected, cos, sin)
+        attended = _attend(cache, stored, attention, columns, projected, cos, sin)
         delta = _product(kernels, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
         gated = kernels.silu_mul(_product(kernels, normed, mlp.gate_proj, mlp.up_proj))
         delta = _product(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
+    normed = normed.view(*columns, -1)
     if head is None:
         return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
     return CausalLMOutputWithPast(logits=head(normed), past_key_values=cache)
@@ -110,14 +113,14 @@ def _attend(
     cache: LeanKCache,
     stored: Any,
     attention: Any,
-    batch_size: int,
+    columns: torch.Size,
     projected: Product,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Append a layer's new token and attend, as `AttentionHandle.attend` does `[B, 1, H * D]`."""
-    step = cache.rows.step(stored.num_columns, batch_size, 1, None, cos.device)
-    stored.num_columns += 1
+    """Append a layer's new tokens and attend, as `AttentionHandle.attend` does `[B * d, H * D]`."""
+    step = cache.rows.step(stored.num_columns, *columns, None, cos.device)
+    stored.num_columns += columns[1]
     append = step.append
     assert append is not None
     norms = None
@@ -133,7 +136,7 @@ def _attend(
         append.valid,
     )
     attended: torch.Tensor = stored.attend(query, append, attention.scaling)
-    return attended.view(attended.shape[0], 1, -1)
+    return attended.transpose(1, 2).reshape(columns.numel(), -1)
 
 
 def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -7,9 +7,9 @@ runs as it is, which loads and compiles what there is to load; the next one is c
 differs from what was captured, it is captured anew, after such a step of its own if its kind is new to the
 model.
 
-Where fused_step_leank knows the model, its forward pass takes the place of the stock one for one column, with
-fewer kernels. Steps of several columns, drafts to be verified, have a graph for each of `_COLUMNS`: one of
-another number runs as the next of these, padded on the right. Drafts differ in length from step to step.
+Where fused_step_leank knows the model, its forward pass takes the place of the stock one, with fewer kernels.
+Steps of several columns, drafts to be verified, have a graph for each of `_COLUMNS`: one of another number
+runs as the next of these, padded on the right. Drafts differ in length from step to step.
 
     DecodeGraph    of a cache: which steps are captured, replayed, captured anew, run as they are
     StepGraph      the graph itself, in memory that a model's graphs share (`GraphMemory`)
@@ -445,8 +445,7 @@ class DecodeGraph:
         self._num_columns = count = given.captured_columns
         self.why_eager = self._why_eager(model, cache, inputs, given)
         is_new, step = self.why_eager == _FIRST_OF_ITS_KIND, forward
-        # The fused step is one column's: several take the stock forward pass.
-        if (self.why_eager is None or is_new) and count == 1 and self._model and self._model.is_fused:
+        if (self.why_eager is None or is_new) and self._model and self._model.is_fused:
             step = functools.partial(fused_forward, model, cache)
         if self.why_eager is None:
             captured = self._captured.get(count) or self._capture(model, cache, inputs, given, step)

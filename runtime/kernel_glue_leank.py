@@ -1,7 +1,7 @@
 """What a decode step does around attention and between its matrix products, in TileLang.
 
     leank_append        K and V of new tokens to the pages of their rows: one block a head of a token
-    leank_rope_append   for one token a row the same, and before it queries and keys rotated
+    leank_rope_append   the same, and before it queries and keys rotated
     leank_add_norm      hidden + delta, and its RMSNorm: one block a row
     leank_silu_mul      silu(gate) * up
 
@@ -175,7 +175,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
     padded = -(-d // WARPGROUP) * WARPGROUP  # a reduction takes part of every thread
-    most_parts, batch, vectors = T.dynamic("most_parts, batch, vectors")
+    most_parts, tokens, vectors = T.dynamic("most_parts, tokens, vectors")
+    batch, columns = T.dynamic("batch, columns")
     query_heads, positions = T.dynamic("query_heads, positions")
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
@@ -186,12 +187,12 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
 
     @T.prim_func
     def leank_rope_append(
-        projected: T.Tensor((most_parts, batch, vectors, LANES), "float32"),
+        projected: T.Tensor((most_parts, tokens, vectors, LANES), "float32"),
         cos: T.Tensor((positions, d), dtype),
         sin: T.Tensor((positions, d), dtype),
         query_weight: T.Tensor((d,), dtype),
         key_weight: T.Tensor((d,), dtype),
-        query: T.Tensor((batch, query_heads, d), dtype),
+        query: T.Tensor((batch, query_heads, columns, d), dtype),
         kept_keys: pools[0],
         values: pools[1],
         window_keys: pools[2],
@@ -202,14 +203,14 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
         value_scale: scales[1],
-        seen: T.Tensor((batch, 1), "int32"),
+        seen: T.Tensor((batch, columns), "int32"),
         valid: T.Tensor((flags, flag_columns), "uint8"),
         has_norm: T.int32,
         eps: T.float32,
         steps: T.int32,
         stretch: T.int32,
     ):
-        with T.Kernel(query_heads + table_rows - 1, batch, **threads) as (head, row):
+        with T.Kernel(query_heads + table_rows - 1, tokens, **threads) as (head, number):
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
@@ -223,8 +224,12 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             across = fragment((d,), "float32")
             rotated = fragment((d,), dtype)
             key = shared((1, 1, 1, d), dtype)
+            row = T.alloc_var("int32")
+            column = T.alloc_var("int32")
             token = T.alloc_var("int32")
             is_real = T.alloc_var("int32")
+            row = number // columns
+            column = number % columns
             # Loads first, so that none waits for another; a query head makes no use of some of them.
             find_lanes(
                 parallel, place, lanes, T.max(head - query_heads, 0), row, table_rows - 1, index, table
@@ -232,21 +237,23 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
-            token = seen[row, 0] - 1
-            is_real = T.cast(valid[T.if_then_else(flags > 1, row, 0), 0], "int32")
-            add_parts(parallel, sums, last, loaded, projected, row, head * (d // LANES), steps, stretch)
+            token = seen[row, column] - 1
+            is_real = T.cast(
+                valid[T.if_then_else(flags > 1, row, 0), T.if_then_else(flag_columns > 1, column, 0)], "int32"
+            )
+            add_parts(parallel, sums, last, loaded, projected, number, head * (d // LANES), steps, stretch)
             for i, j in parallel(d // LANES, LANES):
                 states[i * LANES + j] = T.cast(sums[i, j], dtype)
             if head >= query_heads:
                 add_parts(
-                    parallel, sums, last, loaded, projected, row, (head + table_rows - 1) * (d // LANES),
+                    parallel, sums, last, loaded, projected, number, (head + table_rows - 1) * (d // LANES),
                     steps, stretch,
                 )  # fmt: skip
                 for i, j in parallel(d // LANES, LANES):
                     new_value[i * LANES + j] = T.cast(sums[i, j], dtype)
             for j in parallel(d):
-                along[j] = T.cast(cos[T.if_then_else(positions > 1, row, 0), j], "float32")
-                across[j] = T.cast(sin[T.if_then_else(positions > 1, row, 0), j], "float32")
+                along[j] = T.cast(cos[number % positions, j], "float32")
+                across[j] = T.cast(sin[number % positions, j], "float32")
             if has_norm != 0:
                 for j in parallel(padded):
                     squares[j] = T.if_then_else(j < d, T.cast(states[T.min(j, d - 1)], "float32"), 0.0)
@@ -268,7 +275,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
                 rotated[j] = T.cast(along[j] + T.if_then_else(j < d // 2, -across[j], across[j]), dtype)
             if head < query_heads:
                 for j in parallel(d):
-                    query[row, head, j] = rotated[j]
+                    query[row, head, column, j] = rotated[j]
             else:
                 if (is_real != 0) & (token >= 0):
                     for j in parallel(d):

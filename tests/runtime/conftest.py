@@ -451,7 +451,7 @@ class PlainKernels:
                 pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
 
     def rope_append(self, projected, cos, sin, norms, store, seen, valid):
-        heads = projected.view(len(projected), -1, 1, self.head_dim)
+        heads = projected.view(*seen.shape, -1, self.head_dim).transpose(1, 2)
         num_kv_heads = len(store.head_table) - 1
         query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
         if norms is not None:

@@ -50,19 +50,19 @@ def ids(rows: int, length: int) -> torch.Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def decode(model, cache, prompt=15, steps=12, rows=2, mask=None, embeds=False, keep=0):
-    """Logits of all decode steps."""
+def decode(model, cache, prompt=15, steps=12, rows=2, mask=None, embeds=False, keep=0, columns=1):
+    """Logits of all decode steps of so many columns."""
     tokens, logits = ids(rows, prompt + steps), []
     with torch.no_grad():
-        for stop in range(prompt, prompt + steps + 1):
-            start = stop - 1 if logits else 0
+        for stop in range(prompt, prompt + steps + 1, columns):
+            start = stop - columns if logits else 0
             new = tokens[:, start:stop]
             inputs = {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
             if mask is not None:
                 inputs["attention_mask"] = mask[:, :stop]
                 inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=keep).logits[:, -1:])
-    return torch.cat(logits[1:], 1)
+            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=keep).logits[:, -columns:])
+    return torch.cat(logits[1:], 1)  # what a prompt gives is not fused
 
 
 def padded(length: int) -> torch.Tensor:
@@ -89,7 +89,18 @@ def compare(model, assert_close, **how):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"rows": 3}, {"mask": padded(27)}, {"embeds": True}, {"keep": 1}], ids=str
+    "how",
+    [
+        {},
+        {"rows": 3},
+        {"mask": padded(27)},
+        {"embeds": True},
+        {"keep": 1},
+        {"columns": 2},  # all of a captured step's
+        {"columns": 3, "mask": padded(27)},
+        {"columns": 3, "embeds": True, "keep": 2},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_step_gives_what_the_stock_step_gives(family, how, fused_steps, build, assert_close):

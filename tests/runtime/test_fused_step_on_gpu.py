@@ -63,7 +63,7 @@ def assert_rounds_alike(ours, stock, share):
 def test_add_norm_rounds_as_the_stock_class(rows, size, dtype):
     kernels, norm = kernels_of(dtype), LlamaRMSNorm(size, 1e-5).to("cuda", dtype)
     torch.nn.init.normal_(norm.weight, 1.0)
-    hidden, delta = random(2, rows, 1, size, dtype=dtype)
+    hidden, delta = random(2, rows, size, dtype=dtype)
     with torch.no_grad():
         summed, normed = kernels.add_norm(hidden, in_parts(delta), norm.weight, 1e-5)
         assert torch.equal(summed, hidden + delta)
@@ -75,7 +75,7 @@ def test_add_norm_rounds_as_the_stock_class(rows, size, dtype):
 @pytest.mark.parametrize("size", [8, 1032, 14336, 18944])
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_silu_mul_rounds_as_torch(rows, size, dtype):
-    gate_up = random(rows, 1, 2 * size, dtype=dtype) * 4
+    gate_up = random(rows, 2 * size, dtype=dtype) * 4
     gate, up = gate_up.chunk(2, -1)
     assert_rounds_alike(kernels_of(dtype).silu_mul(in_parts(gate_up)), functional.silu(gate) * up, 0.001)
 
@@ -84,7 +84,7 @@ def test_silu_mul_rounds_as_torch(rows, size, dtype):
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (3584, 18944), (8, 1032)])
 @pytest.mark.parametrize("rows", [1, 3, 16, 31, 64])
 def test_a_product_is_as_exact_as_torchs(rows, outputs, inputs, dtype):
-    states = random(rows, 1, inputs, dtype=dtype)
+    states = random(rows, inputs, dtype=dtype)
     weight, bias = random(outputs, inputs, dtype=dtype, seed=1), random(outputs, dtype=dtype, seed=2)
     expected = functional.linear(states.double(), weight.double(), bias.double())
     found = (
@@ -97,19 +97,19 @@ def test_a_product_is_as_exact_as_torchs(rows, outputs, inputs, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norm", [False, True], ids=["as they are", "normed"])
-@pytest.mark.parametrize("rows", [1, 3, 64])
-def test_rope_append_rounds_as_the_stock_classes(rows, has_norm, dtype):
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 1), (64, 1), (3, 8)])
+def test_rope_append_rounds_as_the_stock_classes(rows, columns, has_norm, dtype):
     lengths = [(1, 0), (88, 0), (500, 413), (73, 64)] * 16
     mask = torch.arange(128) < torch.tensor([0, 32, 96, 128])[:, None]
     case = make_case(
         mask, lengths[:rows], chunk_size=32, num_groups=4, sink_size=8, dtype=dtype,
-        device=torch.device("cuda", 0),
+        device=torch.device("cuda", 0), num_columns=columns,
     )  # fmt: skip
     kernels, norm = kernels_of(dtype), LlamaRMSNorm(128, 1e-6).to("cuda", dtype)
     torch.nn.init.normal_(norm.weight, 1.0)
-    angle = random(rows, 1, 64, dtype=torch.float32).repeat(1, 1, 2) * 9
+    angle = random(rows, columns, 64, dtype=torch.float32).repeat(1, 1, 2) * 9
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    projected = torch.cat([case.query, case.keys, case.values], 1).view(rows, 1, -1)
+    projected = torch.cat([case.query, case.keys, case.values], 1).transpose(1, 2).flatten(2).flatten(0, 1)
     appended, plain = case.store.map_memory(torch.clone), case.store.map_memory(torch.clone)
     with torch.no_grad():
         norms = (norm.weight, norm.weight, 1e-6) if has_norm else None

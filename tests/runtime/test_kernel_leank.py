@@ -369,14 +369,17 @@ def normed(states, weight, eps):
 
 @pytest.mark.parametrize("has_norm", [False, True], ids=["as they are", "normed"])
 @pytest.mark.parametrize("positions", ["one for all", "one each"])
+@pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("rows", [ROWS, [(500, 413)], [(1, 0), (88, 0), (0, 0)]], ids=len)
-def test_rope_append_rotates_and_writes_the_new_token_and_nothing_else(rows, positions, has_norm):
-    case = case_of((0, 16, 40, 64), rows)
-    valid = (torch.arange(len(rows)) % 3 != 1)[:, None]
+def test_rope_append_rotates_and_writes_new_tokens_and_nothing_else(rows, columns, positions, has_norm):
+    case = case_of((0, 16, 40, 64), rows, columns=columns)
+    valid = (torch.arange(len(rows) * columns) % 3 != 1).view(-1, columns)
     generator = torch.Generator().manual_seed(5)
-    cos, sin = torch.randn(2, 1 if positions == "one for all" else len(rows), 1, D, generator=generator)
+    cos, sin = torch.randn(2, 1 if positions == "one for all" else len(rows), columns, D, generator=generator)
     weights = torch.randn(2, D, generator=generator)
-    projected = torch.cat([case.query, case.keys, case.values], dim=1).view(len(rows), 1, -1)
+    projected = (
+        torch.cat([case.query, case.keys, case.values], dim=1).transpose(1, 2).flatten(2).flatten(0, 1)
+    )
     store = case.store.map_memory(torch.clone)
     query = on_cpu(1).rope_append(
         in_parts(projected), cos, sin, (*weights, 0.1) if has_norm else None, store, case.seen, valid
@@ -397,7 +400,7 @@ def test_rope_append_rotates_and_writes_the_new_token_and_nothing_else(rows, pos
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_add_norm(num_rows, size):
     kernels, generator = on_cpu(1), torch.Generator().manual_seed(size)
-    hidden, delta = torch.randn(2, num_rows, 1, size, generator=generator)
+    hidden, delta = torch.randn(2, num_rows, size, generator=generator)
     weight, before = torch.randn(size, generator=generator), hidden.clone()
     summed, ours = kernels.add_norm(hidden, in_parts(delta), weight, 0.1)
     assert torch.equal(summed, hidden + delta)
@@ -410,7 +413,7 @@ def test_add_norm(num_rows, size):
 @pytest.mark.parametrize("size", [8, 1032, 14336])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_silu_mul(num_rows, size):
-    gate_up = torch.randn(num_rows, 1, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
+    gate_up = torch.randn(num_rows, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(on_cpu(1).silu_mul(in_parts(gate_up)), expected.float())
@@ -423,8 +426,7 @@ def test_silu_mul(num_rows, size):
 def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
     generator = torch.Generator().manual_seed(inputs)
     states, weight, bias = (
-        torch.randn(shape, generator=generator)
-        for shape in ((rows, 1, inputs), (outputs, inputs), (outputs,))
+        torch.randn(shape, generator=generator) for shape in ((rows, inputs), (outputs, inputs), (outputs,))
     )
     for added in (bias, None):
         product = on_cpu(programs).product(states, weight, added)
@@ -435,6 +437,6 @@ def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
 
 
 def test_more_rows_than_a_kernel_takes_are_the_librarys():
-    states, weight = torch.randn(9, 1, 16), torch.randn(8, 16)
+    states, weight = torch.randn(9, 16), torch.randn(8, 16)
     product = on_cpu(1).product(states, weight)
     assert torch.equal(product.outputs(), torch.nn.functional.linear(states, weight))
