@@ -85,10 +85,10 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
     base, head = model.base_model, model.get_output_embeddings()
     embeds, positions = inputs["inputs_embeds"], inputs["position_ids"]
     hidden = (base.embed_tokens(inputs["input_ids"]) if embeds is None else embeds).contiguous()
-    columns = hidden.shape[:2]
+    batch_size, num_columns, _ = hidden.shape
     if positions is None:
         start = cache.rows.num_columns
-        positions = torch.arange(start, start + columns[1], device=hidden.device)[None]
+        positions = torch.arange(start, start + num_columns, device=hidden.device)[None]
     cos, sin = base.rotary_emb(hidden, position_ids=positions)
     hidden = hidden.flatten(0, 1)
     kernels, delta = cache.layers[0].kernels, None
@@ -97,13 +97,13 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
         projected = _product(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended = _attend(cache, stored, attention, columns, projected, cos, sin)
+        attended = _attend(cache, stored, attention, batch_size, projected, cos, sin)
         delta = _product(kernels, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
         gated = kernels.silu_mul(_product(kernels, normed, mlp.gate_proj, mlp.up_proj))
         delta = _product(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
-    normed = normed.view(*columns, -1)
+    normed = normed.view(batch_size, num_columns, -1)
     if head is None:
         return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
     return CausalLMOutputWithPast(logits=head(normed), past_key_values=cache)
@@ -113,14 +113,15 @@ def _attend(
     cache: LeanKCache,
     stored: Any,
     attention: Any,
-    columns: torch.Size,
+    batch_size: int,
     projected: Product,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
     """Append a layer's new tokens and attend, as `AttentionHandle.attend` does `[B * d, H * D]`."""
-    step = cache.rows.step(stored.num_columns, *columns, None, cos.device)
-    stored.num_columns += columns[1]
+    num_columns = cos.shape[1]
+    step = cache.rows.step(stored.num_columns, batch_size, num_columns, None, cos.device)
+    stored.num_columns += num_columns
     append = step.append
     assert append is not None
     norms = None
@@ -136,7 +137,7 @@ def _attend(
         append.valid,
     )
     attended: torch.Tensor = stored.attend(query, append, attention.scaling)
-    return attended.transpose(1, 2).reshape(columns.numel(), -1)
+    return attended.transpose(1, 2).reshape(batch_size * num_columns, -1)
 
 
 def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:

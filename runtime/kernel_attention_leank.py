@@ -19,15 +19,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-import os
-
-from .kernel_fp8_leank import (
-    WIDEN_SOURCE,
-    channel_of_row,
-    from_fp8,
-    lane_of_place,
-    swizzle_values,
-)
+from .kernel_fp8_leank import WIDEN_SOURCE, channel_of_row, from_fp8, lane_of_place, swizzle_values
 from .kernel_leank import (
     CHUNKS,
     DROPPED,
@@ -68,8 +60,6 @@ from .kernel_leank import (
     store_segment,
     stretch_bounds,
 )
-
-EARLY = os.environ.get("LEANK_LATE", "0") == "0"
 
 
 def hopper_attention(shape: KernelShape) -> Any:
@@ -280,20 +270,19 @@ def hopper_attention(shape: KernelShape) -> Any:
                         for c in chunks:
                             if c < seg[NUM_KEPT]:
                                 multiply_keys(k, q, c, stage, scores, wide_k)
-                        if fp8 and EARLY:
+                        if fp8:
                             T.call_extern(
                                 "handle", f"leank_widen_values<{dv // 64}>", v.data, stage, wide_v.data
                             )
                         T.wait_wgmma(0)
-                        if fp8 and EARLY:
+                        if fp8:  # all of it is in registers
                             T.mbarrier_arrive(free[stage])
                         if masks[1] != 0:
                             hide_tokens(T.Parallel, scores, tile, seg, limits, sink_size)
                             if fp8:
-                                if EARLY:
-                                    for i, j in T.Parallel(dv, TILE):
-                                        if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
-                                            wide_v[i, j] = T.cast(0, operand)
+                                for i, j in T.Parallel(dv, TILE):
+                                    if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
+                                        wide_v[i, j] = T.cast(0, operand)
                             else:
                                 for i, j in T.Parallel(TILE, dv):
                                     if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
@@ -305,15 +294,6 @@ def hopper_attention(shape: KernelShape) -> Any:
                             weights[j, i] = T.cast(scores[i, j], operand)
                         T.fence_proxy_async()
                         T.sync_threads(1, WARPGROUP)
-                        if fp8 and not EARLY:
-                            T.call_extern(
-                                "handle", f"leank_widen_values<{dv // 64}>", v.data, stage, wide_v.data
-                            )
-                            T.mbarrier_arrive(free[stage])
-                            if masks[1] != 0:
-                                for i, j in T.Parallel(dv, TILE):
-                                    if is_unseen(tile[TOKEN] + j, seg, limits, sink_size):
-                                        wide_v[i, j] = T.cast(0, operand)
                         if fp8:
                             T.wgmma_gemm(wide_v, weights, out, transpose_B=True, policy=FULL_ROW)
                             T.wait_wgmma(0)
