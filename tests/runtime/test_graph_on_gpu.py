@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime import layer_leank
 from tests.tiny_families import FAMILIES, OPTIONS
 
 pytestmark = [
@@ -88,6 +89,29 @@ def test_replayed_steps_give_what_steps_give(sizes, is_padded, model_pair, some_
     assert cache.rows.pruned_lengths.tolist() == plain.rows.pruned_lengths.tolist()
     for one, other in zip(cache.layers, plain.layers, strict=True):
         assert_close(model, one.store.window_keys, other.store.window_keys)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["one length", "padded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_fp8_cache_is_as_close_to_fp32_as_plain_torch_is(
+    dtype, is_padded, model_pair, some_masks, monkeypatch
+):
+    """Keys that nearly agree are rounded apart, so torch's error is that of a cache in FP8, too."""
+    model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.to("cuda", dtype)
+    turns = [90, *[1] * 30, 5, *[1] * 10, 40, 1]
+    mask = padded(sum(turns)) if is_padded else None
+    real = slice(None) if mask is None else mask.bool()
+
+    def logits(model):
+        cache = model.build_cache(kv_dtype="fp8")
+        fed = decode(model, cache, turns, mask)[real]
+        assert all(layer.store.values.dtype == torch.float8_e4m3fn for layer in cache.layers)
+        return fed
+
+    exact, ours = logits(copy.deepcopy(model).float()), logits(model)
+    monkeypatch.setattr(layer_leank, "find_kernels", lambda *_, **__: None)
+    plain = logits(model)
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -20,7 +20,17 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"prefill_chunk_size": 16},
+        {"kv_dtype": "fp8"},
+        {"kv_dtype": "fp8", "num_beams": 3},
+    ],
+    ids=str,
+)
 def test_it_generates_what_the_cpu_generates(options, model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.double()
     expected = model.generate(**batch(), **GREEDY, **options)
@@ -31,15 +41,17 @@ def test_it_generates_what_the_cpu_generates(options, model_pair, some_masks):
 
 # PyTorch calls the mode a prototype when it is switched on.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("padded", [False, True], ids=["one length", "padded"])
-def test_a_decode_step_never_waits_for_the_device(padded, model_pair, some_masks):
+def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.cuda()
     prompt = {name: tensor.cuda() for name, tensor in batch().items()}
     mask = prompt["attention_mask"] if padded else None
     token = torch.full((3, 1), 7, device="cuda")
     position = torch.full((3, 1), 50, device="cuda")
     with torch.no_grad():
-        cache = model(prompt["input_ids"], attention_mask=mask).past_key_values
+        cache = model.build_cache(kv_dtype=kv_dtype)
+        model(prompt["input_ids"], attention_mask=mask, past_key_values=cache)
         torch.cuda.synchronize()
         try:
             torch.cuda.set_sync_debug_mode("error")
