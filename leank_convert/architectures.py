@@ -213,8 +213,9 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         named = [key for key in experts.count_keys if key in values] or experts.count_keys
         num_experts = fields.whole_number(named[0], 1, MAX_EXPERTS)
         expert_size = fields.whole_number(experts.size_key, 1, MAX_SIZES["intermediate_size"])
-        if "n_shared_experts" in values:
-            shared_size = expert_size * fields.whole_number("n_shared_experts", 0, MAX_EXPERTS)
+        for key in ("n_shared_experts", "num_shared_experts"):
+            if key in values:
+                shared_size = expert_size * fields.whole_number(key, 0, MAX_EXPERTS)
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,

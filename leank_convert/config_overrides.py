@@ -38,6 +38,8 @@ _FIXED_KEYS = frozenset(
         "num_local_experts",
         "n_routed_experts",
         "n_shared_experts",
+        "num_shared_experts",
+        "use_bias",
         "moe_intermediate_size",
         "num_experts_per_tok",
         "norm_topk_prob",

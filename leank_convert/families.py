@@ -319,5 +319,46 @@ _ROWS = (
         layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
         experts=_block_sparse(**{"block_sparse_moe.e_score_correction_bias": ("num_experts",)}),
     ),
+    Architecture(
+        "ernie4_5",
+        "Ernie4_5",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        interleaved_pairs=True,
+        config_defaults=_sizes(
+            3072, 103424, 131072, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True
+        ),
+        rope_defaults={"rope_theta": 500000.0},
+    ),
+    Architecture(
+        "hy_v3",
+        "HYV3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        qk_norm="head",
+        config_defaults=_sizes(
+            13312,
+            120832,
+            131072,
+            num_key_value_heads=8,
+            head_dim=128,
+            moe_intermediate_size=1536,
+            num_shared_experts=1,
+        ),
+        rope_defaults={"rope_theta": 11158840.0},
+        experts=Experts(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            "mlp.router.gate.weight",
+            beside={
+                "mlp.expert_bias": ("num_experts",),
+                "mlp.shared_mlp.gate_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_mlp.up_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_mlp.down_proj.weight": ("hidden_size", "shared_size"),
+            },
+        ),
+    ),
 )
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({row.model_type: row for row in _ROWS})

@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
         "max_position_embeddings": 64,
     },
+    "ernie4_5": {"use_bias": True},
+    "hy_v3": {**_EXPERTS, "num_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # One row each; a release of transformers may lack a family.
