@@ -248,7 +248,7 @@ class _LeanKForCausalLM:
 
 
 def _check_layers(names: Iterable[str]) -> None:
-    """Raise unless all layers have the same weights: vLLM fuses q, k and v, and misses none of the three."""
+    """Raise unless all layers have the same weights: vLLM does not notice where q, k or v is missing."""
     found: dict[str, set[str]] = {}
     for name in names:
         if "layers." in name:
