@@ -93,14 +93,14 @@ def test_scales_are_measured_on_the_recipes_data_and_leave_room(testbed):
             assert stored.max() <= 448 and (stored >= 16).float().mean() > 0.9
 
 
-def test_every_layers_scales_lie_beside_its_keys_in_the_order_of_its_heads(exported):
+def test_every_layers_scales_lie_beside_its_attention_in_the_order_of_its_heads(exported):
     source, scales, out = exported
     tensors, leank = tensors_of(out), read_json(out / "config.json")["leank"]
     assert len({file for file, _ in tensors.values()}) > 1
     for layer, order in enumerate(leank["head_permutation"]):
         assert order != sorted(order)
         prefix = f"model.layers.{layer}.self_attn."
-        beside = tensors[f"{prefix}k_proj.weight"][0]
+        beside = tensors[f"{prefix}o_proj.weight"][0]
         for name, expected in (("key_scale", scales.keys), ("value_scale", scales.values)):
             file, tensor = tensors[f"{prefix}{name}"]
             assert (

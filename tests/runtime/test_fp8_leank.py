@@ -14,6 +14,7 @@ from runtime import graph_leank
 from runtime.configuration_leank import read_settings
 from runtime.fp8_leank import FP8, SCALE_NAMES, quantise, scale_of
 from runtime.layer_leank import LeanKLayer
+from tests.tiny_families import FAMILIES, OPTIONS
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 POOLS = ("kept_keys", "values", "window_keys", "window_values")
@@ -372,3 +373,12 @@ def test_captured_steps_and_drafts_by_kernels_are_those_of_rounded_keys_and_valu
     for _ in range(70):
         both.feed(1)
     assert both.caches[0].graph.num_replays > 80 and both.caches[0].graph.num_captures > 2
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_decodes_from_an_fp8_cache(architecture, model_pair, some_masks):
+    options = OPTIONS.get(architecture.model_type, {})
+    model = model_pair(some_masks(WIDTHS), architecture.stem, **options).leank
+    both = Both(model, twins(model), 2)
+    for count, padding in ((40, (0, 13)), (1, None), (1, None), (5, (0, 2)), (1, None)):
+        both.feed(count, padding)
