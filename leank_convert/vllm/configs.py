@@ -46,13 +46,13 @@ class _RefusedConfig:
         Raises:
             ValueError: If there is a `leank` block.
         """
-        super().__post_init__(**kwargs)  # type: ignore[misc]
         if self.leank is not None:
             raise ValueError(
                 f"config.json: `model_type` {self.model_type!r}: vLLM's model of it was not run with "
                 f"a LeanK cache, only those of {', '.join(FAMILIES)}; decode with transformers, or serve "
                 "the original model densely"
             )
+        super().__post_init__(**kwargs)  # type: ignore[misc]
 
 
 def _config_class(family: Architecture) -> Any:

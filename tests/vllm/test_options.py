@@ -82,3 +82,13 @@ def test_another_release_of_vllm_is_refused(found, monkeypatch):
 def test_a_tested_release_of_vllm_passes(found, monkeypatch):
     monkeypatch.setattr(configs, "installed_version", lambda: found)
     configs.check_version()
+
+
+def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely():
+    served = [
+        config_class for config_class in configs.CONFIG_CLASSES if "Qwen3Moe" not in config_class.__name__
+    ]
+    (other,) = set(configs.CONFIG_CLASSES) - set(served)
+    assert other().leank is None  # as transformers builds it to save a difference
+    with pytest.raises(ValueError, match=r"'leank_qwen3_moe': vLLM's model .* llama, mistral, qwen2, qwen3"):
+        other(leank={})
