@@ -6,7 +6,7 @@ and up another. Their weights lie side by side in one piece of memory for that: 
 become views of it, so nothing is held twice, and whoever saves, loads, moves or adapts the model finds what
 was there before (`own_storages`).
 
-It computes what the stock classes of five families compute, with their rounding, and serves no others.
+It computes what the stock classes of seven families compute, with their rounding, and serves no others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels, Product
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss")
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _STOCK_PACKAGES = ("torch", "transformers")
-_PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _LOCK = threading.Lock()  # a model may decode in several threads
 
 
@@ -90,17 +90,21 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
         start = cache.rows.num_columns
         positions = torch.arange(start, start + num_columns, device=hidden.device)[None]
     cos, sin = base.rotary_emb(hidden, position_ids=positions)
+    unturned = cos, sin
+    if not all(getattr(layer.self_attn, "use_rope", True) for layer in base.layers):
+        unturned = torch.ones_like(cos), torch.zeros_like(sin)  # some of SmolLM3's layers rotate nothing
     hidden = hidden.flatten(0, 1)
     kernels, delta = cache.layers[0].kernels, None
     assert kernels is not None
     for layer, stored in zip(base.layers, cache.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.input_layernorm))
-        projected = _product(kernels, normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended = _attend(cache, stored, attention, batch_size, projected, cos, sin)
+        projected = _product(kernels, normed, *_parts(attention, "qkv_proj", _QKV))
+        angles = (cos, sin) if getattr(attention, "use_rope", True) else unturned
+        attended = _attend(cache, stored, attention, batch_size, projected, *angles)
         delta = _product(kernels, attended, attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, delta, *_norm(layer.post_attention_layernorm))
-        gated = kernels.silu_mul(_product(kernels, normed, mlp.gate_proj, mlp.up_proj))
+        gated = kernels.silu_mul(_product(kernels, normed, *_parts(mlp, "gate_up_proj", _GATE_UP)))
         delta = _product(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
     normed = normed.view(batch_size, num_columns, -1)
@@ -146,7 +150,7 @@ def own_storages(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
     Who saves tensors of one storage keeps the first (accelerate), refuses (safetensors' `save_model`), or
     writes all of it for a part of it (`torch.save`).
     """
-    fused = {name for names in _PRODUCTS for name in names if len(names) > 1}
+    fused = {*_QKV, *_GATE_UP}
     for name, tensor in state_dict.items():
         if (
             type(tensor) is torch.Tensor  # a Parameter is to stay the model's own
@@ -164,17 +168,20 @@ def _is_known(model: Any) -> bool:
     base = model.base_model
     config, layers = base.config, base.layers
     family = type(layers[0]).__name__.removesuffix("DecoderLayer")
-    norm, linear = f"{family}RMSNorm", nn.Linear
+    norm, linear, is_phi = f"{family}RMSNorm", nn.Linear, family == "Phi3"
     expected: dict[str, Any] = {
         "": f"{family}DecoderLayer",
         "input_layernorm": norm,
         "self_attn": f"{family}Attention",
-        **{f"self_attn.{name}_proj": linear for name in "qkvo"},
+        **{f"self_attn.{name}": linear for name in (("qkv_proj",) if is_phi else _QKV)},
+        "self_attn.o_proj": linear,
         **(dict.fromkeys(_HEAD_NORMS, norm) if family == "Qwen3" else {}),
         "post_attention_layernorm": norm,
         "mlp": f"{family}MLP",
-        **{f"mlp.{name}_proj": linear for name in ("gate", "up", "down")},
-        "mlp.act_fn": "SiLUActivation",
+        **{f"mlp.{name}": linear for name in (("gate_up_proj",) if is_phi else _GATE_UP)},
+        "mlp.down_proj": linear,
+        "mlp.activation_fn" if is_phi else "mlp.act_fn": "SiLUActivation",
+        **(dict.fromkeys(("resid_attn_dropout", "resid_mlp_dropout"), "Dropout") if is_phi else {}),
     }
     return (
         family in _FAMILIES
@@ -213,10 +220,16 @@ def _norm(module: Any) -> tuple[torch.Tensor, float]:
 
 def _fused_parameters(layer: Any) -> list[list[nn.Parameter]]:
     """Return the Parameters of a layer, those of a product together; a bias that others lack stays alone."""
-    modules = {**layer.self_attn._modules, **layer.mlp._modules}
-    groups = [[modules[name] for name in names] for names in _PRODUCTS]
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = _parts(attention, "qkv_proj", _QKV), _parts(mlp, "gate_up_proj", _GATE_UP)
+    groups = [*projections, [attention.o_proj], [mlp.down_proj]]
     found = [[getattr(module, name) for module in group] for group in groups for name in ("weight", "bias")]
     return [parts for parts in found if any(part is not None for part in parts)]
+
+
+def _parts(module: Any, whole: str, parts: Sequence[str]) -> list[nn.Linear]:
+    """Return the modules of a product: one where the family has it as one, else its parts."""
+    return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
 
 
 def _join(parts: Sequence[nn.Parameter | None]) -> bool:

@@ -18,7 +18,7 @@ from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
 
 @pytest.fixture
@@ -116,6 +116,19 @@ def test_a_fused_step_gives_what_the_stock_step_gives(family, how, fused_steps, 
 def test_variants_of_a_family(config, fused_steps, build, assert_close):
     compare(build(**config), assert_close)
     assert len(fused_steps) == 2
+
+
+def test_layers_without_rotation(fused_steps, build, assert_close):
+    model = build("SmolLM3", no_rope_layers=[1, 0])
+    compare(model, assert_close)
+    assert len(fused_steps) == 2
+
+
+def test_heads_rotated_in_part_are_left_to_the_stock_step(fused_steps, build):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = build("Phi3", rope_parameters=rope)
+    decode(model, model.build_cache())
+    assert not fused_steps
 
 
 def test_rows_that_keep_channels_of_their_own(fused_steps, build, some_masks, assert_close):

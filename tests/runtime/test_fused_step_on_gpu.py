@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 MASK_WIDTHS = [[0, 16, 32], [8, 64, 64]]
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 DTYPES = [torch.bfloat16, torch.float16]
 SINK, RECENT, FLUSH = 3, 6, 4
 
