@@ -303,8 +303,14 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
 
 
 def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
-    source_model, fitting_mask, tmp_path
+    source_model, fitting_mask, tmp_path, monkeypatch
 ):
+    broken = [torch.ones(4, 4, 64), torch.ones(4, 4, 64).index_fill(2, torch.tensor([7]), math.inf)]
+    monkeypatch.setattr("leank_convert.methods.kv_scales._largest", lambda *_: broken)
+    with pytest.raises(
+        kv_scales.LeanKError, match=r"^values of model `testbed` are not finite on its recipe's"
+    ):
+        measure_kv_scales("testbed")
     source = source_model("llama")
     options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
     with pytest.raises(
@@ -313,6 +319,22 @@ def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
     with pytest.raises(kv_scales.LeanKError, match=r"^`kv_dtype` is None, not one of fp8$"):
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_scales=random_scales())
+
+
+def test_training_measures_once_for_all_its_ratios(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "leank_convert.convert.measure_kv_scales",
+        lambda *given, **options: measured.append(given) or measure_kv_scales(*given, **options),
+    )
+    arguments = "--method static-norm --pruning-ratio 0.5 --pruning-ratio 0.7 --set calibration_prompts=1"
+    more = ("--set", "held_out_samples=0", "--kv-dtype", "fp8", "-o", tmp_path / "out")
+    result = run("train", "testbed", *arguments.split(), *more)
+    assert result.exit_code == 0, result.stderr
+    assert len(measured) == 1
+    for ratio in ("0.5", "0.7"):
+        report = verify_checkpoint(tmp_path / "out" / f"ratio-{ratio}")
+        assert report.ok and "8 tensors, of 4096 tokens" in [check.detail for check in report.checks]
 
 
 def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
