@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from leank_convert.device import is_first_process
-from leank_convert.export import MaskLike, check_exportable, export_checkpoint, recover
+from leank_convert.export import MaskLike, check_exportable, choose, export_checkpoint, recover
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model
 from leank_convert.methods.kv_scales import measure_kv_scales
@@ -109,9 +109,23 @@ def export_model(
     Raises:
         LeanKError: As `export_checkpoint` and `measure_kv_scales`.
     """
-    check_exportable(model, Path(out), overwrite=options.get("overwrite", False))
+    kept = {name: options.pop(name) for name in ("base_model", "overwrite") if name in options}
+    choice = choose(model, mask, Path(out), **options)
+    overrides = choice.config_overrides
+    check_exportable(
+        model, Path(out), config_overrides=overrides, overwrite=bool(kept.get("overwrite", False))
+    )
     recipe = options.get("recipe")
     if isinstance(recipe, str | Path):
         recipe = load_recipe(recipe, options.get("overrides", ()))
-    scales = measure_kv_scales(model, recipe, out=out, device=device)
-    return export_checkpoint(model, mask, out, kv_dtype=kv_dtype, kv_scales=scales, **options)
+    return export_checkpoint(
+        model,
+        choice.mask,
+        out,
+        **vars(choice.windows),
+        config_overrides=overrides,
+        mask_origin=choice.mask_origin,
+        kv_dtype=kv_dtype,
+        kv_scales=measure_kv_scales(model, recipe, out=out, device=device),
+        **kept,
+    )

@@ -287,6 +287,7 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
             "--kv-dtype goes with checkpoints; ",
         ),
         (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype"),
+        (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
         (
             ("export", "--from-checkpoint", testbed, "--kv-dtype", "fp8"),
             "--from-checkpoint excludes --kv-dtype",
