@@ -13,7 +13,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.files import read_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT
-from leank_convert.hub import fetch_config, is_hub_id
+from leank_convert.hub import TESTBED, fetch_config, is_hub_id, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
 from leank_convert.windows import Windows
 
@@ -23,11 +23,13 @@ _LENGTHS = (8192, 32768, 131072)
 
 
 def find_config(path: str | Path) -> Path | None:
-    """The config.json of what may be a model that is not converted: its folder, the file itself, a hub id.
+    """The config.json of what may be a model that is not converted: a folder, the file, a hub id, `testbed`.
 
     Raises:
         LeanKError: If the hub does not give it.
     """
+    if str(path) == TESTBED:
+        return resolve_model(TESTBED) / CONFIG_NAME
     file = Path(path) / CONFIG_NAME if Path(path).is_dir() else Path(path)
     if file.name == CONFIG_NAME and file.is_file() and not is_onnx_folder(file.parent):
         return None if "leank" in read_json(file) else file
