@@ -45,9 +45,15 @@ def choose_scales(keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor |
         real: Columns that are no padding `[B, S]`, bool; None if all are.
 
     Returns:
-        Scales per row; a row of nothing but padding has ones.
+        Scales per row; a row of nothing but padding, whose prompt comes in later chunks, has those of all
+        rows together.
     """
     largest_key, largest_value = (_largest(states, real) for states in (keys, values))
+    if real is not None:
+        is_empty = ~real.any(1)[:, None, None]
+        largest_key, largest_value = (
+            torch.where(is_empty, largest.amax(0), largest) for largest in (largest_key, largest_value)
+        )
     pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
     return Scales(scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value))
 
@@ -91,8 +97,15 @@ def check_scales(scales: Sequence[Sequence[torch.Tensor]]) -> None:
         scales: Of keys and of values of every layer `[H_kv, D]`.
 
     Raises:
-        ValueError: If one is no power of two that every dtype has.
+        ValueError: If one is no power of two that every dtype has, or is offloaded.
     """
+    for number, layer in enumerate(scales):
+        for name, scale in zip(SCALE_NAMES, layer, strict=True):
+            if scale.is_meta:
+                raise ValueError(
+                    f"layer {number}: `{name}` is offloaded and cannot be read; load the model without "
+                    "`offload_buffers`"
+                )
     # On one device, which layers need not be.
     layers = torch.stack([torch.stack([scale.float().cpu() for scale in layer]) for layer in scales])
     fraction, exponent = torch.frexp(layers)

@@ -53,8 +53,11 @@ def slow_scales(keys, values, real):
     for states, paired in ((keys, True), (values, False)):
         scale = torch.ones(rows, heads, head_dim)
         for row in range(rows):
-            largest = states[row][:, real[row]].abs().amax(1).tolist() if real[row].any() else None
-            for head in range(heads if largest else 0):
+            # A row of padding alone takes the other rows' scales.
+            given = [row] if real[row].any() else [other for other in range(rows) if real[other].any()]
+            tokens = torch.cat([states[other][:, real[other]] for other in given], 1)
+            largest = tokens.abs().amax(1).tolist()
+            for head in range(heads):
                 for channel in range(head_dim):
                     both = {channel, (channel + head_dim // 2) % head_dim} if paired else {channel}
                     most = max(largest[head][number] for number in both)
@@ -261,7 +264,7 @@ def test_a_fork_and_a_layer_filled_by_hand_store_fp8(model):
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
 
 
-def test_a_row_of_padding_alone_has_scales_of_one_and_disturbs_no_other(model):
+def test_a_row_of_padding_alone_disturbs_no_other(model):
     cache = model.build_cache(kv_dtype="fp8")
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1] = 0
@@ -270,8 +273,16 @@ def test_a_row_of_padding_alone_has_scales_of_one_and_disturbs_no_other(model):
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         logits = model(ids(2, 1), attention_mask=mask, past_key_values=cache).logits
     assert logits.isfinite().all()
+
+
+def test_a_row_whose_padding_fills_the_first_chunk_has_scales_of_the_others(model):
+    both = Both(model, twins(model), 3)
+    for count, padding in ((40, (0, 40, 7)), (40, (0, 20, 0)), (1, None), (5, (0, 2, 4)), (1, None)):
+        both.feed(count, padding)
     if not read_settings(model.config).has_scales:
-        assert all((layer.store.scales.keys[1] == 1).all() for layer in cache.layers)
+        for layer in both.caches[0].layers:
+            for scale in layer.store.scales:
+                assert torch.equal(scale[1], torch.maximum(scale[0], scale[2]))
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
@@ -331,6 +342,13 @@ def test_what_is_no_dtype_or_does_not_go_together_is_refused(model):
 def test_scales_that_are_no_powers_of_two_are_refused(model, value):
     model.model.layers[1].self_attn.value_scale[2, 5] = value
     with pytest.raises(ValueError, match=rf"^layer 1: `value_scale` holds {value}, which is no power of two"):
+        model.build_cache()
+
+
+@pytest.mark.parametrize("model", ["static"], indirect=True)
+def test_scales_that_are_offloaded_are_refused(model):
+    model.model.layers[1].self_attn.to("meta")  # as accelerate leaves them with `offload_buffers`
+    with pytest.raises(ValueError, match=r"^layer 1: `key_scale` is offloaded and cannot be read; load"):
         model.build_cache()
 
 
