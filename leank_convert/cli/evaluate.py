@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Those of `leank_convert.evaluate.variants`, which imports torch.
 _OTHERS = (
-    "window", "think", "per-head-budget-dynamic", "fp8", "leank+fp8", "kivi", "leank+kivi", "quest",
-    "leank+quest", "snapkv",
+    "window", "think", "per-head-budget-dynamic", "fp8", "leank+fp8", "int4", "leank+int4", "kivi",
+    "leank+kivi", "quest", "leank+quest", "snapkv",
 )  # fmt: skip
 
 
@@ -40,9 +40,9 @@ _OTHERS = (
     type=click.Choice(_OTHERS),
     multiple=True,
     help="Answer in other ways, too: from the window alone; by ThinK, which chooses channels for every "
-    "prompt; with the checkpoint's widths and ThinK's choice; by FP8, KIVI (2 bits) or Quest (chosen "
-    "pages), alone or on the kept channels; by SnapKV (chosen tokens). Default: window, and nothing with "
-    "--task.",
+    "prompt; with the checkpoint's widths and ThinK's choice; by FP8, int4 (4 bits), KIVI (2 bits) or Quest "
+    "(chosen pages), alone or on the kept channels; by SnapKV (chosen tokens). Default: window, and nothing "
+    "with --task.",
 )
 @recipe_option
 @set_option

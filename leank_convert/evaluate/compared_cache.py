@@ -112,7 +112,7 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def bits(self) -> tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]:
         """Bits of a number of K's kept and dropped channels, of V where K is kept and where it is not.
 
-        Each is one for all or of each token [B, 1, N].
+        Each is one for all, of each token [B, 1, N] or of each head [H_kv, 1].
         """
         size = 8 * self.keys.element_size()
         return size, size, size, size
@@ -127,7 +127,8 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         seen, whole = (tokens[:, 0] for tokens in self._regions())
         extra = self.extra_bits()
         held, read = (
-            int(self._bits_of(tokens, whole) + extra) // 8 for tokens in (self.held(seen) & seen, self._read)
+            round(float(self._bits_of(tokens, whole) + extra)) // 8
+            for tokens in (self.held(seen) & seen, self._read)
         )
         return UsedBytes(held, read)
 

@@ -23,6 +23,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate import kivi, snapkv
 from leank_convert.evaluate.compared_cache import Compared
 from leank_convert.evaluate.evaluated import EvaluatedModel
+from leank_convert.evaluate.int4 import Int4Layer
 from leank_convert.evaluate.kivi import KiviLayer
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.quest import QuestLayer
@@ -32,7 +33,7 @@ from leank_convert.windows import Windows
 DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
     "dense", "pruned", "window", "think", "per-head-budget-dynamic"
 )  # fmt: skip
-COMPARED = ("fp8", "kivi", "quest", "snapkv")
+COMPARED = ("fp8", "int4", "kivi", "quest", "snapkv")
 QUERY_WINDOW = 32  # as many as ThinK's code takes
 # ThinK's own: no sink, the prompt's last 32 tokens, and what is decoded, here up to 128 tokens of it.
 THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
@@ -208,6 +209,11 @@ def compared_variants(name: str, channel_masks: Tensor, *, alone: bool) -> list[
         return [*variants]
     # Alone, nothing is whole but the token that is decoded.
     windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
+    if name == "int4":
+        return [
+            Compared(f"{prefix}int4", Int4Layer, masks, windows),
+            Compared(f"{prefix}int4+hadamard", partial(Int4Layer, rotated=True), masks, windows),
+        ]
     if name == "snapkv":
         capacities = {f"{snapkv.CAPACITY}": snapkv.CAPACITY, f"{snapkv.PAPER_SHARE:.0%}": snapkv.PAPER_SHARE}
         return [
@@ -242,6 +248,8 @@ OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
     PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
     "fp8": _compare("fp8", alone=True),
     "leank+fp8": _compare("fp8", alone=False),
+    "int4": _compare("int4", alone=True),
+    "leank+int4": _compare("int4", alone=False),
     "kivi": _compare("kivi", alone=True),
     "leank+kivi": _compare("kivi", alone=False),
     "quest": _compare("quest", alone=True),

@@ -79,13 +79,17 @@ def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(convert):
 
 
 def test_other_methods_answer_the_same_prompts_and_their_bytes_are_counted(convert):
-    also = ["fp8", "leank+fp8", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"]
+    also = [
+        "fp8", "leank+fp8", "int4", "leank+int4", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"
+    ]  # fmt: skip
     result = compare(convert("half"), num_samples=2, also=also)
     assert set(result.used) == set(result.variants) == set(result.total.means)
     held = {name: used.held for name, used in result.used.items()}
     assert held["leank+kivi+window"] < held["leank+kivi"] < held["pruned"] < held["dense"]
     assert held["kivi"] < held["dense"] == held["snapkv-2048"] < held["quest-64"] < held["quest-16"]
     assert held["fp8"] == held["dense"] / 2 and held["leank+fp8"] == held["pruned"] / 2
+    assert held["leank+int4"] == held["leank+int4+hadamard"] < held["int4"] == held["int4+hadamard"]
+    assert held["dense"] / 4 < held["int4"] < held["fp8"] and held["leank+int4"] < held["leank+fp8"]
     assert held["dense"] == result.cache.key_dense + result.cache.value_dense
     # What fits a budget is read whole.
     assert result.total.means["quest-16"] == result.total.means["snapkv-2048"] == 1.0

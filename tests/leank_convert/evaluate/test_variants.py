@@ -127,11 +127,13 @@ def test_the_command_takes_the_names_that_there_are():
 
 def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoints_mask(evaluated):
     variants = find_variants(
-        ["fp8", "leank+fp8", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"], evaluated
+        ["fp8", "leank+fp8", "int4", "leank+int4", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"],
+        evaluated,
     )
     names = [variant.name for variant in variants]
     assert names == [
-        "fp8", "leank+fp8", "kivi", "leank+kivi", "leank+kivi+window",
+        "fp8", "leank+fp8", "int4", "int4+hadamard", "leank+int4", "leank+int4+hadamard",
+        "kivi", "leank+kivi", "leank+kivi+window",
         "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
         "leank+quest-16", "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
         "snapkv-2048", "snapkv-56%",
