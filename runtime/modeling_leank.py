@@ -71,6 +71,24 @@ class LeanKMixin:
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load as the stock class does.
+
+        Raises:
+            ValueError: If a scale is missing: transformers leaves in its place whatever memory holds.
+        """
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            *args, output_loading_info=True, **kwargs
+        )
+        missing = sorted(name for name in info["missing_keys"] if name.endswith(SCALE_NAMES))
+        if missing:
+            raise ValueError(
+                f"`{model.name_or_path}`: tensor `{missing[0]}` is missing; copy or export the checkpoint "
+                "again"
+            )
+        return (model, info) if output_loading_info else model
+
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:

@@ -200,6 +200,18 @@ def test_hostile_scales_are_one_sentence(exported, edit, message):
     assert run("verify", out).exit_code == run("verify", _other_failure(out)).exit_code
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_that_lacks_a_scale_is_not_loaded(exported):
+    _, _, out = exported
+    for file in {file for file, _ in tensors_of(out).values()}:
+        save_file({n: t for n, t in load_file(file).items() if n != SCALE}, file, {"format": "pt"})
+    index = read_json(out / "model.safetensors.index.json")
+    del index["weight_map"][SCALE]
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"^`{out}`: tensor `{SCALE}` is missing; copy or export"):
+        AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+
+
 def _other_failure(out: Path) -> Path:
     """A checkpoint that fails for a reason of long standing."""
     other = Path(shutil.copytree(out, out.parent / "other"))
