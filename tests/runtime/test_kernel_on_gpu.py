@@ -1,6 +1,7 @@
 """The kernels on a GPU: hostile shapes against the reference, real masks, one compilation for all of them."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ tilelang = pytest.importorskip("tilelang")
 from runtime import find_kernels_leank  # noqa: E402
 from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
 from runtime.find_kernels_leank import disagreement, find_kernels, make_case, run_case  # noqa: E402
+from runtime.fp8_leank import FP8, as_bytes  # noqa: E402
 from runtime.layout_leank import choose_chunk_size  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +34,7 @@ MASKS = [
 ][:2]
 
 
-def kernels_for(mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64):
+def kernels_for(mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64, cache_dtype=None):
     layout_chunks = max(
         -(-int(w) // chunk_size) + -(-(mask.shape[1] - int(w)) // chunk_size) for w in mask.sum(-1)
     )
@@ -45,22 +47,30 @@ def kernels_for(mask, groups, dtype, chunk_size, num_columns=1, load_tokens=64):
         max_chunks=layout_chunks,
         num_columns=num_columns,
         load_tokens=load_tokens,
+        cache_dtype=cache_dtype,
     )
 
 
 def check(
     mask, groups, dtype, rows=ROWS, sink=SINK, seed=0, kernels=None, num_columns=1, valid=None,
-    page_sizes=(64, 64), run=run_case,
+    page_sizes=(64, 64), run=run_case, cache_dtype=None, scales_per_row=True,
 ):  # fmt: skip
-    """Hold the kernel to the reference in fp64: at most twice the error of torch's in `dtype`."""
+    """Hold the kernel to the reference in fp64: at most twice the error of torch's in `dtype`.
+
+    A cache of FP8 is taken for the numbers that it stores, and new tokens must be stored as torch does it.
+    """
     chunk_size = choose_chunk_size([[int(w) for w in mask.sum(-1)]], mask.shape[1])
     load_tokens = min(64, *(size & -size for size in page_sizes))
-    kernels = kernels or kernels_for(mask, groups, dtype, chunk_size, num_columns, load_tokens)
+    kernels = kernels or kernels_for(mask, groups, dtype, chunk_size, num_columns, load_tokens, cache_dtype)
     assert kernels is not None
     case = make_case(
         mask, rows, chunk_size=chunk_size, num_groups=groups, sink_size=sink, dtype=dtype, seed=seed,
         device=torch.device("cuda", 0), num_columns=num_columns, valid=valid, page_sizes=page_sizes,
+        cache_dtype=cache_dtype,
     )  # fmt: skip
+    if cache_dtype is not None:
+        case = case if scales_per_row else of_one_checkpoint(case)
+        assert stores_as_torch(kernels, case)
     scale = mask.shape[1] ** -0.5
     results = [case.expected(scale, torch.float64), run(kernels, case, scale), run(kernels, case, scale)]
     if valid is not None:
@@ -69,6 +79,20 @@ def check(
     assert not actual.isnan().any() and torch.equal(actual, again)
     error = (actual - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1).clamp(min=1e-30)
     assert (error <= 2 * torchs_own_error(mask, groups, dtype, rows)).all(), error
+
+
+def of_one_checkpoint(case):
+    """The case with one set of scales for all rows."""
+    store = case.store
+    scales = {"key_scale": store.key_scale[:1], "value_scale": store.value_scale[:1]}
+    return replace(case, store=store._replace(**scales))
+
+
+def stores_as_torch(kernels, case):
+    store = case.store.map_memory(torch.clone)
+    kernels.append(case.keys, case.values, store, case.seen, case.valid)
+    pairs = zip(store[:4], case.appended()[:4], strict=True)
+    return all(torch.equal(as_bytes(ours), as_bytes(theirs)) for ours, theirs in pairs)
 
 
 def torchs_own_error(mask, groups, dtype, rows):
@@ -96,12 +120,15 @@ def random_mask(heads, head_dim, seed, multiple=1):
 
 
 @pytest.mark.skipif(not MASKS, reason="the real masks are not here")
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
 @pytest.mark.parametrize("path", MASKS, ids=lambda path: path.stem)
-def test_every_layer_of_a_real_mask(path):
+def test_every_layer_of_a_real_mask(path, cache_dtype):
     masks = torch.load(path, weights_only=True, map_location="cpu").bool()
     groups = {8: 4, 4: 7}[masks.shape[1]]
     for layer, mask in enumerate(masks):
-        check(mask, groups, torch.bfloat16, seed=layer)
+        check(
+            mask, groups, torch.bfloat16, seed=layer, cache_dtype=cache_dtype, scales_per_row=layer % 2 == 0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -184,6 +211,55 @@ def test_pages_of_an_engine(generic, page_sizes, num_columns):
         mask, 4, torch.bfloat16, DRAFT_ROWS, kernels=kernels, num_columns=num_columns, page_sizes=page_sizes,
         run=run_side_by_side,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_columns", [1, 4, 8, 16, 32])
+def test_several_new_tokens_in_fp8(num_columns):
+    rows = ROWS if num_columns == 1 else DRAFT_ROWS
+    mask = random_mask(4, 128, 11, multiple=32)
+    check(mask, 4, torch.bfloat16, rows, num_columns=num_columns, cache_dtype=FP8)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "groups", "multiple"), [(64, 7, 16), (96, 4, 16), (192, 4, 32), (256, 2, 32), (128, 16, 16)]
+)
+def test_head_sizes_in_fp8(head_dim, groups, multiple):
+    check(random_mask(6, head_dim, 12, multiple), groups, torch.bfloat16, cache_dtype=FP8)
+
+
+@pytest.mark.parametrize("load_tokens", [16, 32])
+def test_small_pages_of_fp8(load_tokens):
+    pages = 3 * load_tokens, load_tokens
+    check(random_mask(4, 128, 13, 32), 4, torch.bfloat16, page_sizes=pages, cache_dtype=FP8)
+
+
+def test_fp8_under_a_model_in_fp16():
+    check(random_mask(4, 128, 14, 32), 4, torch.float16, cache_dtype=FP8)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "num_columns"), [(128, torch.bfloat16, 1), (64, torch.float16, 8)]
+)
+def test_the_body_for_older_gpus_in_fp8(head_dim, dtype, num_columns):
+    mask = random_mask(6, head_dim, 20, multiple=32)
+    kernels = kernels_for(mask, 4, dtype, 32, num_columns, cache_dtype=FP8)
+    generic = DecodeKernels(kernels.key, generic=True)
+    assert disagreement(generic) < 2 * torch.finfo(dtype).eps
+    rows = ROWS if num_columns == 1 else DRAFT_ROWS
+    check(mask, 4, dtype, rows, kernels=generic, num_columns=num_columns, cache_dtype=FP8)
+
+
+def test_every_number_is_stored_in_fp8_as_torch_stores_it():
+    """All of bfloat16 but NaN, of both signs: ties, numbers below the least, beyond the largest, infinity."""
+    numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32)
+    numbers = numbers.masked_fill(numbers.isnan(), 0).bfloat16().view(-1, 4, 1, 128).cuda()
+    mask = random_mask(4, 128, 16, multiple=32)
+    case = make_case(
+        mask, [(1, 0)] * len(numbers), chunk_size=32, num_groups=4, sink_size=SINK, dtype=torch.bfloat16,
+        device=torch.device("cuda", 0), cache_dtype=FP8,
+    )  # fmt: skip
+    kernels = kernels_for(mask, 4, torch.bfloat16, 32, cache_dtype=FP8)
+    assert stores_as_torch(kernels, replace(case, keys=numbers, values=numbers.flip(0)))
 
 
 @pytest.mark.parametrize("sink", [0, 1, 65])
