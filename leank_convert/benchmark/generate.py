@@ -33,6 +33,7 @@ from leank_convert.benchmark.random_models import (
     Setup,
     build_all_channels,
     build_dense,
+    build_in_own_dtype,
     checked_models,
     name_attention,
     random_prompt,
@@ -40,12 +41,14 @@ from leank_convert.benchmark.random_models import (
 from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
-OURS, ALL_CHANNELS, DYNAMIC = "leank", "all-channels", "dense-dynamic"
+OURS, ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "leank", "all-channels", "own-dtype", "dense-dynamic"
 GRAPHS = {
     "dense-graph-cudnn": SDPBackend.CUDNN_ATTENTION,
     "dense-graph-flash": SDPBackend.FLASH_ATTENTION,
 }
 PEERS = (ALL_CHANNELS, *GRAPHS, DYNAMIC)
+# Those that are our stack; the last is a peer of an FP8 cache alone.
+_OWN = (OURS, ALL_CHANNELS, OWN_DTYPE)
 # A warm-up needs no long prompt, but more than one of each kind of step.
 _WARM_UP_PROMPT = 64
 _WARM_UP_TOKENS = 8
@@ -76,12 +79,17 @@ _DRAFT_NOTE = (
 
 
 def benchmark_generate(
-    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str, rounds: int, drafts: int | None
+    setup: Setup,
+    *,
+    cases: Sequence[tuple[int, int, int]],
+    peers: str | None,
+    rounds: int,
+    drafts: int | None,
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
-    With `drafts` our own sides' step is also timed with so many drafted tokens to verify. If decoding is not
-    right, the JSON document that is returned has `ok` false and no cases.
+    `peers` are None for all. With `drafts` our own sides' step is also timed with so many drafted tokens to
+    verify. If decoding is not right, the JSON document that is returned has `ok` false and no cases.
 
     Raises:
         LeanKError: If a case has no decode step, or something of ours does not fit on the device.
@@ -91,7 +99,8 @@ def benchmark_generate(
             "one new token comes from the prompt alone, without a decode step",
             hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
         )
-    named = read_peers(peers, PEERS)
+    known = (OWN_DTYPE, *PEERS) if setup.kv_dtype else PEERS
+    named = read_peers(peers, known) if peers else known
     report = Report(setup.device, setup.describe())
     results: list[dict[str, Any]] = []
     measured: dict[str, Any] = {}
@@ -149,7 +158,7 @@ class _Bench:
         """Call a function of a peer, which may fail in any way: its kernels, its memory."""
         try:
             # What the runtime says of its own kernel is for the user.
-            with nullcontext() if name == ALL_CHANNELS else silenced():
+            with nullcontext() if name in _OWN else silenced():
                 return function(*arguments)
         except Exception as error:
             return {"why": describe_failure(error)}
@@ -157,15 +166,18 @@ class _Bench:
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
         shared, setup = self._shared, self._setup
-        model = shared.dense
+        model, truth = shared.dense, shared.truth
         if name in GRAPHS:
             dense = build_dense(shared.ours, setup.geometry, UNMASKED_SDPA)
             model = GraphedDense(dense, GRAPHS[name])
-        if name == ALL_CHANNELS:
-            model = build_all_channels(shared.ours, setup)
+        if name in _OWN:
+            if name == ALL_CHANNELS:
+                model, truth = build_all_channels(shared.ours, setup), shared.stored_truth
+            else:
+                model, truth = build_in_own_dtype(shared.ours, setup), shared.own_dtype_truth
             if name_attention(model, setup) != shared.attention:
                 raise LeanKError("the kernel of this layout cannot be used here")
-        self._models[name], check = model, shared.truth.check(model)
+        self._models[name], check = model, truth.check(model)
         self._checks[name] = check
         return None if check["ok"] else {"why": "its result is wrong", "check": check}
 
@@ -185,9 +197,10 @@ class _Bench:
                     timing = time_own_step(model, prompt, self._drafts)
                     figures |= {"draft_milliseconds": timing.milliseconds, "draft": asdict(timing)}
             figures |= time_generate(model, prompt, num_new, self._rounds)
-        whole = self._setup if name == OURS else self._setup.keeping_all()
+        setup = self._setup if name in (OURS, OWN_DTYPE) else self._setup.keeping_all()
+        setup = setup if name in (OURS, ALL_CHANNELS) else setup.in_own_dtype()
         # Weights are the same on all sides; the step is that of the first new token.
-        read = count_step_bytes(self._shared.ours, whole, prompt.shape[0], prompt.shape[1] + 1)
+        read = count_step_bytes(self._shared.ours, setup, prompt.shape[0], prompt.shape[1] + 1)
         limit = self._bandwidth.milliseconds(sum(read.values()))
         step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]
         return {
@@ -234,7 +247,7 @@ def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: in
     milliseconds = ["replay_milliseconds", *["draft_milliseconds"] * bool(drafts), "step_milliseconds"]
     for name, side in case["sides"].items():
         faster = case["ratios"].get(name, {})
-        ours = name in (OURS, ALL_CHANNELS) and attention != COMPILED
+        ours = name in _OWN and attention != COMPILED
         label = f"{name} ({attention})" if ours else name
         by_step = faster.get("replay") or faster.get("step")
         rows.append(

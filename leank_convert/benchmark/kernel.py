@@ -3,6 +3,7 @@
 Timed is attention alone: not the append of the new token, and not what a step works out once for all its
 layers. Keys and values are random, rows are of one length, the last token has just been decoded, or several
 new ones. More of these than the kernels take attend to a copy of the cache, and the copying is timed.
+Our FP8 caches have one more peer, the same layers in the dtype of keys and values.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from leank_convert.benchmark.random_models import PLAIN_TORCH, TOO_LARGE, Setup,
 from leank_convert.benchmark.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError, out_of_memory
 
+OWN_DTYPE = "leank-own-dtype"
+
 
 def benchmark_kernel(
     setup: Setup,
@@ -68,7 +71,9 @@ def benchmark_kernel(
                 hint="the second number of a case counts all tokens of a row, such as 4x32kx512",
             )
     chosen = setup.choose_layers(layers)
-    named = read_peers(peers, (OWN_DENSE, *PEERS)) if peers else default_peers(setup.device)
+    pruned = (OWN_DTYPE,) if setup.kv_dtype else ()
+    defaults = (*pruned, *default_peers(setup.device))
+    named = read_peers(peers, (*pruned, OWN_DENSE, *PEERS)) if peers else defaults
     report = Report(setup.device, setup.describe())
     with torch.no_grad(), out_of_memory(*TOO_LARGE):
         bandwidth = measure_read_bandwidth(setup.device, rounds=rounds)
@@ -97,10 +102,11 @@ class _Bench:
     def __init__(self, setup: Setup, rounds: int, bandwidth: float, l2_bytes: int) -> None:
         self.setup, self.rounds, self.bandwidth, self.l2_bytes = setup, rounds, bandwidth, l2_bytes
         self.generator = torch.Generator(setup.device).manual_seed(0)
-        self.model, self.whole_model = (
-            build_model(one, torch.device("meta")) for one in (setup, setup.keeping_all())
-        )
-        self.attention = name_attention(self.model, setup)
+        self.whole_model = build_model(setup.keeping_all(), torch.device("meta"))
+        # By what their caches hold: one, or with an FP8 cache two.
+        sides = {one.kv_dtype: one for one in (setup.in_own_dtype(), setup)}
+        self.models = {dtype: build_model(one, torch.device("meta")) for dtype, one in sides.items()}
+        self.attention = name_attention(self.models[setup.kv_dtype], setup)
         if setup.is_toy:
             self.attention += " (no kernel on the CPU)"
         elif self.attention == PLAIN_TORCH:
@@ -131,13 +137,15 @@ class _Bench:
             truth = truths.get(name == OWN_DENSE, truths[False])
             return self._measure_peer(name, query, keys, values, truth)
 
-        first = {name: measure(name) for name in peers}
-        measured = [self._measure_layer(layer, query, keys, values) for layer in layers]
+        first = {name: measure(name) for name in peers if name != OWN_DTYPE}
+        measured = [self._measure_layer(self.setup, layer, query, keys, values) for layer in layers]
         for name, before in first.items():
             if before["milliseconds"] is not None:
                 again = measure(name)
                 if (again["milliseconds"] or before["milliseconds"]) < before["milliseconds"]:
                     first[name] = again
+        if OWN_DTYPE in peers:
+            first = {OWN_DTYPE: self._measure_in_own_dtype(layers, query, keys, values), **first}
         case = {
             "batch": batch_size,
             "tokens": num_tokens,
@@ -202,15 +210,44 @@ class _Bench:
             raise LeanKError("the kernel of this layout cannot be used here")
         return FilledLayer(self.whole_model, 0, query, keys, values).attend
 
-    def _measure_layer(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
-        windows, (batch_size, _, num_tokens, head_dim) = self.setup.windows, keys.shape
-        widths, pruned = self.setup.layout.widths[layer], pruned_length(num_tokens, windows, query.shape[2])
-        mask = self.setup.channel_masks[layer].to(self.setup.device)
-        chunk_size = self.model.build_cache().layers[layer].layout.chunk_size
+    def _measure_in_own_dtype(
+        self, layers: Sequence[int], query: Tensor, keys: Tensor, values: Tensor
+    ) -> dict[str, Any]:
+        """Means over layers as a peer has them; it takes twice the memory that ours does."""
+        setup, measured = self.setup.in_own_dtype(), []
+        try:
+            if not setup.is_toy and name_attention(self.models[None], setup) == PLAIN_TORCH:
+                raise LeanKError("the kernel of this layout cannot be used here")
+            for layer in layers:
+                measured.append(self._measure_layer(setup, layer, query, keys, values))
+                if not measured[-1]["check"]["ok"]:
+                    check = measured[-1]["check"]
+                    return {"milliseconds": None, "why": f"layer {layer} is wrong", "check": check}
+        except Exception as error:
+            return {"milliseconds": None, "why": describe_failure(error), "check": None}
+        finally:
+            release_memory(self.setup.device)
+        speed = self._speed(*(fmean(layer[key] for layer in measured) for key in ("bytes", "milliseconds")))
+        return {
+            "milliseconds": fmean(layer["milliseconds"] for layer in measured),
+            "method": measured[-1]["method"],
+            "beyond_l2": all(layer["beyond_l2"] for layer in measured),
+            **speed,
+            "check": max((layer["check"] for layer in measured), key=lambda check: check["error"]),
+            "layers": measured,
+        }
+
+    def _measure_layer(
+        self, setup: Setup, layer: int, query: Tensor, keys: Tensor, values: Tensor
+    ) -> dict[str, Any]:
+        windows, (batch_size, _, num_tokens, head_dim) = setup.windows, keys.shape
+        widths, pruned = setup.layout.widths[layer], pruned_length(num_tokens, windows, query.shape[2])
+        mask, model = setup.channel_masks[layer].to(setup.device), self.models[setup.kv_dtype]
+        chunk_size = model.build_cache().layers[layer].layout.chunk_size
         tokens = batch_size * num_tokens, batch_size * pruned
-        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, self.setup.stored_bytes)
+        regions = count_attention_bytes(widths, head_dim, chunk_size, *tokens, setup.stored_bytes)
         num_bytes = sum(regions.values())
-        filled = FilledLayer(self.model, layer, query, keys, values)
+        filled = FilledLayer(model, layer, query, keys, values)
         stored = filled.as_stored(keys, values)
         truth = attend_exactly(query, stored[0], stored[1], mask, windows.sink_size, pruned)
         del stored
@@ -219,7 +256,7 @@ class _Bench:
         check, figures = truth.check(calls[0], query), {"milliseconds": None}
         if check["ok"]:
             for _ in range(copies_needed(num_bytes, self.l2_bytes) - 1):
-                calls.append(FilledLayer(self.model, layer, query, keys, values).attend)
+                calls.append(FilledLayer(model, layer, query, keys, values).attend)
             timed = self._time(calls, num_bytes)
             # The same memory, after it was read thousands of times.
             check = truth.check(calls[0], query)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from leank_convert.benchmark.decode_attention import EXACT, judge, relative_error
 from leank_convert.benchmark.geometries import GEOMETRIES, Geometry, find_geometry
 from leank_convert.benchmark.measuring import release_memory
+from leank_convert.benchmark.rounded_cache import rounded_cache
 from leank_convert.benchmark.tables import Report
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, out_of_memory
@@ -90,6 +91,10 @@ class Setup:
     def keeping_all(self) -> Setup:
         """The same with a mask that keeps all channels."""
         return replace(self, mask=ChannelMask(torch.ones_like(self.mask.channel_mask)), origin="all channels")
+
+    def in_own_dtype(self) -> Setup:
+        """The same with our caches in the dtype of weights."""
+        return replace(self, kv_dtype=None)
 
     def choose_layers(self, layers: list[int] | None) -> list[int]:
         """The layers asked for, None for all.
@@ -251,6 +256,11 @@ def build_all_channels(model: Any, setup: Setup) -> Any:
     return _share_weights(model, build_model(setup.keeping_all(), torch.device("meta")))
 
 
+def build_in_own_dtype(model: Any, setup: Setup) -> Any:
+    """Our model with a cache in the dtype of weights, over the very tensors of one whose cache is in FP8."""
+    return _share_weights(model, build_model(setup.in_own_dtype(), torch.device("meta")))
+
+
 def _share_weights(model: Any, other: Any) -> Any:
     """Give a model on the meta device the parameters of another one of its shape."""
     # The very parameters: where one model moves its weights together, those of the others move along.
@@ -271,27 +281,33 @@ def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -
 
 
 @dataclass(frozen=True)
-class DenseTruth:
-    """Tokens `[B, S]`, exact dense logits of the last ones, and the dense model's own error in its dtype."""
+class LogitsTruth:
+    """Tokens `[B, S]`, exact logits of the last ones, and the dense model's own error in its dtype."""
 
     tokens: Tensor
     logits: Tensor
     torch_error: float
 
     def check(self, model: Any) -> dict[str, Any]:
-        """Hold a dense model's decoding to this, with whatever cache it has."""
+        """Hold a model's decoding to this, with whatever cache it has."""
         return judge(relative_error(forced_logits(model, self.tokens), self.logits), self.torch_error)
 
 
 @dataclass(frozen=True)
 class Models:
-    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is."""
+    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is.
+
+    `truth` is the stock model's, `stored_truth` the same with a cache as ours, `own_dtype_truth` that of ours
+    with a cache in the dtype of weights.
+    """
 
     ours: Any
     dense: Any
     attention: str
     check: dict[str, Any]
-    truth: DenseTruth
+    truth: LogitsTruth
+    stored_truth: LogitsTruth
+    own_dtype_truth: LogitsTruth
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -304,7 +320,8 @@ class Models:
 def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator[Models]:
     """Build both models, hold decoding to the same weights in higher precision, and say how close it is.
 
-    The exact logits are those of the plain torch path; torch's own error is the dense model's. An error
+    The exact logits are those of the plain torch path; torch's own error is the dense model's, with an FP8
+    cache where ours is one. An error
     far below `pruning_effect`, how far exact pruned logits are from exact dense ones, shows that the right
     tokens and channels were seen. What runs inside runs without gradients.
 
@@ -321,26 +338,41 @@ def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator
         least = sum(_window_sizes(setup.windows).values()) + _CHECKED_PRUNED_TOKENS
         tokens = random_prompt(ours, _CHECKED_ROWS, min(prompt_length, least) + _CHECKED_STEPS, seed=1)
         exact = copy.deepcopy(ours).to(EXACT[setup.dtype])
-        exact_ours = forced_logits(exact, tokens)
-        exact_dense = forced_logits(build_dense(exact, setup.geometry), tokens)
-        error = relative_error(forced_logits(ours, tokens), exact_ours)
-        own = relative_error(forced_logits(dense, tokens), exact_dense)
-        effect = relative_error(exact_ours, exact_dense)
+        exact_ours, exact_dense = forced_logits(exact, tokens), build_dense(exact, setup.geometry)
+        truth = stored_truth = _hold_to(exact_dense, dense, tokens)
+        own_dtype_truth = LogitsTruth(tokens, exact_ours, truth.torch_error)
+        if setup.kv_dtype:
+            stored_truth = _hold_to(exact_dense, dense, tokens, rounded_cache)
+            plain = forced_logits(exact, tokens, exact.build_cache(kv_dtype="auto"))
+            own_dtype_truth = LogitsTruth(tokens, plain, truth.torch_error)
+        own, error = stored_truth.torch_error, relative_error(forced_logits(ours, tokens), exact_ours)
+        effect = relative_error(exact_ours, stored_truth.logits)
         check = {**judge(error, own), "pruning_effect": effect}
-        del exact
+        del exact, exact_dense
         release_memory(setup.device)
         report.line(f"our decode attention: {attention}")
         report.line(
             f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
             f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
         )
-        yield Models(ours, dense, attention, check, DenseTruth(tokens, exact_dense, own))
+        yield Models(ours, dense, attention, check, truth, stored_truth, own_dtype_truth)
 
 
-def forced_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Logits of the prompt's last token and of every step, `[B, 1 + steps, vocabulary]`, tokens given."""
+def _hold_to(
+    exact: Any, dense: Any, tokens: Tensor, make_cache: Callable[[Any], Any] = lambda model: None
+) -> LogitsTruth:
+    """What the dense model gives in higher precision, and how far it is from that in its own dtype."""
+    logits, own = (forced_logits(model, tokens, make_cache(model)) for model in (exact, dense))
+    return LogitsTruth(tokens, logits, relative_error(own, logits))
+
+
+def forced_logits(model: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+    """Logits of the prompt's last token and of every step, `[B, 1 + steps, vocabulary]`, tokens given.
+
+    The cache is an empty one; None for the model's own.
+    """
     prompt = tokens.shape[1] - _CHECKED_STEPS
-    output = model(tokens[:, :prompt], use_cache=True, logits_to_keep=1)
+    output = model(tokens[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
     logits = [output.logits]
     for column in range(prompt, tokens.shape[1]):
         output = model(tokens[:, column : column + 1], past_key_values=output.past_key_values, use_cache=True)

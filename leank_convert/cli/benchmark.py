@@ -205,8 +205,8 @@ def benchmark() -> None:
 @click.option(
     "--peers",
     metavar="NAME,…",
-    help="Among leank-all-channels, sdpa-cudnn, sdpa-flash, sdpa, flex, flashinfer; or none. "
-    "Default: those that can run here.",
+    help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
+    "sdpa-cudnn, sdpa-flash, sdpa, flex, flashinfer; or none. Default: those that can run here.",
 )
 @_rounds_option("21, on the CPU 3")
 def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
@@ -226,10 +226,10 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 )
 @click.option(
     "--peers",
-    default="all-channels,dense-graph-cudnn,dense-graph-flash,dense-dynamic",
-    show_default=True,
     metavar="NAME,…",
-    help="Our stack with nothing pruned; the dense model, its step as one graph, or as it comes; or none.",
+    help="Among own-dtype (with --kv-dtype: ours, its cache in --dtype), all-channels (ours, nothing "
+    "pruned), dense-graph-cudnn, dense-graph-flash, dense-dynamic (the dense model, its step as a graph, or "
+    "as it comes); or none. Default: all.",
 )
 @click.option(
     "--drafts",

@@ -85,8 +85,19 @@ def test_fp8_caches_read_half_and_are_held_to_what_they_store(measured):
         assert ours["dense_bytes"] == other["dense_bytes"] and 2 * ours["mean_bytes"] == other["mean_bytes"]
         dense, stock = ours["peers"]["leank-all-channels"], ours["peers"]["sdpa"]
         assert dense["check"]["ok"] and 2 * dense["bytes"] == stock["bytes"]
-    document, _ = measured(*GENERATE, "--kv-dtype", "fp8")
-    assert document["ok"]
+        pruned = ours["peers"]["leank-own-dtype"]
+        assert pruned["bytes"] == other["mean_bytes"] and pruned["milliseconds"] > 0
+        assert [layer["layer"] for layer in pruned["layers"]] == [0, 1]
+    (plain,), (fp8,) = (
+        measured(*GENERATE, *more)[0]["cases"] for more in ((), ("--kv-dtype", "fp8"))
+    )  # fmt: skip
+    assert list(fp8["sides"]) == ["leank", "own-dtype", *list(plain["sides"])[1:]]
+    for name, side in fp8["sides"].items():
+        assert side["check"]["ok"], name
+        of_cache, times = side["bytes_by_kind"]["cache"], 2 if name in ("leank", "all-channels") else 1
+        assert (
+            times * of_cache == plain["sides"][name.replace("own-dtype", "leank")]["bytes_by_kind"]["cache"]
+        )
     document, _ = measured(
         "memory", "--device", "cpu", "--skip", "prefill", "--skip", "largest", "--kv-dtype", "fp8"
     )
@@ -194,8 +205,8 @@ def test_memory_counts_a_cache_and_finds_batches(measured):
 def test_wrong_decoding_is_not_timed_and_exits_1(command, monkeypatch):
     right = random_models.forced_logits
 
-    def wrong(model, tokens):
-        logits = right(model, tokens)
+    def wrong(model, tokens, cache=None):
+        logits = right(model, tokens, cache)
         return logits * 1.2 if hasattr(model, "build_cache") and model.dtype == torch.bfloat16 else logits
 
     monkeypatch.setattr(random_models, "forced_logits", wrong)

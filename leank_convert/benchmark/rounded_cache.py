@@ -1,0 +1,47 @@
+"""A dense cache that rounds to e4m3 what it stores: how far that alone takes logits from exact ones.
+
+Numbers that differ in their last bit are rounded apart, so whoever decodes from an FP8 cache is further from
+the same in higher precision than without one. Scales are those of a row's prompt, which attends unrounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from leank_convert.kv_scales import scale_of
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def rounded_cache(model: Any) -> Cache:
+    """An empty cache of this kind for a stock model."""
+    return Cache(layers=[_RoundedLayer() for _ in model.model.layers])  # type: ignore[no-untyped-call]
+
+
+class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of a layer `[B, H_kv, S, D]`, each a multiple of its channel's scale."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append tokens `[B, H_kv, S, D]`; return all there are."""
+        is_prompt = not self.is_initialized
+        if is_prompt:
+            largest_key, largest_value = (states.abs().amax(2) for states in (key_states, value_states))
+            pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
+            self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value)
+        stored = (
+            _rounded(states, scale[:, :, None])
+            for states, scale in zip((key_states, value_states), self.scales, strict=True)
+        )
+        held: tuple[Tensor, Tensor] = super().update(*stored, *args, **kwargs)
+        return (key_states, value_states) if is_prompt else held
+
+
+def _rounded(states: Tensor, scale: Tensor) -> Tensor:
+    stored = (states.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return (stored.float() * scale).to(states.dtype)
