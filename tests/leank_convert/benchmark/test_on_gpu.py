@@ -55,6 +55,18 @@ def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
         assert case["sides"][name]["draft"]["method"] == "CUDA graph replay"
 
 
+def test_fp8_caches_decode_by_kernel_beside_ours_in_bfloat16(measured):
+    fp8 = ("--geometry", "tiny", "--kv-dtype", "fp8")
+    cases = ("--case", "2x1024", "--case", "2x1024x8")
+    document = measured("kernel", *fp8, *cases, "--peers", "leank-own-dtype")
+    assert document["kernel"] == "compiled kernel"
+    assert all(case["ok"] and case["ratios"]["leank-own-dtype"] > 0 for case in document["cases"])
+    document = measured("generate", *fp8, "--case", "2x100x24", "--peers", "own-dtype,all-channels")
+    (case,) = document["cases"]
+    for side in case["sides"].values():
+        assert side["check"]["ok"] and side["replay"]["method"] == "CUDA graph replay"
+
+
 def test_memory_measures_peaks_and_finds_batches(measured):
     document = measured("memory", "--geometry", "tiny", "--allocated", "200x12", "--prefill", "2x300",
                         "--largest", "1000x12", "--limit", "0.1")  # fmt: skip
