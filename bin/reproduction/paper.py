@@ -95,7 +95,7 @@ PAPER: dict[str, PaperTable] = {
         ),
     ),
     "bytes": PaperTable(
-        "tables 3 to 5 and section 4.4, at 64K, KIVI at 32K; appendix, comparison with SnapKV, at 32K; "
+        "tables of section 4.4, at 64K, KIVI at 32K; appendix, comparison with SnapKV, at 32K; "
         "Llama-3.1-8B-Instruct on RULER. What is saved is as the paper counts it, without windows",
         "other methods save more on LeanK's channels, at little cost, and SnapKV loses more at equal bytes",
         (

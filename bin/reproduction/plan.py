@@ -30,14 +30,17 @@ _STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.wh
 class RealSizes:
     """What a real model is asked besides, and how much of it."""
 
-    # Variants of `evaluate --also` whose scores stand beside their caches' bytes, at the longest length.
+    # Variants of `evaluate --also` whose scores stand beside their caches' bytes.
     alone: tuple[str, ...] = (
-        "fp8", "kivi", "quest-16", "quest-64", "quest-64-kv", "snapkv-2048", "snapkv-56%",
+        "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
+        "snapkv-2048", "snapkv-56%",
     )  # fmt: skip
     products: tuple[str, ...] = (
-        "leank+fp8", "leank+kivi", "leank+kivi+window", "leank+quest-16", "leank+quest-64",
-        "leank+quest-64-kv",
+        "leank+fp8", "leank+int4", "leank+int4+hadamard", "leank+kivi", "leank+kivi+window", "leank+quest-16",
+        "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
     )  # fmt: skip
+    compared_lengths: tuple[int, ...] = (4096, 7680)  # of the test prompts' tasks, on which they are compared
+    num_compared: int = 64  # prompts of each task and length
 
     ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
     ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
@@ -156,6 +159,7 @@ QUICK_SMOLLM2 = replace(
     real=RealSizes(
         ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, num_floor=1, num_main=2,
         num_others=1, text_tokens=300, num_fed=4, num_texts=2, answer_tokens=8, num_answers=2, num_measured=1,
+        compared_lengths=(448, 480), num_compared=1,
     ),
 )  # fmt: skip
 

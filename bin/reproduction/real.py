@@ -13,7 +13,7 @@ from typing import Any
 from bin.reproduction.answers import Asked, Part, Scores
 from bin.reproduction.bench import Bench
 from bin.reproduction.findings import Chosen
-from bin.reproduction.plan import MAIN, Cell, Entry, Plan, RealSizes
+from bin.reproduction.plan import MAIN, Cell, Entry, Plan, RealSizes, list_cells
 from bin.reproduction.texts import Texts, compare_answers, find_kinds
 from bin.reproduction.units import Unit
 from leank_convert.analyze.measurement import measure
@@ -22,7 +22,7 @@ from leank_convert.evaluate.compared_cache import UsedBytes
 from leank_convert.files import read_json, write_atomically
 from leank_convert.mask import ChannelMask
 
-FLOOR_SEED, RULER_SEED = 4_000_000, 5_000_000
+FLOOR_SEED, RULER_SEED, COMPARED_SEED = 4_000_000, 5_000_000, 6_000_000
 _STATIC_METHODS = ("static-norm", "double-sparsity")
 
 
@@ -47,6 +47,8 @@ class RealModel:
         batch_tokens = plan.sizes.batch_tokens
         self._floor = Part(bench, out / "ruler-floor", cells, FLOOR_SEED, batch_tokens)
         self._ruler = Part(bench, out / "ruler", cells, RULER_SEED, batch_tokens)
+        cells = list_cells(plan.sizes, bench.recipe, sizes.compared_lengths)
+        self._beside = Part(bench, out / "compared", cells, COMPARED_SEED, batch_tokens)
         self._texts = [Texts(bench, kind, texts, out / "text", sizes) for kind in find_kinds(texts)]
 
     def list_units(self, main: Unit, masks: Sequence[Unit], validation: Sequence[Unit]) -> list[Unit]:
@@ -77,6 +79,16 @@ class RealModel:
                     (units[-1].name, *needs),
                 )
             )
+        compared = self._asked_beside
+        for cell in self._beside.cells:
+            units.append(
+                Unit(
+                    f"compared/{cell.task}-{cell.length}",
+                    partial(self._beside.is_done, cell, compared),
+                    partial(self._beside.ask, cell, compared),
+                    (main.name,),
+                )
+            )
         for texts in self._texts:
             units += self._list_text_units(texts, needs)
         return [
@@ -90,7 +102,6 @@ class RealModel:
         strong = [cell for cell in self._ruler.cells if self._is_strong(cell)]
         floors = {cell: replace(self._floor, cells=(cell,)).scores(None).mean for cell in self._floor.cells}
         ruler = replace(self._ruler, cells=tuple(strong))
-        longest = replace(self._ruler, cells=tuple(filter(self._is_longest, strong)))
         fed = {
             texts.kind: {entry: texts.fed(entry) for entry in (*self._entries, *self._compared)}
             for texts in self._texts
@@ -110,7 +121,7 @@ class RealModel:
             floors=floors,
             strong=ruler.cells,
             ruler={entry: ruler.scores(entry) for entry in (None, *self._entries)},
-            compared={entry: longest.scores(entry) for entry in self._compared},
+            compared={entry: self._beside.scores(entry) for entry in self._weighed},
             used={entry: UsedBytes(**used[self._bench.label(entry)]) for entry in self._weighed},
             num_tokens=used["tokens"],
             fed=fed,
@@ -150,11 +161,15 @@ class RealModel:
         """The dense model, LeanK at every ratio, and methods beside it."""
         return (None, *self._curve, *self._compared)
 
-    def _asked(self, cell: Cell) -> Asked:
+    @property
+    def _asked(self) -> Asked:
         sizes = self._sizes
-        entries = (*self._entries, *(self._compared if self._is_longest(cell) else ()))
-        others: dict[Entry | None, int] = dict.fromkeys(entries, sizes.num_others)
+        others: dict[Entry | None, int] = dict.fromkeys(self._entries, sizes.num_others)
         return {**others, None: sizes.num_main, self._main: sizes.num_main}
+
+    @property
+    def _asked_beside(self) -> Asked:
+        return dict.fromkeys(self._weighed, self._sizes.num_compared)
 
     @property
     def _staticity(self) -> Path:
@@ -164,17 +179,14 @@ class RealModel:
     def _bytes(self) -> Path:
         return self._out / "bytes.json"
 
-    def _is_longest(self, cell: Cell) -> bool:
-        return cell.length == max(self._sizes.ruler_lengths)
-
     def _is_strong(self, cell: Cell) -> bool:
         return replace(self._floor, cells=(cell,)).scores(None).mean > self._sizes.floor
 
     def _is_answered(self, cell: Cell) -> bool:
-        return not self._is_strong(cell) or self._ruler.is_done(cell, self._asked(cell))
+        return not self._is_strong(cell) or self._ruler.is_done(cell, self._asked)
 
     def _answer(self, cell: Cell) -> None:
-        self._ruler.ask(cell, self._asked(cell))
+        self._ruler.ask(cell, self._asked)
 
     def _list_text_units(self, texts: Texts, needs: tuple[str, ...]) -> list[Unit]:
         return [
@@ -198,8 +210,8 @@ class RealModel:
 
     def _weigh(self) -> None:
         """Count the bytes of every cache after a prompt of the longest length."""
-        cell = next(filter(self._is_longest, self._ruler.cells))
-        prompt = self._ruler.draw(cell, 1)[0]
+        cell = max(self._beside.cells, key=lambda cell: cell.length)
+        prompt = self._beside.draw(cell, 1)[0]
         variants = [self._bench.variant(entry) for entry in self._weighed]
         used = measure_bytes(self._bench.evaluated, prompt, variants)
         kept: dict[str, Any] = {name: asdict(found) for name, found in used.items()}
@@ -235,8 +247,9 @@ class RealResults:
         strong: Those that it can.
         ruler: Scores on them, by entry, the dense model's under None; the main mask's and the dense model's
             are of more prompts of each.
-        compared: Scores of methods beside LeanK, on the strong cells of the longest length.
-        used: Bytes of a cache after one prompt of that length, also of the dense model.
+        compared: Scores of LeanK at every ratio and of methods beside it on prompts of their own, the dense
+            model's under None.
+        used: Bytes of their caches after one of the longest of these prompts.
         num_tokens: Tokens in that cache.
         fed: By kind of text and entry, means of each text, as `Texts.fed` gives them.
         answers: By kind of text and entry, as `compare_answers` gives them; the dense model's under None.
@@ -250,7 +263,7 @@ class RealResults:
     floors: Mapping[Cell, float]
     strong: tuple[Cell, ...]
     ruler: Mapping[Entry | None, Scores]
-    compared: Mapping[Entry, Scores]
+    compared: Mapping[Entry | None, Scores]
     used: Mapping[Entry | None, UsedBytes]
     num_tokens: int
     fed: Mapping[str, Mapping[Entry, dict[str, list[float]]]]
@@ -260,24 +273,15 @@ class RealResults:
 
     def paired(self, entry: Entry) -> tuple[Scores, Scores]:
         """An entry's scores on RULER and the dense model's on the same prompts."""
-        scores = self.compared[entry] if entry in self.compared else self.ruler[entry]
-        dense = self.ruler[None].where(lengths={length for _, length in scores.cells})
-        return scores, self._first(dense, len(scores.values) // max(1, len(set(scores.cells))))
+        scores = self.ruler[entry]
+        return scores, self._first(self.ruler[None], len(scores.values) // max(1, len(set(scores.cells))))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         return {
             "floors": [{**cell._asdict(), "dense": score} for cell, score in self.floors.items()],
-            "ruler": [
-                {
-                    "entry": None if entry is None else entry._asdict(),
-                    "task": task,
-                    "length": length,
-                    "scores": list(scores.where([task], [length]).values),
-                }
-                for entry, scores in (*self.ruler.items(), *self.compared.items())
-                for task, length in dict.fromkeys(scores.cells)
-            ],
+            "ruler": self._list_scores(self.ruler),
+            "compared": self._list_scores(self.compared),
             "predictions": [
                 {"text": kind, "entry": entry._asdict(), **means}
                 for kind, found in self.fed.items()
@@ -298,6 +302,19 @@ class RealResults:
                 for entry, used in self.used.items()
             ],
         }
+
+    @staticmethod
+    def _list_scores(found: Mapping[Entry | None, Scores]) -> list[dict[str, Any]]:
+        return [
+            {
+                "entry": None if entry is None else entry._asdict(),
+                "task": task,
+                "length": length,
+                "scores": list(scores.where([task], [length]).values),
+            }
+            for entry, scores in found.items()
+            for task, length in dict.fromkeys(scores.cells)
+        ]
 
     @staticmethod
     def _first(scores: Scores, count: int) -> Scores:

@@ -80,10 +80,9 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             "bytes",
             "Accuracy and bytes, beside other methods",
             f"Bytes of K and V are those of one prompt's cache at {real.num_tokens:,} tokens, all counted: "
-            "the window, offsets and steps, numbers not rounded yet. RULER's score is that of tasks at this "
-            "length; KL is the mean over all natural text. `read`: by one decode step; Quest saves nothing "
-            "else. "
-            f"Products are on LeanK's mask of {real.main.ratio:.0%}.",
+            "the window, offsets and steps, numbers not rounded yet. `read`: by one decode step; Quest saves "
+            f"nothing else. RULER's score is the mean of {_list_cells(real)}; KL is the mean over all "
+            f"natural text. Products are on LeanK's mask of {real.main.ratio:.0%}.",
             [*paper_grids("bytes"), _byte_grid(real)],
         ),
         Chapter(
@@ -194,26 +193,36 @@ def _cell_grid(real: RealResults) -> Grid:
 
 
 def _byte_grid(real: RealResults) -> Grid:
-    longest = max(real.sizes.ruler_lengths)
-    dense = real.used[None]
+    dense, answered = real.used[None], real.compared[None]
     rows = []
     for entry, used in sorted(real.used.items(), key=lambda item: -item[1].held):
-        kept = (
-            f"{used.held / real.num_tokens:,.0f}",
-            f"{used.held / dense.held:.1%}",
-            f"{used.read / dense.read:.1%}",
+        scores, change, kl = real.compared[entry], "", ""
+        if entry is not None:
+            pairs = zip(scores.values, answered.values, strict=True)
+            change = describe_difference(compare([score - other for score, other in pairs]))
+            kls = [value for means in real.fed.values() for value in means[entry]["kl"]]
+            kl = f"{statistics.fmean(kls):.4f}"
+        rows.append(
+            (
+                _name(entry),
+                f"{used.held / real.num_tokens:,.0f}",
+                f"{used.held / dense.held:.1%}",
+                f"{used.read / dense.read:.1%}",
+                f"{100 * scores.mean:.1f}",
+                change,
+                kl,
+            )
         )
-        if entry is None:
-            here = real.ruler[None].where(lengths=[longest])
-            rows.append((_name(entry), *kept, f"{len(here.values):,}", f"{100 * here.mean:.1f}", "", ""))
-            continue
-        scores = real.paired(entry)[0].where(lengths=[longest])
-        kl = statistics.fmean(value for means in real.fed.values() for value in means[entry]["kl"])
-        change = describe_difference(_subtract(real, entry, lengths=[longest]))
-        count, mean = f"{len(scores.values):,}", f"{100 * scores.mean:.1f}"
-        rows.append((_name(entry), *kept, count, mean, change, f"{kl:.4f}"))
-    header = ("", "bytes a token", "of dense", "read", "n", "RULER (%)", "against dense", "KL")
-    return Grid("Ours", header, rows)
+    header = ("", "bytes a token", "of dense", "read", "RULER (%)", "against dense", "KL")
+    return Grid(f"Ours, over {len(answered.values):,} prompts", header, rows)
+
+
+def _list_cells(real: RealResults) -> str:
+    """The tasks and lengths that methods beside LeanK are compared on."""
+    cells = real.compared[None].cells
+    tasks = ", ".join(f"`{task}`" for task in dict.fromkeys(task for task, _ in cells))
+    lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(length for _, length in cells))
+    return f"{tasks} at {lengths} tokens"
 
 
 def _weak_grid(real: RealResults) -> Grid:

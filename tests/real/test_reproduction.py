@@ -23,11 +23,15 @@ def test_every_chapter_of_the_report_is_filled(smollm2, tmp_path):
         for length in sizes.ruler_lengths
         for count in (sizes.num_main, sizes.num_others)
     }
+    beside = {(row["task"], row["length"], len(row["scores"])) for row in real["compared"]}
+    assert beside == {("niah_single_2", length, sizes.num_compared) for length in sizes.compared_lengths}
     assert {row["text"] for row in real["predictions"]} == {DOCUMENTATION}
     dense = next(row for row in real["answers"] if row["entry"] is None)
     assert (dense["identical"], dense["equal_tokens"]) == (1.0, 1.0)
     names = ["dense" if row["entry"] is None else row["entry"]["method"] for row in real["bytes"]]
-    assert set(names) == {"dense", "leank", *sizes.alone, *sizes.products}
+    answered = {"dense" if row["entry"] is None else row["entry"]["method"] for row in real["compared"]}
+    assert set(names) == answered == {"dense", "leank", *sizes.alone, *sizes.products}
     held = {name: row["held"] for name, row in zip(names, real["bytes"], strict=True)}
     assert held["leank+kivi+window"] < held["leank+kivi"] < held["kivi"] < held["fp8"] < held["dense"]
+    assert held["leank+int4"] < held["int4"] < held["fp8"]
     assert page.read_text().count("<svg ") == 4

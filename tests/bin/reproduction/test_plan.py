@@ -1,6 +1,7 @@
 """The plan of experiments: complete, and without two things of one name."""
 
 import pytest
+import torch
 
 from bin.reproduction.plan import (
     ON_CPU,
@@ -11,6 +12,7 @@ from bin.reproduction.plan import (
     UNALIGNED,
     make_plan,
 )
+from leank_convert.evaluate.variants import COMPARED, compared_variants
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
@@ -71,6 +73,17 @@ def test_no_baseline_is_left_without_its_other_settings(plan):
         assert settings[method] == {"uniform budget", "global budget"}
     for method in ("think", "per-head-budget-dynamic"):
         assert settings[method] == {"the recipe's windows", "ThinK's windows"}
+
+
+def test_every_method_beside_leank_is_compared_alone_and_on_its_channels():
+    every = torch.ones(1, 1, 4, dtype=torch.bool)
+    sizes = SMOLLM2.real
+    for names, alone in ((sizes.alone, True), (sizes.products, False)):
+        known = {
+            variant.name for method in COMPARED for variant in compared_variants(method, every, alone=alone)
+        }
+        # SnapKV and LeanK are compared, not combined.
+        assert set(names) == {name for name in known if alone or "snapkv" not in name}
 
 
 def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(plan):

@@ -36,7 +36,7 @@ def _results(main=0.9):
             MAIN: _scores(main, 1000),
             OTHER: _scores(0.5, 10),
         },
-        compared={KIVI: _scores(0.25, 20).where(lengths=[4096])},
+        compared={None: _scores(0.75, 20), MAIN: _scores(0.75, 20), KIVI: _scores(0.25, 20)},
         used={None: UsedBytes(8000, 8000), MAIN: UsedBytes(4800, 4800), KIVI: UsedBytes(1600, 800)},
         num_tokens=8,
         fed={DOCUMENTATION: {MAIN: {"kl": [0.01, 0.03]}, KIVI: {"kl": [0.1, 0.3]}}},
@@ -57,13 +57,14 @@ def test_fewer_prompts_are_compared_with_the_dense_answers_to_the_same():
     assert dense.values == (1.0,) * 20
 
 
-def test_bytes_stand_beside_the_score_at_the_longest_length():
-    dense, leank, kivi = _byte_grid(_results()).cells
-    assert dense == ("dense", "1,000", "100.0%", "100.0%", "1,000", "90.0", "", "")
-    assert leank[:6] == ("leank, 70%", "600", "60.0%", "60.0%", "1,000", "90.0")
-    # The first 20 prompts of that length alone, all of which the dense model got right.
-    assert (*kivi[:6], kivi[7]) == ("kivi", "200", "20.0%", "10.0%", "20", "25.0", "0.2000")
-    assert kivi[6].startswith("-75.0 [")
+def test_bytes_stand_beside_the_score_on_prompts_that_all_answered():
+    grid = _byte_grid(_results())
+    assert "40 prompts" in grid.caption
+    dense, leank, kivi = grid.cells
+    assert dense == ("dense", "1,000", "100.0%", "100.0%", "75.0", "", "")
+    assert leank == ("leank, 70%", "600", "60.0%", "60.0%", "75.0", "+0.0 [-4.7, +4.7]", "0.0200")
+    assert (*kivi[:5], kivi[6]) == ("kivi", "200", "20.0%", "10.0%", "25.0", "0.2000")
+    assert kivi[5].startswith("-50.0 [")
 
 
 def test_what_the_dense_model_cannot_is_listed_as_left_out():
