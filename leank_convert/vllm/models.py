@@ -231,11 +231,13 @@ class _LeanKForCausalLM:
                 (part for part in name.split(".") if part[1:] == "_proj" and part[0] in "qkvo"), None
             )
             dim = 1 if projection == "o_proj" else 0
-            if projection is not None and tensor.ndim > dim:  # the output's bias has no heads
+            # The output's bias has no heads. Of quantized weights there is one rank, which has all heads in
+            # order, and not all that belongs to them has a part for each head.
+            if projection is not None and tensor.ndim > dim and not self._quantized:
                 order = self._head_orders[extract_layer_index(name)].to(tensor.device)
                 num_heads = self._num_heads if projection in ("q_proj", "o_proj") else len(order)
                 expected = num_heads * self._settings.head_dim
-                if not self._quantized and tensor.shape[dim] != expected:
+                if tensor.shape[dim] != expected:
                     raise ValueError(
                         f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
                         f"{num_heads} heads of {self._settings.head_dim}; export the checkpoint again"
