@@ -41,7 +41,6 @@ ACTIVATIONS = (
 # Keys that make another model of the weights.
 OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "quantization_config": ("is quantized", "convert the model it was quantized from"),
         "compression_config": ("is quantized", "convert the model it was quantized from"),
         "per_layer_config": ("has layers of several shapes", "layers have to be alike"),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,6 +108,17 @@ class Checkpoint:
     @cached_property
     def _holders(self) -> dict[str, str]:
         return {tensor: name for name, header in self.shards.items() for tensor in header.tensors}
+
+    def names_in(self, module: str) -> Sequence[str]:
+        """Full names of the tensors that a module has itself."""
+        return self._modules.get(module, ())
+
+    @cached_property
+    def _modules(self) -> dict[str, list[str]]:
+        modules: dict[str, list[str]] = {}
+        for name in self._holders:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        return modules
 
     def find(self, tensor: str) -> TensorInfo | None:
         """A tensor's header entry, None where no shard holds it."""

@@ -51,6 +51,7 @@ _FIXED_KEYS = frozenset(
         "embedding_multiplier",
         "residual_multiplier",
         "logits_scaling",
+        "quantization_config",
         *OTHER_MODELS,
         *LOADING_KEYS,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
@@ -15,13 +16,17 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError, cut
+from leank_convert.export.quantized import (
+    FLOAT_DTYPES,
+    check_cache_scales,
+    check_quantization,
+    find_moving_scales,
+    is_quantized,
+)
 from leank_convert.families import Shapes
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
-from leank_convert.safetensors_file import TensorInfo
-
-_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ def plan_export(
         scales: Of an FP8 cache, to be written beside each layer's keys.
 
     Raises:
-        LeanKError: If a tensor is missing or has another shape or a quantized dtype, or scales are another
-            model's.
+        LeanKError: If a tensor is missing or has another shape, quantized weights cannot be permuted, or
+            scales are another model's.
     """
     layout = plan_head_layout(mask.widths)
     edits: dict[str, TensorEdit] = {}
@@ -113,9 +118,10 @@ def plan_layer(
     Q rows move in blocks of G·D, K and V rows in blocks of D, biases and norms over all heads likewise, O
     columns in blocks of G·D: one block per KV head each. Of Q, K and V in one projection, rows move in blocks
     of D. O's bias is added after the heads are mixed, and a norm `[D]` is shared by all heads: both stay.
+    Scales of a quantized projection move where they belong to what moves.
 
     Raises:
-        LeanKError: If a tensor is missing or has another shape or a quantized dtype.
+        LeanKError: If a tensor is missing or has another shape, or quantized weights cannot be permuted.
     """
     queries, keys = facts.num_attention_heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
     family = facts.architecture
@@ -123,10 +129,16 @@ def plan_layer(
 
     def expect(tensor: str, shape: tuple[int, ...], order: tuple[int, ...] = (), dim: int = 0) -> None:
         name = family.attention_tensor(layer, tensor)
-        _expect(checkpoint, name, shape)
+        moving = [name]
+        if not order or not is_quantized(checkpoint, name):
+            _expect(checkpoint, name, shape)
+        else:
+            moving += find_moving_scales(checkpoint, name, shape, dim, len(order))
+            _check_shape(checkpoint, name, shape)
         if order:
-            edits.append(TensorEdit(name, dim, order))
+            edits.extend(TensorEdit(each, dim, order) for each in moving)
 
+    check_cache_scales(checkpoint, family.attention_prefix.format(layer=layer))
     projections, order = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)], permutation
     if family.fused_qkv:
         projections, order = [("qkv_proj", queries + 2 * keys)], _fused_order(facts, permutation)
@@ -156,11 +168,13 @@ def _fused_order(facts: ModelFacts, permutation: tuple[int, ...]) -> tuple[int, 
 
 
 def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Check that every tensor outside attention is there.
+    """Check that every tensor outside attention is there, and what config.json says of quantization.
 
     Raises:
-        LeanKError: If one is missing or has another shape or a quantized dtype.
+        LeanKError: If one is missing or has another shape, or a dtype of quantized weights in a model that
+            is not quantized.
     """
+    check_quantization(checkpoint)
     for name, shape in _unedited(checkpoint, facts).items():
         _expect(checkpoint, name, shape)
     head = facts.architecture.head_tensor
@@ -206,22 +220,34 @@ def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
             raise LeanKError(f"`{checkpoint.folder}` has a tensor `{name}`, which is a checkpoint's")
 
 
-def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:
+def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    """Check a tensor that stays as it is, or is plain; of a quantized one any layout will do."""
+    if is_quantized(checkpoint, name):
+        return
     found = checkpoint.find(name)
     if found is None:
         raise _missing(checkpoint, name)
-    file = checkpoint.folder / (checkpoint.shard_of(name) or "")
-    if found.dtype not in _FLOAT_DTYPES:
+    if found.dtype not in FLOAT_DTYPES:
         raise LeanKError(
-            f"`{file}`: tensor `{name}` has dtype {found.dtype}; quantized weights cannot be converted",
+            f"`{_file_of(checkpoint, name)}`: tensor `{name}` has dtype {found.dtype}, and config.json no "
+            "`quantization_config` that says what that means",
             hint="convert the model it was quantized from",
         )
+    _check_shape(checkpoint, name, shape)
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    found = checkpoint.find(name)
+    assert found is not None
     if found.shape != shape:
         raise LeanKError(
-            f"`{file}`: tensor `{name}` has shape {cut(list(found.shape))}; "
+            f"`{_file_of(checkpoint, name)}`: tensor `{name}` has shape {cut(list(found.shape))}; "
             f"config.json asks for {list(shape)}"
         )
-    return found
+
+
+def _file_of(checkpoint: Checkpoint, name: str) -> Path:
+    return checkpoint.folder / (checkpoint.shard_of(name) or "")
 
 
 def _missing(checkpoint: Checkpoint, name: str) -> LeanKError:

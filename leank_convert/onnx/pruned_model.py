@@ -113,7 +113,15 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
         config: Its config.json, with whatever is to differ.
         architecture: The stock class's family.
         dtype: A key of `DTYPES`.
+
+    Raises:
+        LeanKError: If its weights are quantized.
     """
+    if config.get("quantization_config") is not None:
+        raise LeanKError(
+            f"`{folder}`: its weights are quantized (`quantization_config`); a graph is made of plain ones",
+            hint="make it of the model that it was quantized from; `--weights int8` quantizes a graph's",
+        )
     stock: Any = getattr(transformers, architecture.causal_lm_class)
 
     class Stock(stock):  # type: ignore[misc]

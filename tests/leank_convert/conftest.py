@@ -140,7 +140,7 @@ def source_model(tmp_path: Path) -> Callable[..., Path]:
 
     def build(family: str = "llama", *, dtype: str = "float32", shards: bool = True, **config: Any) -> Path:
         torch.manual_seed(5)
-        options = {**FAMILIES[family], **config}
+        options = {**FAMILIES.get(family, {}), **config}
         configuration = AutoConfig.for_model(
             family,
             **{

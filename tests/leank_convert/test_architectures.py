@@ -160,7 +160,7 @@ def test_a_converted_checkpoint_is_no_source() -> None:
         ({"num_labels": 10**9}, "`num_labels` is 1000000000"),
         ({"layer_types": ["full_attention"]}, "`layer_types` is ['full_attention'], not a list of 2"),
         ({"use_sliding_window": "false"}, "`use_sliding_window` is 'false'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "the model is quantized"),
+        ({"compression_config": {"quant_method": "gptq"}}, "the model is quantized"),
         ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
         ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
         ({"rope_theta": float("inf")}, "`rope_theta` is inf"),

@@ -197,11 +197,11 @@ def test_options_that_would_do_nothing_or_fail_late_are_refused_at_once(run, tmp
 def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"load_in_4bit": True}}))
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
     result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "quantized" in result.stderr
+    assert "without a `quant_method`" in result.stderr
     result = run("train", MODEL_DIR, "--recipe", "quickstart", "-o", MODEL_DIR / "out")
     assert result.exit_code == 2
     assert "overlaps" in result.stderr

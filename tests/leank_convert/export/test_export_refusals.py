@@ -92,7 +92,7 @@ def test_missing_tensors_are_named(
     refused(source, mask, tmp_path / "out", f"tensor `{name}` is missing")
 
 
-def test_quantized_models_are_refused(
+def test_weights_that_are_quantized_nobody_says_how_are_refused(
     source_model: Callable[..., Path],
     fitting_mask: Callable[[Path], ChannelMask],
     edit_json: Callable[..., None],
@@ -102,11 +102,11 @@ def test_quantized_models_are_refused(
     source = source_model()
     mask = fitting_mask(source)
     rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
-    refused(source, mask, tmp_path / "out", "has dtype I8; quantized weights cannot be converted")
+    refused(source, mask, tmp_path / "out", "has dtype I8, and config.json no `quantization_config`")
     rewrite(source, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.to(torch.uint8))
-    refused(source, mask, tmp_path / "out", "has dtype U8; quantized weights cannot be converted")
-    edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
-    refused(source, mask, tmp_path / "out", "is quantized (`quantization_config`")
+    refused(source, mask, tmp_path / "out", "has dtype U8, and config.json no `quantization_config`")
+    edit_json(source / "config.json", compression_config={"quant_method": "gptq"})
+    refused(source, mask, tmp_path / "out", "is quantized (`compression_config`")
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_what_no_mask_would_help_is_known_before_there_is_one(
     rewrite(source, ATTENTION + "v_proj.weight", lambda tensor: tensor.to(torch.int8))
     refused("has dtype I8", overwrite=True, config_overrides={"sliding_window": None})
     edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
-    refused("is quantized", overwrite=True)
+    refused("is quantized by `gptq`", overwrite=True, config_overrides={"sliding_window": None})

@@ -1,0 +1,288 @@
+"""Sources with quantized weights: those that are converted exactly, and why the others are refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.onnx import export_onnx
+from leank_convert.verify import verify_checkpoint
+
+WEIGHTS = "model.safetensors"
+ATTENTION = "model.layers.1.self_attn"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are quantized: blocks of a tensor [out, in] share a scale, None for a whole dimension."""
+
+    config: dict[str, Any]
+    scale: str
+    blocks: tuple[int | None, int | None] = (None, None)
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale_shape: tuple[int, ...] | None = None
+    also: tuple[str, ...] = ()
+
+
+def compressed(**others: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **others}
+
+
+def fine_grained(**others: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], **others}
+
+
+TENSOR = Scheme(compressed(), "weight_scale", scale_shape=(1,), also=("input_scale",))
+ROWS = Scheme(compressed(), "weight_scale", (1, None))
+BLOCKS = Scheme(fine_grained(weight_block_size=[8, 8]), "weight_scale_inv", (8, 8))
+STATIC = Scheme(
+    fine_grained(weight_block_size=None, activation_scheme="static"),
+    "weight_scale_inv",
+    scale_shape=(),
+    also=("activation_scale",),
+)
+EXACT = {
+    "one scale": TENSOR,
+    "rows": ROWS,
+    "rows of integers": Scheme(
+        compressed(), "weight_scale", (1, None), torch.int8, also=("input_zero_point",)
+    ),
+    "rows, fbgemm": Scheme(
+        {"quant_method": "fbgemm_fp8"}, "weight_scale", (1, None), also=("input_scale_ub",)
+    ),
+    "one scale, fp8": STATIC,
+    "blocks": BLOCKS,
+}
+
+
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    grid = scale.reshape((*scale.shape, 1, 1)[:2])
+    for dim in (0, 1):
+        grid = grid.repeat_interleave(weight.shape[dim] // grid.shape[dim], dim)
+    return weight.float() * grid
+
+
+def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    rows, columns = (
+        size if block is None else block for size, block in zip(weight.shape, scheme.blocks, strict=True)
+    )
+    tiles = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = tiles.abs().amax((1, 3)) / 100
+    whole = weight / dequantize(torch.ones_like(weight), scale)
+    if scheme.dtype == torch.int8:
+        whole = whole.round()
+    return whole.to(scheme.dtype), scale if scheme.scale_shape is None else scale.reshape(scheme.scale_shape)
+
+
+@pytest.fixture
+def quantized(source_model, edit_json) -> Callable[..., tuple[Path, Path]]:
+    """Write a model with quantized projections, and one of the plain weights that they stand for."""
+
+    def build(
+        scheme: Scheme, family: str = "llama", only: str = "_proj.weight", **sizes: Any
+    ) -> tuple[Path, Path]:
+        folder = source_model(family, shards=False, head_dim=8, intermediate_size=64, **sizes)
+        plain = copytree(folder, folder.with_name("plain"))
+        tensors = load_file(folder / WEIGHTS)
+        exact = dict(tensors)
+        for name in [name for name in tensors if name.endswith("_proj.weight") and only in name]:
+            module = name.removesuffix(".weight")
+            tensors[name], scale = quantize(tensors[name], scheme)
+            tensors[f"{module}.{scheme.scale}"] = scale
+            exact[name] = dequantize(tensors[name], scale)
+            for other in scheme.also:
+                tensors[f"{module}.{other}"] = torch.ones(scheme.scale_shape or ())
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        save_file(exact, plain / WEIGHTS, {"format": "pt"})
+        edit_json(folder / "config.json", quantization_config=scheme.config)
+        return folder, plain
+
+    return build
+
+
+@pytest.fixture
+def edit_tensors() -> Callable[..., None]:
+    """Replace tensors of a model's file; None removes one."""
+
+    def edit(folder: Path, **changes: Tensor | None) -> None:
+        tensors = {**load_file(folder / WEIGHTS), **changes}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, folder / WEIGHTS, {"format": "pt"})
+
+    return edit
+
+
+def failed(folder: Path, source: Path | None = None) -> list[str]:
+    report = verify_checkpoint(folder, source)
+    return [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
+
+
+@pytest.mark.parametrize("scheme", EXACT.values(), ids=EXACT)
+def test_what_is_written_stands_for_the_permuted_weights(
+    scheme: Scheme, quantized, fitting_mask, tmp_path, edit_tensors
+):
+    source, plain = quantized(scheme)
+    mask = fitting_mask(plain)
+    out, expected = (
+        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
+    )
+    assert failed(out, source) == []
+    assert read_json(out / "config.json")["quantization_config"] == scheme.config
+    assert read_json(out / "config.json")["leank"]["head_permutation"][1] != [0, 1, 2, 3]
+    written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
+    assert written.keys() == before.keys()
+    for name, tensor in load_file(expected / WEIGHTS).items():
+        found = written[name]
+        if found.dtype == scheme.dtype:
+            found = dequantize(found, written[name.removesuffix("weight") + scheme.scale])
+        assert found.equal(tensor), name
+    if scheme.scale_shape is None:  # a scale that stays where it was is found by verify
+        key = f"{ATTENTION}.k_proj.{scheme.scale}"
+        assert not written[key].equal(before[key])
+        edit_tensors(out, **{key: before[key]})
+        assert any(
+            f"tensor `{key}` is not the permutation of its source" in line for line in failed(out, source)
+        )
+
+
+def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_mask, tmp_path):
+    source, plain = quantized(ROWS, "phi3", pad_token_id=0)
+    mask = fitting_mask(plain)
+    out, expected = (
+        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
+    )
+    assert failed(out, source) == []
+    name = f"{ATTENTION}.qkv_proj.weight"
+    written = load_file(out / WEIGHTS)
+    assert dequantize(written[name], written[f"{name}_scale"]).equal(load_file(expected / WEIGHTS)[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*FP8:UserWarning")
+@pytest.mark.parametrize("scheme", [BLOCKS, STATIC], ids=["blocks", "one scale"])
+def test_transformers_reads_the_result_as_it_reads_the_source(
+    scheme: Scheme, quantized, fitting_mask, tmp_path
+):
+    source, plain = quantized(scheme)
+    out = export_checkpoint(source, fitting_mask(plain), tmp_path / "out")
+    ids = torch.randint(4, 64, (2, 21), generator=torch.Generator().manual_seed(1))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(plain)(ids).logits
+    for folder in (source, out):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype="float32"
+        ).eval()
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    assert type(model).__name__ == "LeanKLlamaForCausalLM"
+    assert model.generate(ids, do_sample=False, max_new_tokens=4, min_new_tokens=4).shape == (2, 25)
+
+
+def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
+    quantized, fitting_mask, tmp_path, edit_json, edit_tensors
+):
+    """Experts in MXFP4, whose layout says nothing to an export, for one."""
+    source, plain = quantized(ROWS, only="mlp")
+    name = "model.layers.1.mlp.down_proj"
+    packed = {
+        f"{name}.weight": None,
+        f"{name}.weight_scale": None,
+        f"{name}_blocks": torch.ones(32, 32).byte(),
+    }
+    edit_tensors(source, **packed)
+    edit_json(source / "config.json", quantization_config={"quant_method": "mxfp4"})
+    mask = fitting_mask(plain)
+    out, expected = (
+        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
+    )
+    assert failed(out, source) == []
+    written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
+    assert written.keys() == before.keys()
+    for key, tensor in load_file(expected / WEIGHTS).items():
+        if "mlp" not in key:
+            assert written[key].equal(tensor), key
+    edit_tensors(source, **{f"{name}_blocks": None})
+    with pytest.raises(LeanKError, match=f"tensor `{name}.weight` is missing"):
+        export_checkpoint(source, mask, tmp_path / "other")
+
+
+ONE = torch.ones(1)
+REFUSED: dict[str, tuple[Scheme, dict[str, Any], dict[str, Tensor | None], str]] = {
+    "blocks of two heads": (
+        Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
+        {},
+        {},
+        "has 2 scales for its 32 rows (`weight_scale_inv`), of which heads have 8 each: a scale is shared by "
+        "parts of two heads",
+    ),
+    "groups of inputs": (
+        Scheme(compressed(), "weight_scale", (1, 32)),
+        {},
+        {},
+        "has 2 scales for its 64 columns (`weight_scale`), of which heads have 16 each",
+    ),
+    "packed": (
+        ROWS,
+        {},
+        {f"{ATTENTION}.k_proj.weight": None, f"{ATTENTION}.k_proj.weight_packed": torch.ones(32, 8).int()},
+        "which stores it as `weight_packed`, `weight_scale`, several elements to a number",
+    ),
+    "no scale": (ROWS, {}, {f"{ATTENTION}.v_proj.weight_scale": None}, "which has no scale beside it"),
+    "an order of inputs": (
+        ROWS,
+        {},
+        {f"{ATTENTION}.o_proj.weight_g_idx": torch.arange(64)},
+        "has `weight_g_idx` [64]",
+    ),
+    "a known method": (
+        ROWS,
+        {"quant_method": "awq"},
+        {},
+        "quantized by `awq`, which packs several weights into one",
+    ),
+    "an unknown method": (
+        ROWS,
+        {"quant_method": "new"},
+        {},
+        "stores weights in a layout that is not known here",
+    ),
+    "no method": (ROWS, {"quant_method": ...}, {}, "without a `quant_method`"),
+    "a cache": (
+        ROWS,
+        {"kv_cache_scheme": {"num_bits": 8}},
+        {},
+        "`quantization_config.kv_cache_scheme` is for a",
+    ),
+    "scales of a cache": (ROWS, {}, {f"{ATTENTION}.k_scale": ONE}, f"tensor `{ATTENTION}.k_scale` is for a"),
+    "rotations": (
+        ROWS,
+        {"transform_config": {"config_groups": {"R3": {}}}},
+        {},
+        "rotates what is between weights",
+    ),
+}
+
+
+@pytest.mark.parametrize(("scheme", "keys", "tensors", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_permuted_exactly_is_refused_with_the_reason(
+    scheme, keys, tensors, message, quantized, fitting_mask, tmp_path, edit_json, edit_tensors, refused
+):
+    source, plain = quantized(scheme)
+    edit_tensors(source, **tensors)
+    given = {key: value for key, value in {**scheme.config, **keys}.items() if value is not ...}
+    edit_json(source / "config.json", quantization_config=given)
+    refused(source, fitting_mask(plain), tmp_path / "out", message)
+
+
+def test_a_graph_is_made_of_plain_weights(quantized, fitting_mask, tmp_path):
+    source, plain = quantized(ROWS)
+    with pytest.raises(LeanKError, match="a graph is made of plain ones"):
+        export_onnx(source, fitting_mask(plain), tmp_path / "out")
