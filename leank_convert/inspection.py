@@ -34,10 +34,14 @@ _HEAD_ORDERS = {
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that vLLM is to hold: bytes of its cache, and tokens of a request, prompt and answer."""
+    """Requests that vLLM is to hold: bytes of its cache, and tokens of a request, prompt and answer.
+
+    The cache is of `kv_dtype`; None: as the checkpoint says, or of the model's dtype.
+    """
 
     memory: int
     tokens: int
+    kv_dtype: str | None = None
 
 
 def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, Any]:
@@ -183,17 +187,24 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
         raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")
     if facts["kind"] == "model":
         raise LeanKError(f"`{facts['path']}` is not converted; how many requests are held, its mask decides")
+    kv_dtype = load.kv_dtype or facts.get("kv_dtype")
     windows = facts["windows"] or asdict(Windows())  # as an export has them
     sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
+    stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
     widths = [sorted(layer) for layer in facts["widths"]]
     num_heads = sum(map(len, widths))
+    dense = {"dense": size, **({f"dense_{kv_dtype}": stored} if kv_dtype else {})}
     return {
         "memory_bytes": load.memory,
         "tokens": load.tokens,
         "block_size": BLOCK_SIZE,
-        "dense": asdict(count_dense(num_heads, head_dim, size, load.memory, load.tokens)),
-        "pruned": asdict(count_pruned(widths, head_dim, size, sizes, load.memory, load.tokens)),
+        "kv_dtype": kv_dtype,
+        **{
+            side: asdict(count_dense(num_heads, head_dim, width, load.memory, load.tokens))
+            for side, width in dense.items()
+        },
+        "pruned": asdict(count_pruned(widths, head_dim, stored, sizes, load.memory, load.tokens)),
     }
 
 
@@ -203,11 +214,15 @@ def _render_capacity(capacity: Mapping[str, Any]) -> list[tuple[str, str]]:
         "blocks": f"blocks of {block_size} tokens",
         "requests": f"requests of {tokens:,} tokens at once",
     }
+    stored = f" {capacity['kv_dtype']}" if capacity["kv_dtype"] else ""
+    sides = {"dense": "dense", **({f"dense_{stored[1:]}": f"dense{stored}"} if stored else {})}
+    sides["pruned"] = f"pruned{stored}"
     rows = []
     for key, label in labels.items():
+        told = ", ".join(f"{name} {capacity[side][key]:,}" for side, name in sides.items())
         dense, pruned = capacity["dense"][key], capacity["pruned"][key]
         more = f" ({pruned / dense:.2f}x)" if dense else ""
-        rows.append(f"{label}: dense {dense:,}, pruned {pruned:,}{more}")
+        rows.append(f"{label}: {told}{more}")
     return [("vLLM", f"with {memory:,} bytes of cache on one GPU"), *(("", row) for row in rows)]
 
 

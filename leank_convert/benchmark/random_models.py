@@ -206,6 +206,8 @@ def write_folder(setup: Setup, parent: Path) -> Path:
     folder = parent / _FOLDER_NAME
     folder.mkdir()
     config = _leank_config(setup)
+    if setup.kv_dtype:  # an engine that makes up weights takes ones for scales
+        config["leank"]["kv_scales"] = {"num_tokens": 0, "tasks": [], "seed": 0}
     tokens = json.loads((MODEL_DIR / CONFIG_NAME).read_text())["vocab_size"]
     config["vocab_size"] = max(config["vocab_size"], tokens)
     (folder / CONFIG_NAME).write_bytes(encode_json(config))

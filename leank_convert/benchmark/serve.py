@@ -78,7 +78,7 @@ def benchmark_serve(
     """Measure and print a table for each case of prompt and new tokens.
 
     Args:
-        setup: The mask, the shape, the dtype.
+        setup: The mask, the shape, the dtype, and that of all sides' caches.
         cases: Prompt and new tokens.
         requests: Requests that are all sent at once.
         concurrency: Requests at a time, of as many runs.
@@ -106,6 +106,8 @@ def benchmark_serve(
         "--max-model-len": length,
         "--load-format": "dummy",
     }
+    if setup.kv_dtype:
+        given["--kv-cache-dtype"] = setup.kv_dtype
     shared = [str(part) for pair in given.items() for part in pair]
     shared += ["--no-enable-prefix-caching", *shlex.split(options)]
     stem = setup.geometry.facts.architecture.causal_lm_class

@@ -275,7 +275,7 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 
 
 @benchmark.command()
-@case_options()
+@case_options(stored=True)
 @_size_option("--case cases", "prompt x new", "Repeatable. Default: 8kx512.", many=True)
 @click.option("--requests", type=click.IntRange(1, MAX_COUNT), help="Sent all at once. Default: 256.")
 @click.option(

@@ -37,8 +37,20 @@ def _read_bytes(given: str) -> int:
     type=click.IntRange(1, MAX_TOKENS),
     help="Tokens of such a request, prompt and answer. Default: 8192.",
 )
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["fp8"]),
+    help="Of that cache. Default: the checkpoint's own, else the model's dtype.",
+)
 @json_option
-def inspect(path: Path, with_recipe: bool, memory: int | None, tokens: int | None, as_json: bool) -> None:
+def inspect(
+    path: Path,
+    with_recipe: bool,
+    memory: int | None,
+    tokens: int | None,
+    kv_dtype: str | None,
+    as_json: bool,
+) -> None:
     """Show what is in a mask, a checkpoint or an ONNX folder: widths, ratio, bytes, provenance.
 
     PATH is a file, a folder, or the name of a packaged mask. Of a model that is not converted, its folder,
@@ -46,9 +58,10 @@ def inspect(path: Path, with_recipe: bool, memory: int | None, tokens: int | Non
     """
     from leank_convert.inspection import Load, inspect_artifact, render_inspection
 
-    if tokens is not None and memory is None:
-        raise click.UsageError("--tokens goes with --memory")
-    facts = inspect_artifact(path, None if memory is None else Load(memory, tokens or 8192))
+    for name, value in (("--tokens", tokens), ("--kv-dtype", kv_dtype)):
+        if value is not None and memory is None:
+            raise click.UsageError(f"{name} goes with --memory")
+    facts = inspect_artifact(path, None if memory is None else Load(memory, tokens or 8192, kv_dtype))
     click.echo(
         json.dumps(facts) if as_json else render_inspection(facts, with_recipe=with_recipe), nl=as_json
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from leank_convert.families import ARCHITECTURES
 
 BACKEND = "LEANK"
+FP8_NAMES = ("fp8", "fp8_e4m3")
+"""What vLLM calls a cache in e4m3."""
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from leank_convert._runtime.fp8_leank import as_bytes, quantise
 from leank_convert._runtime.layout_leank import ChunkLayout, StoreTensors, gather_lanes
 
 
@@ -31,6 +32,8 @@ def append_by_slot(
         slots: Page times P plus place of each token `[T]`; of padding -1, and page 0 is nobody's.
         window_slots: The same of the window's pages.
     """
+    keys = _as_stored(keys, store.kept_keys.dtype, store.key_scale)
+    values = _as_stored(values, store.kept_keys.dtype, store.value_scale)
     lanes = gather_lanes(keys.flatten(1)[None], store.chunk_index)[0]  # [T, C + C_dropped, E]
     lanes = lanes.masked_fill(store.chunk_index[0] < 0, 0)
     kept, dropped = lanes.split([layout.num_kept_chunks, layout.num_dropped_chunks], dim=1)
@@ -42,17 +45,17 @@ def append_by_slot(
     ):
         if pool.shape[1]:
             where = where.clamp(min=0)
-            pool[where // pool.shape[2], :, where % pool.shape[2]] = rows
+            as_bytes(pool)[where // pool.shape[2], :, where % pool.shape[2]] = rows
 
 
 def gather_tokens(
-    store: StoreTensors, layout: ChunkLayout, row: int, num_tokens: int
+    store: StoreTensors, layout: ChunkLayout, row: int, num_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put keys and values of a row's first tokens together, which are all whole `[H_kv, n, D]`."""
+    """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[H_kv, n, D]`."""
     num_heads, head_dim = len(layout.widths), layout.head_dim
     tables = (store.page_table, store.page_table, store.window_table, store.window_table)
     kept, values, dropped, window_values = (
-        _read_rows(pool, table[row : row + 1], num_tokens)[0]
+        _read_rows(pool, table[row : row + 1], num_tokens)[0].to(dtype)
         for pool, table in zip(store[:4], tables, strict=True)
     )
     index = store.chunk_index[0].flatten().long()
@@ -61,10 +64,14 @@ def gather_tokens(
     # Lanes of padding go to a column of their own.
     keys[:, torch.where(index < 0, num_heads * head_dim, index)] = lanes
     order = torch.tensor([*layout.value_heads, *layout.window_heads], device=values.device).argsort()
-    return (
-        keys[:, :-1].unflatten(1, (num_heads, head_dim)).transpose(0, 1),
-        torch.cat([values, window_values])[order],
-    )
+    keys = keys[:, :-1].unflatten(1, (num_heads, head_dim)).transpose(0, 1)
+    values = torch.cat([values, window_values])[order]
+    if store.key_scale is not None and store.value_scale is not None:  # which round nothing
+        keys, values = (
+            states * scale[0, :, None].to(dtype)
+            for states, scale in ((keys, store.key_scale), (values, store.value_scale))
+        )
+    return keys, values
 
 
 def attend_densely(
@@ -95,4 +102,9 @@ def attend_densely(
 def _read_rows(pool: torch.Tensor, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Read the first tokens of rows `[B, rows of the pool, n, width]` by their page table `[B, pages]`."""
     pages = table[:, : -(-num_tokens // pool.shape[2])].long()
-    return pool[pages].transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
+    return as_bytes(pool)[pages].view(pool.dtype).transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
+
+
+def _as_stored(states: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return `[T, H_kv, D]` as pages hold it, FP8 as bytes."""
+    return states.to(dtype) if scale is None else as_bytes(quantise(states, scale))

@@ -17,10 +17,11 @@ from vllm.v1.attention.backend import (
 )
 
 from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
+from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.layout_leank import StoreTensors
 from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert._runtime.step_leank import StoredView, view_tables
-from leank_convert.vllm import BACKEND
+from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
@@ -31,7 +32,7 @@ class LeanKBackend(AttentionBackend):
     """Backend of both cache groups."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8_NAMES]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -72,6 +73,7 @@ class LeanKMetadata:
     Attributes:
         num_tokens: New tokens of all requests, those of padding counted.
         max_length: Upper bound of `lengths`.
+        most_columns: A prompt of more tokens, read at once, attends to itself and not to pages.
         num_columns: New tokens of each request; None if they differ.
         starts: First token of every request, and one past the last; on the host.
         lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of padding.
@@ -82,6 +84,7 @@ class LeanKMetadata:
 
     num_tokens: int
     max_length: int
+    most_columns: int
     num_columns: int | None
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -104,7 +107,8 @@ class LeanKMetadata:
                 self._cut = rows, []
             else:
                 lengths, prompts = torch.stack([self.lengths, self.prompts]).tolist()
-                self._cut = cut_rows(self.starts.tolist(), lengths, prompts, sizes, self.lengths.device)
+                starts, device = self.starts.tolist(), self.lengths.device
+                self._cut = cut_rows(starts, lengths, prompts, sizes, self.most_columns, device)
         return self._cut
 
     def valid(self) -> torch.Tensor:
@@ -142,6 +146,10 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
                 )
         # Requests with drafts count as decoding ones.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Pages in FP8 hold what was rounded. As in `generate` a prompt attends to itself as it comes; not
+        # so one as short as a decode step, which may be captured.
+        is_fp8 = vllm_config.cache_config.cache_dtype in FP8_NAMES
+        self._most_columns = min(self.reorder_batch_threshold, MAX_DRAFT) if is_fp8 else MAX_DRAFT
         max_requests = vllm_config.scheduler_config.max_num_seqs
         self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
@@ -164,10 +172,11 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             given = common.rswa_prefix_lens[:num_requests]
             self._prompts[: len(given)].copy_(given, non_blocking=True)
         columns = common.max_query_len
-        uniform = columns <= MAX_DRAFT and num_tokens == num_requests * columns
+        uniform = columns <= self._most_columns and num_tokens == num_requests * columns
         return LeanKMetadata(
             num_tokens=num_tokens,
             max_length=common.max_seq_len,
+            most_columns=self._most_columns,
             num_columns=columns if uniform else None,
             starts=common.query_start_loc_cpu[: num_requests + 1],
             lengths=common.seq_lens[:num_requests],
@@ -227,7 +236,9 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             if prompt.num_tokens == prompt.stop - prompt.first:  # nothing of it was read before
                 keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
             else:
-                keys, values = gather_tokens(store, layer.layout, prompt.request, prompt.num_tokens)
+                keys, values = gather_tokens(
+                    store, layer.layout, prompt.request, prompt.num_tokens, query.dtype
+                )
             output[part] = attend_densely(query[part], keys, values, self.scale)
         return output
 
@@ -287,4 +298,8 @@ def _store_of(
     window = None if layer.window is None else layer.window.kv_cache
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
     tables = step.block_table, window_step.block_table
-    return StoreTensors(*pages, layer.chunk_index, layer.head_table, *tables)
+    store = StoreTensors(
+        *pages, layer.chunk_index, layer.head_table, *tables, layer.key_scale, layer.value_scale
+    )
+    # vLLM's pages of a cache in FP8 are bytes.
+    return store if layer.key_scale is None else store.map_memory(lambda pool: pool.view(FP8))

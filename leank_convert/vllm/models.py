@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -29,17 +29,17 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
 from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.find_kernels_leank import find_kernels
-from leank_convert._runtime.fp8_leank import SCALE_NAMES
+from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
 from leank_convert._runtime.layout_leank import order_channels
-from leank_convert.vllm import BACKEND
+from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
-from leank_convert.vllm.refusals import check_options
+from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 from leank_convert.vllm.rule import WindowSizes
 
-# What vLLM loads with the weights: tensors of files beside them, and scales of a cache in FP8.
-_NO_WEIGHTS = ("channel_mask", "scaling_factors", *SCALE_NAMES)
+# Tensors of files beside the weights, which vLLM loads with them.
+_NO_WEIGHTS = ("channel_mask", "scaling_factors")
 
 
 class LeanKWindow(nn.Module, AttentionLayerBase):
@@ -75,6 +75,8 @@ class LeanKAttention(Attention):
         window: Whose cache the window's pages are; None where no layer drops a channel.
         kernels: What decodes; None is plain torch.
         wide_kernels: The same for rows of up to `MAX_DRAFT` new tokens.
+        key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
+        value_scale: The same of values.
     """
 
     def __init__(
@@ -120,6 +122,10 @@ class LeanKAttention(Attention):
         table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
         self.register_buffer("chunk_index", index.to(device), persistent=False)
         self.register_buffer("head_table", table.to(device), persistent=False)
+        for name in SCALE_NAMES:  # ones, as weights that an engine makes up have no scales
+            ones = torch.ones(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
+            is_fp8 = self.kv_cache_dtype in FP8_NAMES
+            self.register_buffer(name, ones if is_fp8 else None, persistent=False)
         self._first = (first,)  # in a tuple, as it is no submodule
         self._own_window = None
         if first is None and pages.numbers.window:
@@ -136,17 +142,19 @@ class LeanKAttention(Attention):
         super().process_weights_after_loading(act_dtype)
         if self.chunk_index.device.type != "cuda":
             return
+        cache_dtype = self.kv_cache_torch_dtype if self.key_scale is None else FP8
         with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
             self.kernels, self.wide_kernels = (
                 find_kernels(
                     self.chunk_index.device,
-                    self.kv_cache_torch_dtype,
+                    self.dtype,
                     head_dim=self.head_size,
                     num_groups=self.num_heads // self.num_kv_heads,
                     chunk_size=self.layout.chunk_size,
                     max_chunks=self.layout.max_chunks,
                     num_columns=columns,
                     load_tokens=self._load_tokens,
+                    cache_dtype=None if cache_dtype == self.dtype else cache_dtype,
                 )
                 for columns in (self._num_columns, MAX_DRAFT)
             )
@@ -180,6 +188,7 @@ class _LeanKForCausalLM:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_options(vllm_config)
+        vllm_config.cache_config.cache_dtype = choose_cache_dtype(vllm_config)
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
         vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
@@ -201,6 +210,7 @@ class _LeanKForCausalLM:
             module.attn = LeanKAttention(module.attn, self._settings, pages, vllm_config, first)
             first = first or module.attn
         self._pages = pages
+        self._attentions = [module.attn for module in modules]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks.
@@ -208,7 +218,29 @@ class _LeanKForCausalLM:
         Raises:
             ValueError: If a layer lacks one that another layer has, or heads are of another size.
         """
-        return super().load_weights(self._in_rank_order(weights))  # type: ignore[misc]
+        scales: dict[str, torch.Tensor] = {}
+        loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
+        if self._attentions[0].key_scale is not None:
+            self._set_scales(scales)
+        return loaded
+
+    def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
+        """Give the stage's layers what a cache in FP8 is multiplied by."""
+        rank = get_tensor_model_parallel_rank()
+        shape = [self._settings.num_key_value_heads, self._settings.head_dim]
+        found: list[list[torch.Tensor]] = []
+        for attention in self._attentions:
+            heads = list(self._pages.heads[rank][extract_layer_index(attention.layer_name)])
+            found.append([])
+            for kind in SCALE_NAMES:
+                name = f"{attention.layer_name.rpartition('.')[0]}.{kind}"
+                if name not in scales:
+                    raise ValueError(f"the checkpoint's weights lack `{name}`; export it again")
+                if list(scales[name].shape) != shape:
+                    raise ValueError(f"`{name}` is of shape {list(scales[name].shape)}, not {shape}")
+                found[-1].append(scales[name])
+                getattr(attention, kind).copy_(scales[name][heads])
+        check_scales(found)
 
     @cached_property
     def _head_orders(self) -> list[torch.Tensor]:
@@ -220,11 +252,15 @@ class _LeanKForCausalLM:
         ]
 
     def _in_rank_order(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
+        self, weights: Iterable[tuple[str, torch.Tensor]], scales: dict[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Put heads of weights in the order of ranks; `scales` of a cache in FP8, no weights, go there."""
         names = set()
         for name, tensor in weights:
-            if name.rpartition(".")[2] in _NO_WEIGHTS:
+            kind = name.rpartition(".")[2]
+            if kind in SCALE_NAMES:
+                scales[name] = tensor
+            if kind in (*_NO_WEIGHTS, *SCALE_NAMES):
                 continue
             names.add(name)
             projection = next(

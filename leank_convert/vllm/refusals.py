@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from leank_convert.vllm import BACKEND
+from leank_convert.vllm import BACKEND, FP8_NAMES
 
 # Drafts that no model makes.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
@@ -28,13 +28,26 @@ def check_options(vllm_config: Any) -> None:
         raise ValueError(f"a LeanK checkpoint cannot be served so: {message}")
 
 
+def choose_cache_dtype(vllm_config: Any) -> str:
+    """Return the dtype of pages as vLLM names it: with `auto` the checkpoint's own, if it says one."""
+    asked: str = vllm_config.cache_config.cache_dtype
+    own: str | None = (vllm_config.model_config.hf_config.leank or {}).get("kv_dtype")
+    return own or asked if asked == "auto" else asked
+
+
 def _problems(vllm_config: Any) -> Iterator[str]:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        yield f"--kv-cache-dtype {cache.cache_dtype}: kept channels are not quantized yet; leave it out"
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", *FP8_NAMES):
+        yield f"--kv-cache-dtype {cache.cache_dtype}: channels are stored as they come, or in `fp8` (e4m3)"
     block = vllm_config.model_config.hf_config.leank or {}
-    if cache.cache_dtype == "auto" and block.get("kv_dtype") == "fp8":
-        yield "`leank.kv_dtype` in config.json is `fp8`, not kept yet: add --kv-cache-dtype bfloat16"
+    wanted = choose_cache_dtype(vllm_config)
+    if wanted in FP8_NAMES and block.get("kv_scales") is None:
+        yield (
+            f"a cache in {wanted} needs measured scales, as requests share pages, and this checkpoint has "
+            "none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype bfloat16"
+        )
+    if cache.kv_cache_dtype_skip_layers:
+        yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill: no layer's keys are another's; leave it out"
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

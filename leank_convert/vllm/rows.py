@@ -70,6 +70,7 @@ def cut_rows(
     lengths: Sequence[int],
     prompts: Sequence[int],
     sizes: WindowSizes,
+    most_columns: int,
     device: torch.device,
 ) -> tuple[Rows | None, list[Prompt]]:
     """Cut the requests of a step into rows and prompts.
@@ -79,6 +80,7 @@ def cut_rows(
         lengths: Tokens of every request, the new ones counted.
         prompts: Tokens of its prompt.
         sizes: The window's.
+        most_columns: Most tokens of a prompt that make a row although it is read at once.
         device: Where rows lie.
     """
     parts: list[Prompt] = []
@@ -86,7 +88,7 @@ def cut_rows(
     for request, length in enumerate(lengths):
         first, stop = starts[request], starts[request + 1]
         before = length - (stop - first)
-        if stop - first > MAX_DRAFT and before < prompts[request]:
+        if stop - first > (MAX_DRAFT if before else most_columns) and before < prompts[request]:
             end = min(stop, first + prompts[request] - before)
             parts.append(Prompt(request, first, end, before + end - first))
             before, first = before + end - first, end

@@ -68,12 +68,15 @@ def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned() -> None
         "memory_bytes": 40 << 30,
         "tokens": 8192,
         "block_size": 64,
+        "kv_dtype": None,
         "dense": {"blocks": 5120, "requests": 39},
         "pruned": {"blocks": 9070, "requests": 60},
     }
     text = render_inspection(facts)
     assert "blocks of 64 tokens: dense 5,120, pruned 9,070 (1.77x)" in text
     assert "requests of 8,192 tokens at once: dense 39, pruned 60 (1.54x)" in text
+    eight = render_inspection(inspect_artifact("llama-3.1-8b-instruct", Load(40 << 30, 8192, "fp8")))
+    assert "blocks of 64 tokens: dense 5,120, dense fp8 10,240, pruned fp8 18,141 (3.54x)" in eight
     none = inspect_artifact("llama-3.1-8b-instruct", Load(1, 8192))
     assert none["capacity"]["pruned"] == {"blocks": 0, "requests": 0}
     assert "blocks of 64 tokens: dense 0, pruned 0\n" in render_inspection(none)

@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from leank_convert.export import export_checkpoint
+from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
 
@@ -54,11 +55,11 @@ def shipped(once_per_run: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def random_checkpoint(
     once_per_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+) -> Callable[..., Path]:
     """Makes a checkpoint of a family with random weights, whose answers depend on every channel."""
 
     @functools.cache
-    def make(family: str) -> Path:
+    def make(family: str, kv_dtype: str | None = None) -> Path:
         source = tmp_path_factory.mktemp("sources") / family
         config = getattr(transformers, f"{family}Config")(
             hidden_size=256,
@@ -79,15 +80,28 @@ def random_checkpoint(
                 torch.nn.init.normal_(parameter, std=0.15)
         model.save_pretrained(source)
         mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
-        return once_per_run(f"served_{family}", lambda out: export_checkpoint(source, mask, out, **SIZES))
+        options: dict[str, Any] = {**SIZES, "kv_dtype": kv_dtype}
+        if kv_dtype is not None:  # of no two channels alike, but for pairs of K
+            generator = torch.Generator().manual_seed(1)
+            largest = [2 ** (5 * torch.rand(3, 4, 32, generator=generator)) for _ in range(2)]
+            options["kv_scales"] = KVScales.of_largest(*largest, num_tokens=0, tasks=(), seed=0)
+        return once_per_run(
+            f"served_{family}_{kv_dtype}", lambda out: export_checkpoint(source, mask, out, **options)
+        )
 
     return make
 
 
 @pytest.fixture(scope="session")
-def checkpoint(random_checkpoint: Callable[[str], Path]) -> Path:
+def checkpoint(random_checkpoint: Callable[..., Path]) -> Path:
     """A Llama of random weights."""
     return random_checkpoint("Llama")
+
+
+@pytest.fixture(scope="session")
+def in_fp8(random_checkpoint: Callable[..., Path]) -> Path:
+    """The same, whose cache is in FP8."""
+    return random_checkpoint("Llama", "fp8")
 
 
 def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.layout_leank import (
     ChunkLayout,
     StoreTensors,
@@ -22,10 +23,11 @@ LENGTHS = (70, 5, 33)
 PAGE, WINDOW_PAGE = 16, 32
 
 
-@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16)], ids=str)
+@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8"], ids=str)
 def case(request):
-    """A pool of used pages in which three rows have been written token by token."""
-    widths = request.param
+    """A pool of used pages in which three rows have been written token by token; what they hold of them."""
+    is_fp8 = request.param == "fp8"
+    widths = (0, 5, 16) if is_fp8 else request.param
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
     layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM))
@@ -35,11 +37,15 @@ def case(request):
         for size, count in zip((PAGE, WINDOW_PAGE), numbers, strict=True)
     ]
     pages = [torch.randperm(19, generator=generator).to(torch.int32)[:15].view(3, 5) + 1 for _ in pools]
+    if is_fp8:
+        pools = [as_bytes(pool.clamp(max=448).to(FP8)) for pool in pools]
+    scales = [2.0 ** torch.randint(-7, -4, (1, 3, HEAD_DIM), generator=generator) for _ in range(2)]
     store = StoreTensors(
-        *view_layer(*pools, layout, Numbers(0, 0)),
+        *(pool.view(FP8) if is_fp8 else pool for pool in view_layer(*pools, layout, Numbers(0, 0))),
         layout.chunk_index(order_channels(mask)[None]),
         torch.tensor(layout.head_table, dtype=torch.int32),
         *pages,
+        *(scales if is_fp8 else (None, None)),
     )
     keys, values = (
         torch.randn(3, max(LENGTHS), len(widths), HEAD_DIM, generator=generator) for _ in range(2)
@@ -51,6 +57,11 @@ def case(request):
             for table, size in zip(pages, (PAGE, WINDOW_PAGE), strict=True)
         ]
         append_by_slot(keys[row, :length], values[row, :length], store, layout, *slots)
+    if is_fp8:
+        keys, values = (
+            quantise(states, scale).float() * scale
+            for states, scale in zip((keys, values), scales, strict=True)
+        )
     return layout, mask, store, keys, values
 
 
@@ -106,14 +117,14 @@ def test_pages_that_were_given_back_are_not_read(case):
     options = {"layout": layout, "sink_size": SINK, "max_length": 70, "softmax_scale": SCALE}
     before = decode_attention(query, one, seen, pruned, **options)
     for pool in (store.window_keys, store.window_values):
-        pool[store.window_table[0, 1]] = 1e5  # tokens 32 … 63 are pruned
+        as_bytes(pool)[store.window_table[0, 1]] = 100  # tokens 32 … 63 are pruned
     torch.testing.assert_close(decode_attention(query, one, seen, pruned, **options), before)
 
 
 @pytest.mark.parametrize("num_queries", [70, 9])
 def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
     layout, mask, store, keys, values = case
-    gathered = gather_tokens(store, layout, 0, 70)
+    gathered = gather_tokens(store, layout, 0, 70, torch.float32)
     torch.testing.assert_close(gathered[0], keys[0].transpose(0, 1))
     torch.testing.assert_close(gathered[1], values[0].transpose(0, 1))
     query = torch.randn(num_queries, len(mask) * GROUPS, HEAD_DIM)
@@ -132,8 +143,8 @@ def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
 
 def test_padding_is_written_nowhere_that_is_read(case):
     layout, _, store, keys, values = case
-    before = [pool[1:].clone() for pool in store[:4]]
+    before = [as_bytes(pool)[1:].clone() for pool in store[:4]]
     nowhere = torch.tensor([-1, -1])
     append_by_slot(keys[0, :2], values[0, :2], store, layout, nowhere, nowhere)
     for pool, held in zip(store[:4], before, strict=True):
-        torch.testing.assert_close(pool[1:], held, equal_nan=True)
+        torch.testing.assert_close(as_bytes(pool)[1:], held, equal_nan=True)

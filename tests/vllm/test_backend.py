@@ -10,10 +10,11 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from leank_convert._runtime.decode_kernels_leank import plan_tiles
+from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert.vllm import backend
-from leank_convert.vllm.attention import append_by_slot
+from leank_convert.vllm.attention import append_by_slot, attend_densely
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.models import coming_block_size
 from leank_convert.vllm.pages import Numbers, numbers_of
@@ -53,7 +54,7 @@ class Kernels:
         )
 
 
-def make_layer(kernels):
+def make_layer(kernels, is_fp8):
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in LAYOUT.widths])
     pools = [torch.randn(40, 1, PAGE, count, generator=generator) for count in numbers_of(LAYOUT)]
@@ -66,16 +67,26 @@ def make_layer(kernels):
         head_table=torch.tensor(LAYOUT.head_table, dtype=torch.int32),
         kernels=kernels,
         wide_kernels=kernels,
+        key_scale=None,
+        value_scale=None,
     )
+    if is_fp8:
+        pools = [as_bytes(pool.to(FP8)) for pool in pools]
+        layer.window.kv_cache = pools[1]
+        layer.key_scale, layer.value_scale = (
+            2.0 ** torch.randint(-7, -4, (1, len(LAYOUT.widths), HEAD_DIM), generator=generator)
+            for _ in range(2)
+        )
     return layer, pools[0]
 
 
-def make_builder(block_size=64, layers=()):
+def make_builder(block_size=64, layers=(), is_fp8=False):
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="fp8" if is_fp8 else "auto"),
     )
     spec = SimpleNamespace(block_size=block_size)
     return LeanKMetadataBuilder(spec, [], config, torch.device("cpu"))
@@ -117,7 +128,8 @@ def batch(queries, lengths, prompts, first_page=1):
     ],
     ids=["one token each", "drafts", "padding", "mixed"],
 )
-def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, monkeypatch):
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
+def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, monkeypatch):
     num_heads = len(LAYOUT.widths)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
@@ -128,8 +140,8 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, m
     real = said.slot_mapping >= 0
     outputs, held = [], []
     for kernels in (None, Kernels()):
-        layer, kept = make_layer(kernels)
-        steps = [make_builder().build(0, said) for _ in range(2)]
+        layer, kept = make_layer(kernels, is_fp8)
+        steps = [make_builder(is_fp8=is_fp8).build(0, said) for _ in range(2)]
         context = SimpleNamespace(attn_metadata={"window": steps[1]})
         monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
         output = torch.zeros_like(query)
@@ -140,6 +152,25 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, m
     torch.testing.assert_close(outputs[1], outputs[0])
     for pools in zip(*held, strict=True):
         torch.testing.assert_close(*pools)
+
+
+def test_a_prompt_attends_to_what_it_is_not_to_what_pages_round_it_to(monkeypatch):
+    """As in the runtime; what follows it in a further step attends to pages."""
+    num_heads = len(LAYOUT.widths)
+    query, key, value = (
+        torch.randn(20, count, HEAD_DIM) for count in (num_heads * GROUPS, num_heads, num_heads)
+    )
+    layer, kept = make_layer(None, is_fp8=True)
+    impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
+    expected = attend_densely(query, key.transpose(0, 1), value.transpose(0, 1), 0.2)
+    for first, stop in ((0, 20), (17, 20)):
+        steps = [make_builder(is_fp8=True).build(0, batch([stop - first], [stop], [stop])) for _ in range(2)]
+        context = SimpleNamespace(attn_metadata={"window": steps[1]})
+        monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
+        part, output = slice(first, stop), torch.zeros(stop - first, *query.shape[1:])
+        impl.forward(layer, query[part], key[part], value[part], kept, steps[0], output)
+        error = (output - expected[part]).norm() / expected[part].norm()
+        assert error < 1e-6 if first == 0 else 1e-3 < error < 0.1
 
 
 def test_what_a_captured_step_reads_of_the_builder_stays_where_it_is():

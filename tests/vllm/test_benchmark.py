@@ -14,7 +14,7 @@ import os
 
 
 def test_all_sides_are_measured_on_as_much_memory():
-    options = ("--device", "cpu", "--dtype", "float32", "--options", "--enforce-eager --block-size 32")
+    options = ("--device", "cpu", "--kv-dtype", "fp8", "--options", "--enforce-eager --block-size 32")
     done = subprocess.run(
         [sys.executable, "-m", "leank_convert", "benchmark", "serve", *options],
         env={**os.environ, **ENVIRONMENT},
@@ -27,6 +27,7 @@ def test_all_sides_are_measured_on_as_much_memory():
     document = json.loads(done.stdout.splitlines()[-1])
     ours, dense = document["sides"]["leank"], document["sides"]["dense"]
     assert document["memory_bytes"] == 20_000_000
+    assert dense["blocks"] == 20_000_000 // (2 * 2 * 4 * 64 * 32)  # K and V, layers, heads; a byte a number
     # The toy's mask keeps 0.3125 of K's channels, and V of every head of a width: some 0.6 of a dense page.
     assert 1.3 < ours["blocks"] / dense["blocks"] < 1.8
     whole = document["sides"]["all-channels"]

@@ -1,5 +1,6 @@
 """vLLM answers with the tokens of the checkpoint's own runtime, whatever its scheduler does meanwhile."""
 
+import json
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
+from leank_convert.vllm.pages import ModelPages
 from tests.vllm.conftest import answers_of, run_engine
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
@@ -95,13 +97,27 @@ def test_the_plugin_stands_aside_for_the_stock_class(checkpoint):
     assert said["answers"] == [answers_of(checkpoint, dense=True)]
 
 
-def test_a_cache_of_eight_bits_is_refused(checkpoint):
-    assert "cannot be served so: --kv-cache-dtype fp8" in run_engine(
+def test_a_cache_in_fp8_with_drafts(checkpoint, in_fp8):
+    said = run_engine(in_fp8, speculative_config=NGRAMS)
+    assert said["answers"] == [answers_of(in_fp8)] != [answers_of(checkpoint)]
+    # A byte a number, the window too.
+    widths = json.loads((in_fp8 / "config.json").read_text())["leank"]["widths"]
+    pages = ModelPages(tuple(map(tuple, widths)), 32, 1, ((0, 3),))
+    assert said["blocks"] == (16 << 20) // pages.numbers_per_block(32)
+
+
+def test_a_cache_in_fp8_of_two_ranks(in_fp8):
+    said = run_engine(in_fp8, kv_cache_dtype="fp8", tensor_parallel_size=2, processes=True)
+    assert said["answers"] == [answers_of(in_fp8)]
+
+
+def test_a_cache_in_fp8_without_scales_is_refused(checkpoint):
+    assert "cannot be served so: a cache in fp8 needs measured scales" in run_engine(
         checkpoint, fails=True, kv_cache_dtype="fp8"
     )
 
 
-def test_a_checkpoints_scales_for_eight_bits_are_left_out(checkpoint, tmp_path):
+def test_scales_that_are_not_asked_for_are_left_out(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "scaled")
     shard = folder / "model.safetensors"
     scales = {

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from leank_convert.vllm import configs, refusals
-from leank_convert.vllm.refusals import check_options
+from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
 
 def options(**changes):
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", kv_sharing_fast_prefill=False, kv_cache_dtype_skip_layers=[]
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -32,8 +34,10 @@ def options(**changes):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"model_config__hf_config__leank": {"kv_dtype": "fp8"}}, "`leank.kv_dtype`"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"cache_config__cache_dtype": "fp8"}, "`leank-convert export --kv-dtype fp8`"),
+        ({"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
+        ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
@@ -56,9 +60,19 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
-    eight = {"model_config__hf_config__leank": {"kv_dtype": "fp8"}}
-    check_options(options(**eight, cache_config__cache_dtype="bfloat16"))
+    unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
+    check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [("auto", "fp8"), ("fp8_e4m3", "fp8_e4m3"), ("bfloat16", "bfloat16")]
+)
+def test_a_checkpoint_with_scales_is_served_by_them_unless_another_dtype_is_asked_for(asked, kept):
+    scaled = {"kv_dtype": "fp8", "kv_scales": {"num_tokens": 4096}}
+    config = options(model_config__hf_config__leank=scaled, cache_config__cache_dtype=asked)
+    check_options(config)
+    assert choose_cache_dtype(config) == kept
 
 
 def test_kernels_that_cannot_be_compiled_are_refused_on_a_gpu(monkeypatch):

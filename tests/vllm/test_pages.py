@@ -6,7 +6,9 @@ import torch
 from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
 from leank_convert.mask import load_mask
 from leank_convert.masks import find_by_name
+from leank_convert.vllm.capacity import count_dense, count_pruned
 from leank_convert.vllm.pages import ModelPages, deal_heads, numbers_of, view_layer
+from leank_convert.vllm.rule import WindowSizes
 
 LLAMA, QWEN = "llama-3.1-8b-instruct", "qwen2.5-7b-instruct"
 
@@ -62,6 +64,15 @@ def test_a_pool_has_more_blocks_than_a_dense_model(name, num_ranks, more_blocks)
     pages = pages_of(name, num_ranks)
     dense = 2 * len(pages.widths) * len(pages.widths[0]) * pages.head_dim // num_ranks * 64
     assert dense / pages.numbers_per_block(64) > more_blocks
+
+
+@pytest.mark.parametrize("memory", [10 << 30, 40 << 30])
+def test_a_pool_in_fp8_has_three_and_a_half_times_the_blocks_of_a_dense_one_in_bfloat16(memory):
+    pages = pages_of(LLAMA)
+    dense = count_dense(32 * 8, 128, 2, memory, 8192)
+    pruned = count_pruned(pages.widths, 128, 1, WindowSizes(4, 1024, 32), memory, 8192)
+    assert pruned.blocks >= 3.5 * dense.blocks
+    assert pages.numbers_per_block(64) % 16 == 0  # bytes, of which kernels load 16 and more at once
 
 
 def test_stages_of_a_pipeline_agree_on_pages():
