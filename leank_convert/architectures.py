@@ -43,8 +43,11 @@ OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "compression_config": ("is quantized", "convert the model it was quantized from"),
         "per_layer_config": ("has layers of several shapes", "layers have to be alike"),
+        "use_bidirectional_attention": ("attends to tokens to come", "only causal models have a K cache"),
     }
 )
+# That of every config class which has one, where there are such layers.
+_DEFAULT_WINDOW = 4096
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
@@ -63,7 +66,9 @@ class ModelFacts:
 
     Attributes:
         model_type: A key of `ARCHITECTURES`.
-        num_hidden_layers: L.
+        num_hidden_layers: All layers.
+        layers: Numbers of those with full attention, L of them, which are pruned.
+        window: Tokens that a query sees in a layer with a sliding window, 0 in a model without any.
         num_attention_heads: H.
         num_key_value_heads: H_kv.
         head_dim: D, which need not be `hidden_size / num_attention_heads`.
@@ -84,6 +89,8 @@ class ModelFacts:
 
     model_type: str
     num_hidden_layers: int
+    layers: tuple[int, ...]
+    window: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -100,6 +107,16 @@ class ModelFacts:
     expert_size: int
     shared_size: int
     dtype: str | None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are layers without full attention, which are not pruned."""
+        return len(self.layers) < self.num_hidden_layers
+
+    @property
+    def mask_shape(self) -> tuple[int, int, int]:
+        """Of what is known of each channel: [L, H_kv, D]."""
+        return len(self.layers), self.num_key_value_heads, self.head_dim
 
     @property
     def gate_up_size(self) -> int:
@@ -196,7 +213,10 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
             f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
             f"{MAX_CHANNELS} channels"
         )
-    _refuse_sliding_layers(fields, layers, architecture)
+    full_layers = _find_full_layers(fields, layers, architecture)
+    is_mixed = len(full_layers) < layers
+    if is_mixed and values.get("sliding_window") is None:
+        values["sliding_window"] = _DEFAULT_WINDOW
     rope = _read_rope(architecture, values, head_dim, origin)
     for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
         if key in values:
@@ -218,6 +238,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,
+        layers=full_layers,
+        window=fields.whole_number("sliding_window", 1, MAX_SIZES["vocab_size"]) if is_mixed else 0,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -250,7 +272,7 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
     if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         return (
             f"{sum(kind != 'full_attention' for kind in kinds)} of its {len(kinds)} layers do not attend to "
-            "all tokens (`layer_types`); only models of full attention throughout are converted"
+            "all tokens (`layer_types`), and of families with such layers it is none that is converted"
         )
     return None
 
@@ -263,6 +285,9 @@ def _read_rope(
     architecture: Architecture, values: Mapping[str, object], head_dim: int, origin: str
 ) -> dict[str, Any]:
     values = {**architecture.rope_defaults, **values}
+    of_kinds = values.get("rope_parameters")
+    if architecture.rope_by_kind and isinstance(of_kinds, Mapping):
+        values["rope_parameters"] = of_kinds.get("full_attention", of_kinds)
     rotated = values.get("rotary_dim")  # how MiniMax's own code states it
     if architecture.partial_rotary and isinstance(rotated, int):
         values["partial_rotary_factor"] = rotated / head_dim
@@ -278,7 +303,7 @@ def _read_rope(
 
 def _refuse_other_models(values: Mapping[str, object], origin: str) -> None:
     for key, (what, hint) in OTHER_MODELS.items():
-        if values.get(key) is not None:
+        if values.get(key) not in (None, False):
             raise LeanKError(
                 f"`{origin}`: the model {what} (`{key}`: {cut(values[key])}); it cannot be converted",
                 hint=hint,
@@ -295,28 +320,42 @@ def _sliding_hint(values: Mapping[str, object]) -> str:
     return "a window already bounds those layers' cache; convert a model without one"
 
 
-def _refuse_sliding_layers(fields: Fields, layers: int, architecture: Architecture) -> None:
-    values = fields.values
-    layer_types = values.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list) or len(layer_types) != layers:
+def _find_full_layers(fields: Fields, layers: int, architecture: Architecture) -> tuple[int, ...]:
+    """The layers with full attention; refused if there are others in a family that has none beside them."""
+    values, known = fields.values, ("full_attention", *architecture.other_layers)
+    cause = "layer_types"
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
             raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
-        sliding = [layer for layer, kind in enumerate(layer_types) if kind != "full_attention"]
-        cause = "layer_types"
-    elif "use_sliding_window" in values:
-        slides = fields.flag("use_sliding_window") and values.get("sliding_window", 4096) is not None
-        first = 0 if slides else layers
-        if slides and "max_window_layers" in architecture.config_defaults:
-            first = fields.whole_number("max_window_layers", 0, MAX_LAYERS)
-        sliding = list(range(first, layers))
-        cause = "use_sliding_window"
+        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+        known_alone = all(kind in known for kind in kinds)
+    elif architecture.full_period is not None:
+        period, key = architecture.full_period
+        if key is not None and key in values:
+            period = fields.whole_number(key, 1, MAX_LAYERS)
+        full, known_alone = list(range(period - 1, layers, period)), True
     else:
-        sliding = list(range(layers)) if values.get("sliding_window") is not None else []
-        cause = "sliding_window"
-    if sliding:
-        raise LeanKError(
-            f"`{fields.origin}`: {len(sliding)} of {layers} layers attend within a sliding window only "
-            f"(`{cause}`: {cut(values.get(cause))}, first such layer {sliding[0]}); only full attention can "
-            "be pruned",
-            hint=_sliding_hint(fields.values),
-        )
+        cause, first = _find_first_sliding(fields, layers, architecture)
+        full, known_alone = list(range(first)), len(known) > 1
+    if len(full) == layers or (full and known_alone):
+        return tuple(full)
+    others = [layer for layer in range(layers) if layer not in full]
+    raise LeanKError(
+        f"`{fields.origin}`: {len(others)} of {layers} layers attend within a sliding window only "
+        f"(`{cause}`: {cut(values.get(cause))}, first such layer {others[0]}); only full attention can "
+        "be pruned",
+        hint=_sliding_hint(fields.values),
+    )
+
+
+def _find_first_sliding(fields: Fields, layers: int, architecture: Architecture) -> tuple[str, int]:
+    """The key that says from which layer on all have a sliding window, and that layer."""
+    values = fields.values
+    if "use_sliding_window" not in values:
+        return "sliding_window", 0 if values.get("sliding_window") is not None else layers
+    slides = fields.flag("use_sliding_window") and values.get("sliding_window", _DEFAULT_WINDOW) is not None
+    first = 0 if slides else layers
+    if slides and "max_window_layers" in architecture.config_defaults:
+        first = min(fields.whole_number("max_window_layers", 0, MAX_LAYERS), layers)
+    return "use_sliding_window", first

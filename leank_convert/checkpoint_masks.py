@@ -25,8 +25,7 @@ def encode_masks(channel_masks: Tensor) -> list[str]:
 
 def name_mask_tensors(facts: ModelFacts) -> list[str]:
     """The tensor of each layer that holds its mask in a format-1 checkpoint."""
-    layers = range(facts.num_hidden_layers)
-    return [facts.architecture.attention_tensor(layer, "channel_mask") for layer in layers]
+    return [facts.architecture.attention_tensor(layer, "channel_mask") for layer in facts.layers]
 
 
 def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> Tensor:
@@ -62,7 +61,7 @@ def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping
 
 
 def _decode(value: object, facts: ModelFacts, origin: str) -> Tensor:
-    num_layers, heads = facts.num_hidden_layers, facts.num_key_value_heads
+    num_layers, heads = len(facts.layers), facts.num_key_value_heads
     digits = 2 * heads * -(-facts.head_dim // 8)
     if not isinstance(value, list) or len(value) != num_layers:
         raise LeanKError(f"`{origin}`: `leank.channel_masks` is no list of {num_layers} strings, one a layer")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from leank_convert.architectures import OTHER_MODELS, read_model_facts
 from leank_convert.checkpoint_io import LOADING_KEYS
 from leank_convert.errors import LeanKError, cut
+from leank_convert.families import ARCHITECTURES
 from leank_convert.rope import ROPE_KEYS, read_rope_parameters
 
 _FIXED_KEYS = frozenset(
@@ -90,6 +91,13 @@ def apply_config_overrides(
     result = {**config, **overrides}
     given = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
     if given:
+        family = ARCHITECTURES.get(str(config.get("model_type")))
+        if family is not None and family.rope_by_kind:
+            raise LeanKError(
+                f"`config_overrides.{min(given)}`: kinds of layers of `{family.model_type}` have rope "
+                "parameters of their own, which cannot be overridden",
+                hint="change the model's own `config.json`",
+            )
         before = read_rope_parameters(config, origin="config.json")
         # The model's own trained length, where the overrides name a longer one.
         base: dict[str, object] = {

@@ -26,6 +26,7 @@ _SPLIT_MLP: Shapes = {
     "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
     **_DOWN,
 }
+_SLIDING = ("sliding_attention",)
 _FUSED_MLP: Shapes = {"mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"), **_DOWN}
 
 
@@ -83,6 +84,12 @@ class Architecture:
         qk_norm: Norms of q and k: one weight `[head_dim]` that the heads share, or one over all heads.
         qk_norm_key: The key of config.json that says whether there are any; None if there always are.
         partial_rotary: Whether the config may leave channels of a head unrotated.
+        sinks: Whether each query head has an attention sink, a logit of its own.
+        other_layers: Kinds of layers that it may have beside those with full attention.
+        full_period: Where config.json does not list their kinds: of how many layers the last has full
+            attention, and the key of config.json that may say another number; None if all have.
+        rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
+        is_text_part: Whether `Text` is in the names of the classes but that with a head.
         interleaved_pairs: Whether rope turns neighbours together, not channels i and i + D/2.
         config_defaults: What the config class assumes for a key that config.json leaves out.
         rope_defaults: The same of what may stand beside or among the rope's parameters.
@@ -103,6 +110,11 @@ class Architecture:
     qk_norm: QkNorm = "none"
     qk_norm_key: str | None = None
     partial_rotary: bool = False
+    sinks: bool = False
+    other_layers: tuple[str, ...] = ()
+    full_period: tuple[int, str | None] | None = None
+    rope_by_kind: bool = False
+    is_text_part: bool = False
     interleaved_pairs: bool = False
     config_defaults: Mapping[str, object] = field(default_factory=dict)
     rope_defaults: Mapping[str, object] = field(default_factory=dict)
@@ -121,12 +133,12 @@ class Architecture:
     @property
     def config_class(self) -> str:
         """The family's config class in transformers."""
-        return f"{self.stem}Config"
+        return f"{self.stem}{'Text' if self.is_text_part else ''}Config"
 
     @property
     def base_class(self) -> str:
         """The family's model without a head."""
-        return f"{self.stem}Model"
+        return f"{self.stem}{'Text' if self.is_text_part else ''}Model"
 
     @property
     def causal_lm_class(self) -> str:
@@ -171,6 +183,7 @@ _ROWS = (
         "qwen2",
         "Qwen2",
         qkv_bias=True,
+        other_layers=_SLIDING,
         config_defaults=_sizes(
             22016, 151936, 32768, num_key_value_heads=32, max_window_layers=28, use_sliding_window=False
         ),
@@ -181,6 +194,7 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="head",
+        other_layers=_SLIDING,
         config_defaults=_sizes(
             22016,
             151936,
@@ -359,6 +373,54 @@ _ROWS = (
                 "mlp.shared_mlp.down_proj.weight": ("hidden_size", "shared_size"),
             },
         ),
+    ),
+    Architecture(
+        "gpt_oss",
+        "GptOss",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        sinks=True,
+        other_layers=_SLIDING,
+        full_period=(2, None),
+        config_defaults=_sizes(
+            2880, 201088, 131072, num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128
+        ),
+        rope_defaults={"rope_theta": 150000.0},
+        layer_tensors={**_NORMS, "mlp.router.weight": ("num_experts", "hidden_size")},
+        experts=Experts(
+            ("num_local_experts", "num_experts"),
+            "intermediate_size",
+            "mlp.router.weight",
+            tensors={},
+            beside={
+                "mlp.router.bias": ("num_experts",),
+                "mlp.experts.gate_up_proj": ("num_experts", "hidden_size", "gate_up_size"),
+                "mlp.experts.gate_up_proj_bias": ("num_experts", "gate_up_size"),
+                "mlp.experts.down_proj": ("num_experts", "intermediate_size", "hidden_size"),
+                "mlp.experts.down_proj_bias": ("num_experts", "hidden_size"),
+            },
+        ),
+    ),
+    Architecture(
+        "gemma3_text",
+        "Gemma3",
+        is_text_part=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        other_layers=_SLIDING,
+        full_period=(6, "sliding_window_pattern"),
+        rope_by_kind=True,
+        config_defaults=_sizes(
+            9216, 262208, 131072, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
+        ),
+        rope_defaults={"rope_theta": 1000000.0},
+        layer_tensors={
+            **_NORMS,
+            **_SPLIT_MLP,
+            "pre_feedforward_layernorm.weight": ("hidden_size",),
+            "post_feedforward_layernorm.weight": ("hidden_size",),
+        },
     ),
 )
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({row.model_type: row for row in _ROWS})

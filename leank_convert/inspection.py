@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     ONNX_DESCRIPTION_NAME,
@@ -22,6 +24,7 @@ from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.prospect import find_config, inspect_model, render_model
+from leank_convert.whole_cache import describe_layers
 from leank_convert.windows import Windows
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -96,6 +99,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
         "model": known.model if known else None,
         "model_type": known.model_type if known else None,
         **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None),
+        **({"pruned_layers": known.layers} if known and known.layers else {}),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,
@@ -109,13 +113,17 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     facts = read_leank_facts(config, path)
     check_block(leank, facts, origin=str(path / CONFIG_NAME))
     mask = load_mask(path / MASK_FILE_NAME)
+    described = _describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"))
+    if facts.is_mixed:
+        described["num_hidden_layers"], described["pruned_layers"] = facts.num_hidden_layers, facts.layers
+        described["layers"] = _describe_layers(facts, leank, described["element_bytes"])
     return {
         "kind": "checkpoint",
         "path": str(path),
         "model": mask.provenance.model if mask.provenance else None,
         "model_type": config["model_type"],
         "format_version": leank["format_version"],
-        **_describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype")),
+        **described,
         "kv_dtype": leank.get("kv_dtype"),
         "kv_scales": leank.get("kv_scales"),
         "pruning_ratio_asked": leank["pruning_ratio_asked"],
@@ -125,6 +133,12 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "head_permutation": leank["head_permutation"],
         "provenance": _describe_provenance(mask),
     }
+
+
+def _describe_layers(facts: ModelFacts, leank: Mapping[str, Any], element_bytes: int) -> str:
+    stored_bytes = BYTES_PER_ELEMENT.get(leank.get("kv_dtype") or "")
+    cache = count_cache_bytes(leank["widths"], facts.head_dim, element_bytes, stored_bytes)
+    return describe_layers(facts, cache, read_windows(leank), element_bytes, stored_bytes)
 
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
@@ -265,6 +279,8 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
         ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
     ]
+    if "layers" in facts:
+        rows.insert(3, ("layers", facts["layers"]))
     if "capacity" in facts:
         rows += _render_capacity(facts["capacity"])
     if provenance:
@@ -305,7 +321,7 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
     lines += ["", f"layer  kept  widths ({order})"]
     per_layer = facts["num_key_value_heads"] * facts["head_dim"]
     size = len(str(facts["head_dim"]))
-    for layer, row in enumerate(facts["widths"]):
+    for layer, row in zip(facts.get("pruned_layers") or count(), facts["widths"], strict=False):
         widths = " ".join(f"{width:>{size}}" for width in row)
         lines.append(f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}")
     if recipe and with_recipe:

@@ -96,7 +96,7 @@ def name_scale_tensors(facts: ModelFacts) -> list[tuple[str, ...]]:
     """The tensors of each layer that hold its scales, those of keys first."""
     return [
         tuple(facts.architecture.attention_tensor(layer, name) for name in SCALE_NAMES)
-        for layer in range(facts.num_hidden_layers)
+        for layer in facts.layers
     ]
 
 

@@ -32,6 +32,8 @@ LEANK_KEYS = (
 )
 # What a checkpoint says that stores its cache in another dtype than keys and values have.
 CACHE_KEYS = ("kv_dtype", "kv_scales")
+# The numbers of the layers that are pruned, L of them, where not all are.
+LAYERS_KEY = "layers"
 # What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
 _NEW_KEYS = ("channel_masks", "config_overrides")
 _NOT_IN_METADATA = ("channel_masks", "files")
@@ -86,6 +88,7 @@ def _check_keys(leank: Mapping[str, Any]) -> None:
         expected = set(LEANK_KEYS) - set(_NEW_KEYS)
     else:
         expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
+        expected |= {LAYERS_KEY} & leank.keys()
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):
@@ -93,7 +96,12 @@ def _check_keys(leank: Mapping[str, Any]) -> None:
 
 
 def _check_heads(leank: Mapping[str, Any], facts: ModelFacts) -> None:
-    num_layers, num_heads, head_dim = facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim
+    num_layers, num_heads, head_dim = facts.mask_shape
+    if leank.get(LAYERS_KEY, list(range(facts.num_hidden_layers))) != list(facts.layers):
+        raise LeanKError(
+            f"`leank.{LAYERS_KEY}` is {cut(leank.get(LAYERS_KEY))}, not the layers with full attention, "
+            f"{list(facts.layers)}"
+        )
     for key in ("widths", "head_permutation"):
         rows = leank[key]
         if not (
@@ -114,7 +122,7 @@ def _check_heads(leank: Mapping[str, Any], facts: ModelFacts) -> None:
 
 
 def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
-    total = facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim
+    total = math.prod(facts.mask_shape)
     reached, given = 1 - sum(map(sum, leank["widths"])) / total, leank["pruning_ratio"]
     if type(given) not in (int, float) or not math.isclose(reached, given, abs_tol=1e-9):
         raise LeanKError(f"`leank.pruning_ratio` is {cut(given)}; the widths give {reached}")

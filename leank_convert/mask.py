@@ -61,7 +61,7 @@ class MaskProvenance:
     Attributes:
         model: Hub id, or the name of a local folder.
         model_type: The family.
-        num_hidden_layers: L.
+        num_hidden_layers: All layers.
         num_attention_heads: H.
         num_key_value_heads: H_kv.
         head_dim: D.
@@ -78,6 +78,7 @@ class MaskProvenance:
         held_out: How held-out samples were answered when it was made, None if that was not tried.
         made_by: Who made it, if that was not a run of leank-convert of its user's own.
         source: Where it was published, under what copyright and licence.
+        layers: Numbers of the layers that the mask is of, L of them; None if it is of all.
         evaluation: How it was evaluated beyond `held_out`, and by whom.
     """
 
@@ -101,6 +102,7 @@ class MaskProvenance:
     made_by: str | None = None
     source: str | None = None
     evaluation: str | None = None
+    layers: Sequence[int] | None = None
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
@@ -113,6 +115,7 @@ class MaskProvenance:
             num_key_value_heads=facts.num_key_value_heads,
             head_dim=facts.head_dim,
             rope_parameters=facts.rope_parameters,
+            layers=list(facts.layers) if facts.is_mixed else None,
             **rest,
         )
 
@@ -182,7 +185,7 @@ class ChannelMask:
 
 def all_channels_mask(facts: ModelFacts) -> ChannelMask:
     """The mask that keeps every channel."""
-    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    shape = facts.mask_shape
     return ChannelMask(torch.ones(shape, dtype=torch.bool))
 
 
@@ -198,11 +201,11 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
     Raises:
         LeanKError: If its shape is another, or it was trained for another family or other rope parameters.
     """
-    expected = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    expected = facts.mask_shape
     if mask.channel_mask.shape != expected:
         raise LeanKError(
             f"mask `{mask_origin}` has shape {list(mask.channel_mask.shape)}; model `{model_origin}` needs "
-            f"{list(expected)} (layers, KV heads, head_dim)",
+            f"{list(expected)} (layers with full attention, KV heads, head_dim)",
             hint="a mask fits only the model it was made for",
         )
     known = mask.provenance
@@ -215,6 +218,13 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
                 f"{shorten(str(getattr(known, key)))}; model `{model_origin}` has {getattr(facts, key)}",
                 hint="a mask fits only the model it was made for",
             )
+    layers = list(known.layers or range(known.num_hidden_layers))
+    if layers != list(facts.layers):
+        raise LeanKError(
+            f"mask `{mask_origin}` is of layers {layers}; those of model `{model_origin}` with full "
+            f"attention are {list(facts.layers)}",
+            hint="a mask fits only the model it was made for",
+        )
     if dict(known.rope_parameters) != facts.rope_parameters:
         own, asked = (shorten(_compact(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters))
         raise LeanKError(
@@ -360,12 +370,27 @@ def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Pa
     return MaskProvenance(**values)
 
 
+def _check_layers(known: Fields, count: int) -> None:
+    """Check the numbers of a mask's layers, where it is not of all."""
+    layers, most = known.values["layers"], known.whole_number("num_hidden_layers", 1, MAX_CHANNELS)
+    if (
+        not isinstance(layers, list)
+        or not all(type(layer) is int and 0 <= layer < most for layer in layers)
+        or sorted(set(layers)) != layers
+        or len(layers) != count
+    ):
+        raise known.refused("layers", f"not the numbers of {count} of {most} layers, ascending")
+
+
 def _check_provenance(known: Fields, shape: Sequence[int]) -> None:
     """Check the types and bounds of a provenance, and that its sizes are those of the mask [L, H_kv, D]."""
     given = known.values.keys()
     for key in ("model", "model_type", "method", *given & {"made_by", "source", "evaluation"}):
         if len(known.text(key)) > _MAX_NAME:
             raise known.refused(key, f"longer than {_MAX_NAME} characters")
+    if "layers" in given:
+        _check_layers(known, shape[0])
+        shape = (known.whole_number("num_hidden_layers", 1, MAX_CHANNELS), *shape[1:])
     for key, size in zip(("num_hidden_layers", "num_key_value_heads", "head_dim"), shape, strict=True):
         if known.whole_number(key, 1, MAX_CHANNELS) != size:
             raise known.refused(key, f"not the mask's {size}")

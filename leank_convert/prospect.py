@@ -5,16 +5,19 @@ Arithmetic on its config.json alone; what a mask keeps of V is known when there 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.files import read_json
-from leank_convert.head_layout import BYTES_PER_ELEMENT
+from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.hub import TESTBED, fetch_config, is_hub_id, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
+from leank_convert.whole_cache import count_row_bytes, describe_layers
 from leank_convert.windows import Windows
 
 # The paper's.
@@ -60,9 +63,9 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
             *(getattr(recipe.windows, key) for key in ("sink_size", "recent_size", "flush_size"))
         )
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
-    part = facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
+    part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
-    whole = windows.sink_size + windows.recent_size + windows.flush_size
+    cache = BytesPerToken(part, part, pruned, part)
     default = facts.architecture.config_defaults["max_position_embeddings"]
     positions = int(config.get("max_position_embeddings", default))
     return {
@@ -70,6 +73,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         "path": str(path),
         "model_type": facts.model_type,
         "num_hidden_layers": facts.num_hidden_layers,
+        "layers": describe_layers(facts, cache, windows, element_bytes) if facts.is_mixed else None,
         "num_key_value_heads": facts.num_key_value_heads,
         "head_dim": facts.head_dim,
         "positions": positions,
@@ -86,13 +90,10 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
             "key_dense": part,
             "value_dense": part,
             "key_pruned": pruned,
-            "saved": (part - pruned) / (2 * part),
+            "saved": cache.saved,
         },
         "bytes_per_row": {
-            str(length): {
-                "dense": 2 * part * length,
-                "pruned": (part + pruned) * length + (part - pruned) * min(length, whole),
-            }
+            str(length): asdict(count_row_bytes(facts, cache, windows, length, element_bytes))
             for length in [length for length in _LENGTHS if length <= positions] or [positions]
         },
     }
@@ -110,6 +111,7 @@ def render_model(facts: Mapping[str, Any]) -> str:
             f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "
             f"head_dim {facts['head_dim']}, {facts['positions']:,} positions",
         ),
+        *([("layers", facts["layers"])] if facts["layers"] else []),
         ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
         ("bytes per number", f"{facts['element_bytes']}{assumed}"),
         ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),

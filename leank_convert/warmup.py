@@ -45,7 +45,7 @@ def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dic
     if chosen.type != "cuda":
         raise LeanKError(f"kernels are compiled for `cuda` devices, not for `{chosen.type}`")
     model = load_without_weights(checkpoint, trust=trust)
-    config, layout = model.config, model.build_cache().layers[0].layout
+    config, layout = model.config, _pruned_layers(model)[0].layout
     name = str(config.dtype or "bfloat16").removeprefix("torch.")
     if name not in _COMPUTED_DTYPES:
         raise LeanKError(
@@ -105,15 +105,21 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
                 channels = torch.arange(layer.self_attn.channel_mask.shape[-1])
                 layer.self_attn.channel_mask = channels < torch.tensor(widths)[:, None]
         if config.leank.get("kv_scales") is not None:
-            for layer in model.base_model.layers:
-                for name in SCALE_NAMES:
-                    getattr(layer.self_attn, name).fill_(1)
+            for name, scale in model.named_buffers():
+                if name.endswith(SCALE_NAMES):
+                    scale.fill_(1)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise LeanKError(
             f"`{checkpoint}` is no checkpoint that this machine can load: {error}",
             hint=f"`leank-convert verify {checkpoint}` lists what is wrong",
         ) from error
     return model
+
+
+def _pruned_layers(model: Any) -> list[Any]:
+    """The layers of a model's cache that are pruned."""
+    cache = model.build_cache()
+    return list(getattr(cache, "pruned_layers", cache.layers))  # earlier releases prune all
 
 
 def find_kernels(
@@ -135,9 +141,9 @@ def find_kernels(
     Raises:
         LeanKError: If the model's runtime files look for kernels in another way.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or hasattr(model.base_model.layers[0].self_attn, "sinks"):
         return None
-    config, layers = model.config, model.build_cache().layers
+    config, layers = model.config, _pruned_layers(model)
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
     runtime = sys.modules[type(layers[0]).__module__]
     find: Any = getattr(runtime, "find_kernels", None)

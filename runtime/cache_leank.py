@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,6 +16,13 @@ from .fp8_leank import Scales
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
+from .other_layers_leank import (
+    WHY_EAGER,
+    build_other_layers,
+    check_croppable,
+    concatenate_other_layers,
+    other_memory,
+)
 from .rows_leank import RowState
 from .store_leank import CacheMemory, sum_memory
 
@@ -37,9 +45,10 @@ class LeanKCache(Cache):
     Attributes:
         rows: Lengths of the rows, shared by all layers.
         graph: The captured decode step, and how often it served.
+        pruned_layers: The layers that are pruned; `layers` are all, the others transformers' own.
     """
 
-    layers: list[LeanKLayer]  # type: ignore[assignment]
+    layers: list[Any]
 
     def __init__(
         self,
@@ -56,14 +65,23 @@ class LeanKCache(Cache):
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
         scales_of = [None] * len(settings.widths) if scales is None else scales
-        super().__init__(
-            layers=[
+        self._set_layers(
+            [
                 LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows, kv_dtype, layer_scales)
-                for layer_idx, (mask, widths, layer_scales) in enumerate(
-                    zip(settings.channel_masks, settings.widths, scales_of, strict=True)
+                for layer_idx, mask, widths, layer_scales in zip(
+                    settings.layers, settings.channel_masks, settings.widths, scales_of, strict=True
                 )
-            ]
+            ],
+            build_other_layers(config, settings.layers),
         )
+
+    def _set_layers(self, pruned: list[LeanKLayer], others: dict[int, Any]) -> None:
+        """Hold these layers, the others by their number."""
+        self.pruned_layers, self._others = pruned, others
+        by_number = {layer.layer_idx: layer for layer in pruned} | others
+        Cache.__init__(self, layers=[by_number[number] for number in range(len(by_number))])
+        if others:
+            self.graph.why_eager = WHY_EAGER
 
     @property
     def prune(self) -> str:
@@ -82,7 +100,7 @@ class LeanKCache(Cache):
     @property
     def kv_dtype(self) -> str:
         """`auto` or `fp8`; may be set while the cache holds nothing but pending input."""
-        return self.layers[0].kv_dtype
+        return self.pruned_layers[0].kv_dtype
 
     @kv_dtype.setter
     def kv_dtype(self, value: str) -> None:
@@ -91,7 +109,7 @@ class LeanKCache(Cache):
                 f"the cache stores `{self.kv_dtype}` and holds tokens already, it cannot change to "
                 f"`{value}`; choose before the first token, or start from a new cache"
             )
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.kv_dtype = value
 
     @property
@@ -121,7 +139,7 @@ class LeanKCache(Cache):
 
     def is_made_of(self, channel_masks: Sequence[torch.Tensor]) -> bool:
         """Return whether these, each `[H_kv, D]`, are the model's masks that it was built with."""
-        own = [layer.model_mask[0] for layer in self.layers]
+        own = [layer.model_mask[0] for layer in self.pruned_layers]
         return len(own) == len(channel_masks) and all(map(torch.equal, own, channel_masks))
 
     def reserve(self, num_columns: int) -> None:
@@ -139,7 +157,7 @@ class LeanKCache(Cache):
         rows.num_reserved = num_columns
         try:
             rows.reserve()
-            for layer in self.layers:
+            for layer in self.pruned_layers:
                 layer.make_room()
         except BaseException:
             rows.num_reserved, rows.tables = before
@@ -147,13 +165,13 @@ class LeanKCache(Cache):
 
     def takes_step(self, num_columns: int) -> bool:
         """Return whether so many columns are a decode step: one or a draft's, on a prompt that is split."""
-        return num_columns <= MAX_DRAFT and self.rows.is_split
+        return num_columns <= MAX_DRAFT and self.rows.is_split and not self._others
 
     def prepare_step(self, num_columns: int) -> None:
         """Make what a decode step of so many columns writes writable, and room for it."""
         self.rows.counters()
         self.rows.make_room(num_columns)
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.make_room()
 
     def advance(self, num_columns: int) -> None:
@@ -162,12 +180,15 @@ class LeanKCache(Cache):
         A negative number takes back what was counted of columns that were none.
         """
         self.rows.advance(num_columns)
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.num_columns += num_columns
 
     def addresses(self) -> tuple[int, ...]:
         """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
-        return (self.rows.addresses, *(layer.store.addresses if layer.store else 0 for layer in self.layers))
+        return (
+            self.rows.addresses,
+            *(layer.store.addresses if layer.store else 0 for layer in self.pruned_layers),
+        )
 
     @classmethod
     def concatenate(cls, caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCache:
@@ -194,19 +215,22 @@ class LeanKCache(Cache):
         first = caches[0]
         batch_sizes = [cache._batch_size() or 0 for cache in caches]
         lengths = first.rows.lengths
-        device = first.layers[0].device if lengths is None else lengths.device
+        device = first.pruned_layers[0].device if lengths is None else lengths.device
         rows = RowState.concatenate([cache.rows for cache in caches], batch_sizes, device, num_reserved)
         joined = cls.__new__(cls)
-        Cache.__init__(
-            joined,
-            layers=[
+        joined.rows, joined.graph = rows, DecodeGraph(first.use_graphs)
+        joined._set_layers(
+            [
                 LeanKLayer.concatenate(parts, rows)
-                for parts in zip(*(cache.layers for cache in caches), strict=True)
+                for parts in zip(*(cache.pruned_layers for cache in caches), strict=True)
             ],
+            {
+                number: concatenate_other_layers([cache.layers[number] for cache in caches])
+                for number in first._others
+            },
         )
         for cache in caches:
             cache.reset()
-        joined.rows, joined.graph = rows, DecodeGraph(first.use_graphs)
         return joined
 
     def fork(
@@ -236,7 +260,7 @@ class LeanKCache(Cache):
                 check_size(name, value)
         shared = [
             tensor
-            for layer in self.layers
+            for layer in self.pruned_layers
             for tensor in (
                 layer.model_mask,
                 layer.channel_mask,
@@ -263,7 +287,7 @@ class LeanKCache(Cache):
         Raises:
             ValueError: If the layer holds tokens, or keys and values do not fit it.
         """
-        layer = self.layers[layer_idx]
+        layer: LeanKLayer = self.layers[layer_idx]
         batch_size, _, num_columns, _ = keys.shape
         if layer.num_columns:
             raise ValueError(
@@ -303,7 +327,7 @@ class LeanKCache(Cache):
         Raises:
             ValueError: If the layer is not split, or there is more than one token.
         """
-        layer = self.layers[layer_idx]
+        layer: LeanKLayer = self.layers[layer_idx]
         if layer.store is None or query.shape[2] != 1:
             state = "holds no pruned prompt" if layer.store is None else "is given one token at a time"
             raise ValueError(
@@ -328,11 +352,13 @@ class LeanKCache(Cache):
             `[B, H, 1, D]`.
         """
         append = self.rows.attended(query.device)
-        return self.layers[layer_idx].attend(query, append, _scale_of(query, softmax_scale))
+        layer: LeanKLayer = self.layers[layer_idx]
+        return layer.attend(query, append, _scale_of(query, softmax_scale))
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
-        return sum_memory(layer.memory() for layer in self.layers)
+        pruned = [layer.memory() for layer in self.pruned_layers]
+        return sum_memory([*pruned, *map(other_memory, self._others.values())])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens at the end, as far as they still have all channels.
@@ -352,6 +378,7 @@ class LeanKCache(Cache):
             return
         if count > length:
             raise ValueError(f"crop of {count} tokens from a cache that holds {length}")
+        check_croppable([*self._others.values()])
         self.rows.crop(count)
         for layer in self.layers:
             layer.crop(-count)
@@ -382,12 +409,14 @@ class LeanKCache(Cache):
             self._select(torch.arange(batch_size)[indices.cpu()])
 
     def _select(self, rows: torch.Tensor) -> None:
+        for other in self._others.values():
+            other.reorder_cache(rows)
         rows = self.rows.select(rows)
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.select(rows)
 
     def _batch_size(self) -> int | None:
-        return self.layers[0].batch_size
+        return self.pruned_layers[0].batch_size
 
 
 def _scale_of(query: torch.Tensor, softmax_scale: float | None) -> float:
@@ -404,7 +433,7 @@ def _check_joinable(caches: Sequence[LeanKCache]) -> None:
         raise ValueError("there is no cache to concatenate")
     if len({id(cache) for cache in caches}) < len(caches):
         raise ValueError("a cache is given twice, its rows can be moved only once; pass a copy of it")
-    masks = [layer.model_mask[0] for layer in caches[0].layers]
+    masks = [layer.model_mask[0] for layer in caches[0].pruned_layers]
     expected = _place_of(caches[0])
     for index, cache in enumerate(caches):
         if not cache.get_seq_length():
@@ -428,9 +457,9 @@ def _place_of(cache: LeanKCache) -> dict[str, object]:
     rows = cache.rows
     return {
         "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
-        "widths": [layer.layout.widths for layer in cache.layers],
-        "chunk sizes": [layer.layout.chunk_size for layer in cache.layers],
-        "dtypes": [layer.dtype for layer in cache.layers],
+        "widths": [layer.layout.widths for layer in cache.pruned_layers],
+        "chunk sizes": [layer.layout.chunk_size for layer in cache.pruned_layers],
+        "dtypes": [layer.dtype for layer in cache.pruned_layers],
         "kv_dtype": cache.kv_dtype,
-        "devices": [layer.device for layer in cache.layers],
+        "devices": [layer.device for layer in cache.pruned_layers],
     }

@@ -24,7 +24,8 @@ class LeanKSettings:
     """The part of the `leank` block that the runtime reads.
 
     Attributes:
-        widths: Kept channels per layer and KV head `[L][H_kv]`, in the checkpoint's head order.
+        layers: Numbers of the layers that are pruned `[L]`; the others keep transformers' own cache.
+        widths: Kept channels per pruned layer and KV head `[L][H_kv]`, in the checkpoint's head order.
         channel_masks: Which ones `[L, H_kv, D]`, bool, on the CPU, in the same order.
         sink_size: Tokens at the start of a row that keep every channel.
         recent_size: Latest tokens that keep every channel.
@@ -34,6 +35,7 @@ class LeanKSettings:
         has_scales: Whether the checkpoint holds scales for FP8.
     """
 
+    layers: tuple[int, ...]
     widths: tuple[tuple[int, ...], ...]
     channel_masks: torch.Tensor
     sink_size: int
@@ -99,7 +101,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
             f"config.json: the `leank` block lacks {', '.join(missing)}; export the checkpoint again"
         )
 
-    num_layers = int(config.num_hidden_layers)
+    layers = _read_layers(block.get("layers"), config)
+    num_layers = len(layers)
     num_heads = int(config.num_key_value_heads)
     head_dim = head_dim_of(config)
     widths = _int_table(block["widths"], "widths", num_layers, num_heads)
@@ -120,8 +123,8 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
             )
     for key in ("sink_size", "recent_size", "flush_size"):
         check_size(key, block[key], "config.json: `leank.")
-    _refuse_sliding_windows(config)
     return LeanKSettings(
+        layers=layers,
         widths=widths,
         channel_masks=channel_masks,
         sink_size=block["sink_size"],
@@ -165,7 +168,7 @@ def _is_int(value: object) -> bool:
 def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, Sequence) or len(value) != num_layers:
         size = len(value) if isinstance(value, Sequence) else type(value).__name__
-        raise ValueError(f"config.json: `leank.{key}` has {size} layers, the model has {num_layers}")
+        raise ValueError(f"config.json: `leank.{key}` has {size} layers, {num_layers} are pruned")
     for layer, row in enumerate(value):
         if not isinstance(row, Sequence) or len(row) != num_heads or not all(map(_is_int, row)):
             raise ValueError(
@@ -207,17 +210,19 @@ def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim
     return masks
 
 
-def _refuse_sliding_windows(config: PreTrainedConfig) -> None:
-    sliding = [
-        layer
-        for layer, kind in enumerate(getattr(config, "layer_types", None) or ())
-        if kind != "full_attention"
-    ]
-    if sliding or getattr(config, "sliding_window", None) is not None:
-        where = f"layers {sliding}" if sliding else f"`sliding_window` {config.sliding_window}"
+def _read_layers(value: object, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return which layers are pruned: those with full attention, which `value` names where not all are."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kind = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+        kinds = [kind] * int(config.num_hidden_layers)
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if (list(range(len(kinds))) if value is None else value) != full:
         raise ValueError(
-            f"config.json: {where}: layers with a sliding window are not supported by this runtime"
+            f"config.json: `leank.layers` is {reprlib.repr(value)}, the layers with full attention are "
+            f"{full}; export the checkpoint again"
         )
+    return tuple(full)
 
 
 class LeanKConfigMixin:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging
 
 from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
 from .find_kernels_leank import find_kernels
@@ -23,9 +23,12 @@ from .fp8_leank import Scales, choose_scales
 from .layout_leank import ChunkLayout, order_channels
 from .reference_leank import decode_attention
 from .rows_leank import RowState
+from .sinks_leank import dense_attention
 from .step_leank import Append, Split, Step
 from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
 from .turns_leank import attend_turn
+
+logger = logging.get_logger(__name__)
 
 ATTENTION_NAME = "leank"
 
@@ -189,7 +192,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.model_scales.map(lambda scale: scale.to(keys.device, torch.float32))
 
     def decode(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, softmax_scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: Step,
+        softmax_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append new tokens and attend.
 
@@ -199,6 +208,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             value: `[B, H_kv, d, D]`.
             step: Positions and lengths.
             softmax_scale: Factor on the logits.
+            sinks: Logits of the heads' attention sinks `[H]`; None without any.
 
         Returns:
             `[B, H, d, D]`.
@@ -210,21 +220,21 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         store.move_to(append.tables)
         # Autocast may have made them of two dtypes.
         key, value = (states.detach().to(store.dtype) for states in (key, value))
-        kernels = self.kernels_for(query)
+        kernels = self.kernels_for(query, sinks)
         if append.columns is None:
             self.kernels = kernels
         if kernels is not None:
             kernels.append(key, value, store.tensors, append.seen, append.valid)
-            return self._attend(query, append, softmax_scale, kernels)
+            return self._attend(query, append, softmax_scale, sinks, kernels)
         if append.valid is not None:
             padding = ~append.valid[:, None, :, None]
             key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
         if append.columns is None:
             store.append(key, value, append)
-            return self._attend(query, append, softmax_scale, None)
+            return self._attend(query, append, softmax_scale, sinks, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
         key, value = store.rounded(key, value)
-        out = self.attend_turn(query, key, value, append, softmax_scale)
+        out = self.attend_turn(query, key, value, append, softmax_scale, sinks)
         store.append(key, value, append)
         return out
 
@@ -241,7 +251,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         assert self.store is not None
         self.store.move_to(append.tables)  # pages may have been reserved, or this layer filled, since then
-        return self._attend(query, append, softmax_scale, self.kernels_for(query))
+        return self._attend(query, append, softmax_scale, None, self.kernels_for(query))
 
     def attend_turn(
         self,
@@ -250,6 +260,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         value: torch.Tensor,
         append: Append,
         softmax_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to what was stored before several columns, and causally to these, which are not yet.
 
@@ -259,6 +270,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             value: `[B, H_kv, d, D]`.
             append: Where they are to go.
             softmax_scale: Factor on the logits.
+            sinks: As for `decode`.
 
         Returns:
             `[B, H, d, D]`.
@@ -275,16 +287,21 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 layout=self.layout,
                 sink_size=append.sink_size,
                 softmax_scale=softmax_scale,
+                sinks=sinks,
                 kernels=self.kernels_for(query[:, :, :1]),
             )
 
-    def choose_kernels(self, query: torch.Tensor) -> None:
+    def choose_kernels(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Find what serves queries like this one `[B, H, d, D]`; compiled here if it never was."""
-        self.kernels = self.kernels_for(query)
+        self.kernels = self.kernels_for(query, sinks)
 
-    def kernels_for(self, query: torch.Tensor) -> DecodeKernels | None:
+    def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
+        if sinks is not None:
+            if query.is_cuda:
+                logger.warning_once("plain torch decodes, slower: kernels know no attention sinks")
+            return None
         num_columns = query.shape[2]
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
         if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
@@ -301,7 +318,12 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def _attend(
-        self, query: torch.Tensor, append: Append, softmax_scale: float, kernels: DecodeKernels | None
+        self,
+        query: torch.Tensor,
+        append: Append,
+        softmax_scale: float,
+        sinks: torch.Tensor | None,
+        kernels: DecodeKernels | None,
     ) -> torch.Tensor:
         """Attend by these kernels, in plain torch without any."""
         assert self.store is not None
@@ -316,6 +338,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     sink_size=append.sink_size,
                     max_length=max(append.bounds),
                     softmax_scale=softmax_scale,
+                    sinks=sinks,
                     view=append.view,
                 )
         return kernels.attend(
@@ -476,6 +499,7 @@ class AttentionHandle:
         attention_mask: torch.Tensor | None,
         *,
         scaling: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend, and put the new tokens into the cache.
@@ -488,6 +512,7 @@ class AttentionHandle:
             query: `[B, H, Q, D]`.
             attention_mask: What `leank_mask` made of the model's padding mask.
             scaling: Factor on the logits; 1/√D if None.
+            s_aux: Logits of the heads' attention sinks `[H]`, by transformers' name for them.
             **kwargs: Passed on to SDPA.
 
         Returns:
@@ -503,19 +528,26 @@ class AttentionHandle:
             keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
             if attention_mask is not None:
                 attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
-            dense, _ = sdpa_attention_forward(
-                module, query[:, :, :prompt], keys, values, attention_mask, scaling=scaling, **kwargs
+            dense, _ = dense_attention(
+                module,
+                query[:, :, :prompt],
+                keys,
+                values,
+                attention_mask,
+                s_aux=s_aux,
+                scaling=scaling,
+                **kwargs,
             )
             outputs.append(dense)
             del keys, values
         if step.split is not None:
             self.layer.split(step)
             if not step.num_decode:
-                self.layer.choose_kernels(query[:, :, :1])  # for the steps to come
+                self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
         if step.num_decode:
             scale = head_dim**-0.5 if scaling is None else scaling
             decoded = self.layer.decode(
-                query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale
+                query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale, s_aux
             )
             outputs.append(decoded.transpose(1, 2))
         del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
@@ -531,7 +563,7 @@ def leank_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend through the LeanK cache, or with plain SDPA where there is no cache.
+    """Attend through the LeanK cache, or with plain SDPA in other layers and where there is no cache.
 
     Args:
         module: The attention module.
@@ -548,12 +580,18 @@ def leank_attention(
     if not isinstance(key, torch.Tensor):
         attended: tuple[torch.Tensor, None] = key.attend(module, query, attention_mask, **kwargs)
         return attended
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != query.shape[2] and _is_pruned(module):
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
             "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
         )
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+    return dense_attention(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+
+
+def _is_pruned(module: Any) -> bool:
+    """Return whether an attention module's layer is one of those that are pruned."""
+    layers = module.config.leank.get("layers")
+    return layers is None or module.layer_idx in layers
 
 
 def leank_mask(

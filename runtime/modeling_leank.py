@@ -63,11 +63,11 @@ class LeanKMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if settings.has_scales:
             shape = (settings.num_key_value_heads, settings.head_dim)
-            for layer in self.base_model.layers:  # type: ignore[attr-defined]
+            for attention in self._pruned_attentions():
                 for name in SCALE_NAMES:
                     # On no `meta` device, so that what is not loaded stays what no cache is built with.
                     unknown = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
-                    layer.self_attn.register_buffer(name, unknown)
+                    attention.register_buffer(name, unknown)
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
@@ -145,12 +145,17 @@ class LeanKMixin:
 
     def _scales(self) -> list[Scales] | None:
         """Return the checkpoint's scales, layer by layer; None without any."""
-        attentions = [layer.self_attn for layer in self.base_model.layers]  # type: ignore[attr-defined]
+        attentions = self._pruned_attentions()
         if not hasattr(attentions[0], SCALE_NAMES[0]):
             return None
         found = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
         check_scales(found)
         return [Scales(*(scale[None] for scale in scales)) for scales in found]
+
+    def _pruned_attentions(self) -> list[Any]:
+        """Return the attention modules of the layers that are pruned."""
+        layers = self.base_model.layers  # type: ignore[attr-defined]
+        return [layers[number].self_attn for number in read_settings(self.config).layers]
 
     def _channel_masks(self) -> Sequence[torch.Tensor]:
         return read_settings(self.config).channel_masks.unbind()

@@ -26,6 +26,7 @@ def decode_attention(
     sink_size: int,
     max_length: int,
     softmax_scale: float,
+    sinks: torch.Tensor | None = None,
     view: StoredView | None = None,
 ) -> torch.Tensor:
     """Attend to sink, pruned and recent tokens.
@@ -42,6 +43,7 @@ def decode_attention(
         sink_size: Tokens at the front that are never pruned.
         max_length: Upper bound of `seen`, known to the host.
         softmax_scale: Factor on the logits.
+        sinks: Logits of the heads' attention sinks `[H]`; None without any.
         view: Where the stored tokens lie, where it is at hand; else it is read from the store's tables.
 
     Returns:
@@ -83,7 +85,9 @@ def decode_attention(
     lowest = torch.finfo(dtype).min
     scores = scores.masked_fill(hidden_tokens, lowest)
     window_scores = window_scores.masked_fill(hidden_places, lowest)
-    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v)
+    if sinks is not None:
+        sinks = sinks.to(dtype).view(num_kv_heads, num_groups, 1).expand(-1, -1, num_queries).flatten(1)
+    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, sinks)
     if store.value_scale is not None:
         attended = attended * store.value_scale[:, :, None]
     return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
@@ -160,6 +164,7 @@ def _attend_regions(
     stored_v: torch.Tensor,
     window_scores: torch.Tensor,
     window_v: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * Q, D]`."""
     num_heads = len(layout.widths)
@@ -172,7 +177,8 @@ def _attend_regions(
             select = head_index(heads, num_heads)
             if part_scores is window_scores:
                 part_scores = part_scores[:, select]
-            parts.append((select, _weigh(part_scores.softmax(-1), part_v, listed)))
+            weights = _softmax(part_scores, None if sinks is None else sinks[select])
+            parts.append((select, _weigh(weights, part_v, listed)))
     if len(parts) == 1:
         return parts[0][1]
     sample = parts[0][1]
@@ -180,3 +186,11 @@ def _attend_regions(
     for select, part in parts:
         out[:, select] = part
     return out
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weigh `[B, heads, G * Q, n]`, beside a sink's logit `[heads, G * Q]` that takes its share."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks[None, :, :, None].expand(len(scores), -1, -1, -1)
+    return torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]

@@ -343,6 +343,8 @@ class CacheMemory:
         window_values: V of heads of width 0, sink and recent tokens.
         pending_keys: Whole K that waits to be split (`prune="deferred"`).
         pending_values: Whole V that waits to be split.
+        other_keys: K of layers that are not pruned.
+        other_values: V of the same.
         dense_keys: K bytes that a dense cache uses for the same tokens. Padding is left out, except in input
             that waits to be split: how much of that is padding is not known yet.
         dense_values: V bytes of the same.
@@ -354,18 +356,20 @@ class CacheMemory:
     window_values: RegionBytes = RegionBytes(0, 0)
     pending_keys: RegionBytes = RegionBytes(0, 0)
     pending_values: RegionBytes = RegionBytes(0, 0)
+    other_keys: RegionBytes = RegionBytes(0, 0)
+    other_values: RegionBytes = RegionBytes(0, 0)
     dense_keys: int = 0
     dense_values: int = 0
 
     @property
     def keys(self) -> RegionBytes:
         """K of all regions."""
-        return self.kept_keys + self.window_keys + self.pending_keys
+        return self.kept_keys + self.window_keys + self.pending_keys + self.other_keys
 
     @property
     def values(self) -> RegionBytes:
         """V of all regions."""
-        return self.kept_values + self.window_values + self.pending_values
+        return self.kept_values + self.window_values + self.pending_values + self.other_values
 
     @property
     def total(self) -> RegionBytes:

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels
 from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout, StoreTensors, head_index
+from .sinks_leank import add_sink_token
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
 _MAX_TOKENS = 1 << 18
@@ -35,6 +36,7 @@ def attend_turn(
     layout: ChunkLayout,
     sink_size: int,
     softmax_scale: float,
+    sinks: torch.Tensor | None = None,
     kernels: DecodeKernels | None = None,
 ) -> torch.Tensor:
     """Attend to what is stored, and causally to new tokens that are not stored yet.
@@ -49,6 +51,7 @@ def attend_turn(
         layout: How the layer's channels are cut into chunks.
         sink_size: Tokens at the front that are never pruned.
         softmax_scale: Factor on the logits.
+        sinks: Logits of the heads' attention sinks `[H]`; None without any.
         kernels: What copies rows, of the store's and the query's dtype; None is plain torch.
 
     Returns:
@@ -69,7 +72,10 @@ def attend_turn(
         ]
         attended = torch.zeros_like(columns)
         for heads, dense_keys, dense_values in with_new(cached, keys, values, kernels):
-            attended[:, heads] = _attend(columns[:, heads], dense_keys, dense_values, softmax_scale)
+            own_sinks = None if sinks is None else sinks.view(len(layout.widths), -1)[heads]
+            attended[:, heads] = _attend(
+                columns[:, heads], dense_keys, dense_values, softmax_scale, own_sinks
+            )
         output[rows][..., real, :] = attended
     return output.flatten(1, 2).to(query.dtype)
 
@@ -85,24 +91,29 @@ def _alike(stored: Sequence[tuple[int, int]], new_valid: torch.Tensor | None) ->
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax_scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]`, causally."""
-    num_new, num_tokens = query.shape[3], keys.shape[1]
+    """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]` and sinks, causally."""
+    states = query.flatten(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+    if sinks is not None:
+        states = add_sink_token(*states, sinks.flatten(), softmax_scale)
+    num_new, num_tokens = query.shape[3], states[1].shape[2]
     if query.is_cuda and query.dtype in KERNEL_DTYPES:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_tokens - num_new)
     attended = torch.nn.functional.scaled_dot_product_attention(
-        query.flatten(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
+        *states,
         attn_mask=mask,
         scale=softmax_scale,
         enable_gqa=True,
     )
-    return attended.view(query.shape)
+    return attended[..., : query.shape[4]].reshape(query.shape)
 
 
 def with_new(

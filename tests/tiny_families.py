@@ -10,6 +10,11 @@ import transformers
 from leank_convert.families import ARCHITECTURES
 
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Two layers with full attention among others.
+_MIXED: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 7,
+}
 # By `model_type`. Multipliers and biases are such that leaving one out would show.
 OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -38,6 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "hy_v3": {**_EXPERTS, "num_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 20},
 }
 # One row each; a release of transformers may lack a family.
 FAMILIES = [

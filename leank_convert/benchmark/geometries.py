@@ -94,7 +94,7 @@ def find_geometry(name: str | None, mask_shape: tuple[int, ...] | None) -> Geome
         return GEOMETRIES[name or next(iter(GEOMETRIES))]
     for geometry in GEOMETRIES.values():
         facts = geometry.facts
-        fits = mask_shape == (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+        fits = mask_shape == facts.mask_shape
         if fits and name in (None, geometry.name):
             return geometry
     known = ", ".join(f"`{key}`" for key in GEOMETRIES)

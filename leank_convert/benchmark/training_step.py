@@ -114,7 +114,7 @@ def draw_sample(
 
 def draw_factors(facts: ModelFacts, device: torch.device) -> Tensor:
     """Scaling factors uniform over [0, 1], as in the middle of training: float32 [L, H_kv, D]."""
-    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    shape = facts.mask_shape
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 

@@ -113,7 +113,8 @@ def warn_of_positions(evaluated: EvaluatedModel, num_tokens: int) -> None:
 def _as_stock(model: Any, architecture: Architecture) -> Any:
     """The stock model on the same weights: what the checkpoint is when it is loaded by its stock class."""
     config_class = getattr(transformers, architecture.config_class)
-    values = {**model.config.to_dict(), "model_type": architecture.model_type, "attn_implementation": "sdpa"}
+    values = {**model.config.to_dict(), "model_type": architecture.model_type}
+    values["attn_implementation"] = "eager" if architecture.sinks else "sdpa"
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
     # The very parameters, which decoding may lay elsewhere. Masks of format 1 and scales of an FP8 cache are

@@ -19,6 +19,11 @@ from leank_convert.windows import Windows
 _SIZES = ("sink_size", "recent_size", "flush_size")
 
 
+def pruned_layers(cache: Any) -> list[Any]:
+    """The layers of a LeanK cache that are pruned, in order."""
+    return list(getattr(cache, "pruned_layers", cache.layers))  # older releases prune all
+
+
 def fork(cache: Any, windows: Windows | None = None) -> Any:
     """A cache that goes on from one whose prompts are pending, which stays as it is.
 

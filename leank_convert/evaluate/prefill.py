@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate.pending_caches import fork, join, stack_left_padded
+from leank_convert.evaluate.pending_caches import fork, join, pruned_layers, stack_left_padded
 from leank_convert.windows import Windows
 
 # Of a padded batch, lest the feed-forward layers' intermediate results take more than the cache does.
@@ -45,7 +45,7 @@ class Prefill:
     @property
     def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         """Of each layer, of all columns, after RoPE; each [B, H_kv, S, D]."""
-        return [layer.pending for layer in self.cache.layers]
+        return [layer.pending for layer in pruned_layers(self.cache)]
 
 
 @torch.no_grad()
@@ -175,16 +175,18 @@ def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
 
 @contextmanager
 def _recorded_queries(model: Any, num_queries: int) -> Iterator[list[Tensor]]:
-    """Collect every layer's last queries of the forward pass within this context."""
+    """Collect every pruned layer's last queries of the forward pass within this context."""
     queries: list[Tensor] = []
     if not num_queries:
         yield queries
         return
+    pruned = model.config.leank.get("layers", range(model.config.num_hidden_layers))
     name = model.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def record(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        queries.append(query[:, :, -num_queries:].clone())
+        if module.layer_idx in pruned:
+            queries.append(query[:, :, -num_queries:].clone())
         return attend(module, query, *args, **kwargs)
 
     # The cache keeps no queries: nothing but a method under evaluation asks for them.

@@ -25,6 +25,7 @@ from leank_convert.evaluate.compared_cache import Compared
 from leank_convert.evaluate.evaluated import EvaluatedModel
 from leank_convert.evaluate.int4 import Int4Layer
 from leank_convert.evaluate.kivi import KiviLayer
+from leank_convert.evaluate.pending_caches import pruned_layers
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.quest import QuestLayer
 from leank_convert.evaluate.snapkv import SnapKVLayer
@@ -73,8 +74,11 @@ class Dense:
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A dense cache of the prompts' keys and values."""
         cache = DynamicCache()
-        for index, (keys, values) in enumerate(prefill.keys_and_values):
-            cache.update(keys, values, index)
+        for index, layer in enumerate(prefill.fork().layers):
+            if hasattr(layer, "pending"):
+                cache.update(*layer.pending, index)
+            else:  # it is not pruned, and the stock class's already
+                cache.layers.append(layer)
         return self.model, cache
 
 
@@ -110,7 +114,7 @@ class Masked:
                 )
             cache.kv_dtype = self.kv_dtype
         if self.channel_masks is not None:
-            for layer, mask in zip(cache.layers, self.channel_masks, strict=True):
+            for layer, mask in zip(pruned_layers(cache), self.channel_masks, strict=True):
                 layer.set_channel_mask(mask.to(prefill.model.device))
         return prefill.model, cache
 
@@ -155,7 +159,7 @@ class ThinK:
         keys_of_layers = [keys for keys, _ in prefill.keys_and_values]
         widths = self._widths(keys_of_layers)
         for layer, queries, keys, kept in zip(
-            cache.layers, prefill.queries, keys_of_layers, widths, strict=True
+            pruned_layers(cache), prefill.queries, keys_of_layers, widths, strict=True
         ):
             window = queries[:, :, -self.query_window :]
             layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))
@@ -185,6 +189,11 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     for name in names:
         if name not in OTHERS:
             raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(OTHERS)}")
+        if "layers" in evaluated.leank and name.removeprefix("leank+") in ("int4", "kivi", "quest", "snapkv"):
+            raise LeanKError(
+                f"`{name}` is not known beside layers that are not pruned, as this model has some",
+                hint=f"take one of {WINDOW}, {THINK}, fp8, leank+fp8",
+            )
     return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
 
 

@@ -12,6 +12,7 @@ from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.whole_cache import describe_layers
 from leank_convert.windows import Windows
 
 _CARD = """\
@@ -40,7 +41,7 @@ the cache keeps {kept:.1%} of the key channels of all tokens but the first {sink
 | window | first {sink}, last {recent} to {recent_most} | {window} |
 | pruned | all between | {cache.key_pruned:,} | {cache.value_pruned:,} | {cache.saved:.1%} |
 
-At {element_bytes} bytes per number, over all layers and heads.{stored}
+At {element_bytes} bytes per number, over all {pruned_layers}layers and heads.{stored}{layers}
 
 ## Load
 
@@ -141,6 +142,7 @@ def build_model_card(
         method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         cache=cache,
         **_describe_stored(leank, cache, element_bytes),
+        **_describe_layers(facts, leank, cache, windows, element_bytes),
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
         accuracy=_describe_accuracy(held_out, known, given_name, noted_name),
@@ -159,6 +161,21 @@ def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken, element_byt
     return {
         "window": f"{cache.key_dense * share:,.0f} | {cache.value_dense * share:,.0f} | {1 - share:.0%}",
         "stored": stored,
+    }
+
+
+def _describe_layers(
+    facts: ModelFacts, leank: Mapping[str, Any], cache: BytesPerToken, windows: Windows, element_bytes: int
+) -> dict[str, str]:
+    """What the card says of layers that are not pruned, if there are some."""
+    if not facts.is_mixed:
+        return {"pruned_layers": "", "layers": ""}
+    stored_bytes = BYTES_PER_ELEMENT.get(leank.get("kv_dtype") or "")
+    sentence = describe_layers(facts, cache, windows, element_bytes, stored_bytes)
+    return {
+        "pruned_layers": "pruned ",
+        "layers": f"\n\nThis checkpoint {sentence}. The other layers keep the cache that they have in the "
+        f"dense model, at most {facts.window:,} tokens of a row.",
     }
 
 

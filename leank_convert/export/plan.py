@@ -83,7 +83,7 @@ def plan_export(
     edits: dict[str, TensorEdit] = {}
     check_unedited(checkpoint, facts)
     _refuse_own_names(checkpoint, facts)
-    for layer, permutation in enumerate(layout.head_permutation):
+    for layer, permutation in zip(facts.layers, layout.head_permutation, strict=True):
         for edit in plan_layer(checkpoint, facts, layer, permutation):
             edits[edit.tensor] = edit
     return ExportPlan(
@@ -95,7 +95,7 @@ def _plan_scales(
     checkpoint: Checkpoint, facts: ModelFacts, layout: HeadLayout, scales: KVScales
 ) -> dict[str, dict[str, Tensor]]:
     """Scales by the file of their layer's attention."""
-    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    shape = facts.mask_shape
     if scales.keys.shape != shape or scales.values.shape != shape:
         raise LeanKError(
             f"scales are {list(scales.keys.shape)} and {list(scales.values.shape)}, the model has "
@@ -103,7 +103,7 @@ def _plan_scales(
             hint="measure them on this model",
         )
     added: dict[str, dict[str, Tensor]] = {}
-    for layer, tensors in enumerate(scales.tensors(facts, layout.head_permutation)):
+    for layer, tensors in zip(facts.layers, scales.tensors(facts, layout.head_permutation), strict=True):
         shard = checkpoint.shard_of(facts.architecture.attention_tensor(layer, "o_proj.weight"))
         assert shard is not None  # or it would have been missed above
         added.setdefault(shard, {}).update(tensors)
@@ -113,7 +113,7 @@ def _plan_scales(
 def plan_layer(
     checkpoint: Checkpoint, facts: ModelFacts, layer: int, permutation: tuple[int, ...]
 ) -> list[TensorEdit]:
-    """Plan the edits of one layer and check its attention tensors.
+    """Plan the edits of one layer, none without a permutation, and check its attention tensors.
 
     Q rows move in blocks of G·D, K and V rows in blocks of D, biases and norms over all heads likewise, O
     columns in blocks of G·D: one block per KV head each. Of Q, K and V in one projection, rows move in blocks
@@ -150,6 +150,8 @@ def plan_layer(
             expect(bias, (rows,), order)
     if facts.o_bias:
         expect("o_proj.bias", (facts.hidden_size,))
+    if family.sinks:
+        expect("sinks", (facts.num_attention_heads,), permutation)
     for norm, rows in (("q_norm.weight", queries), ("k_norm.weight", keys)):
         if facts.qk_norm == "heads":
             expect(norm, (rows,), permutation)
@@ -168,7 +170,7 @@ def _fused_order(facts: ModelFacts, permutation: tuple[int, ...]) -> tuple[int, 
 
 
 def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Check that every tensor outside attention is there, and what config.json says of quantization.
+    """Check that every tensor outside pruned attention is there, and what config.json says of quantization.
 
     Raises:
         LeanKError: If one is missing or has another shape, or a dtype of quantized weights in a model that
@@ -177,6 +179,8 @@ def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
     check_quantization(checkpoint)
     for name, shape in _unedited(checkpoint, facts).items():
         _expect(checkpoint, name, shape)
+    for layer in set(range(facts.num_hidden_layers)) - set(facts.layers):
+        plan_layer(checkpoint, facts, layer, ())
     head = facts.architecture.head_tensor
     if not facts.tie_word_embeddings or checkpoint.find(head) is not None:
         _expect(checkpoint, head, (facts.vocab_size, facts.hidden_size))

@@ -37,6 +37,8 @@ def check_stock_config(config: Mapping[str, Any], architecture: Architecture, *,
         # The class writes into what it is given.
         stock = getattr(transformers, architecture.config_class).from_dict(copy.deepcopy(dict(config)))
         stock.num_hidden_layers = 1
+        if getattr(stock, "layer_types", None) is not None:
+            stock.layer_types = stock.layer_types[-1:]
         with torch.device("meta"):
             getattr(transformers, architecture.causal_lm_class)(stock)
     except Exception as error:  # of as many kinds as there are keys

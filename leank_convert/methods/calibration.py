@@ -42,7 +42,7 @@ class Calibration:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the scores: [L, H_kv, D]."""
-        return self.facts.num_hidden_layers, self.facts.num_key_value_heads, self.facts.head_dim
+        return self.facts.mask_shape
 
     @cached_property
     def loaded(self) -> LoadedModel:

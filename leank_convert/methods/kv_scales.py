@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.data import SampleSource
 from leank_convert.device import choose_device
@@ -54,12 +55,12 @@ def measure_kv_scales(
         loaded = load_model(files, chosen, choose_device(device))
         samples = SampleSource(loaded.tokenizer, chosen.data, chosen.seed)
         samples.check()
-        shape = (files.facts.num_hidden_layers, files.facts.num_key_value_heads, files.facts.head_dim)
+        shape = files.facts.mask_shape
         largest = [torch.zeros(shape), torch.zeros(shape)]
         num_tokens = place = 0
         while num_tokens < NUM_TOKENS:
             prompt = samples.draw(place).prompt_ids()[: min(MAX_TOKENS, NUM_TOKENS - num_tokens)]
-            found = _largest(loaded.model, prompt)
+            found = _largest(loaded.model, prompt, files.facts)
             largest = [torch.maximum(*pair) for pair in zip(largest, found, strict=True)]
             num_tokens, place = num_tokens + len(prompt), place + 1
     for name, states in zip(("keys", "values"), largest, strict=True):
@@ -91,13 +92,14 @@ def _choose_recipe(
 
 
 @torch.no_grad()
-def _largest(model: PreTrainedModel, input_ids: Tensor) -> list[Tensor]:
+def _largest(model: PreTrainedModel, input_ids: Tensor, facts: ModelFacts) -> list[Tensor]:
     """The largest absolute keys and values of a prompt [N], each [L, H_kv, D] on the CPU."""
     cache = DynamicCache()
     device = next(model.parameters()).device
-    with attention_of(model, "sdpa"), uncompiled():
+    # transformers has no sinks in its SDPA.
+    with attention_of(model, "eager" if facts.architecture.sinks else "sdpa"), uncompiled():
         model.base_model(input_ids=input_ids[None].to(device), past_key_values=cache, use_cache=True)
     return [
-        torch.stack([getattr(layer, name)[0].abs().amax(1).float().cpu() for layer in cache.layers])
+        torch.stack([getattr(cache.layers[i], name)[0].abs().amax(1).float().cpu() for i in facts.layers])
         for name in ("keys", "values")
     ]

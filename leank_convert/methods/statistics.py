@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.errors import LeanKError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.train.fusion import uncompiled
+from leank_convert.train.windowed import causal_attention
 
 MEASURING_ATTENTION_NAME = "leank_measure"
 # Queries of the paper's observation window, "the last part of the input"; as many as ThinK takes.
@@ -127,7 +127,8 @@ def _fast_channels(module: Any, head_dim: int) -> Tensor:
     if not getattr(module, "use_rope", True):  # SmolLM3's layers without rotation
         return torch.zeros(head_dim, dtype=torch.bool)
     family = ARCHITECTURES.get(module.config.model_type)
-    rotated = int(head_dim * module.config.rope_parameters.get("partial_rotary_factor", 1))
+    ropes = module.config.rope_parameters
+    rotated = int(head_dim * ropes.get("full_attention", ropes).get("partial_rotary_factor", 1))
     return high_frequency_channels(
         head_dim, rotated=rotated, interleaved=family is not None and family.interleaved_pairs
     )
@@ -157,14 +158,16 @@ def _measuring_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     leank_measurement: _Measurement | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's dense attention, which leaves its statistics; transformers' attention signature."""
-    if leank_measurement is None or attention_mask is not None:
+    """One layer's dense attention, which leaves statistics if it is full; transformers' signature."""
+    if leank_measurement is None or scaling is None or attention_mask is not None:
         raise TypeError(f"attention `{MEASURING_ATTENTION_NAME}` needs `leank_measurement` and takes no mask")
-    leank_measurement.add(query[0], key[0], _fast_channels(module, key.shape[-1]))
-    output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-    return output, None
+    if sliding_window is None:
+        leank_measurement.add(query[0], key[0], _fast_channels(module, key.shape[-1]))
+    return causal_attention(module, query, key, value, scaling, sliding_window, s_aux), None
 
 
 AttentionInterface.register(MEASURING_ATTENTION_NAME, _measuring_attention)

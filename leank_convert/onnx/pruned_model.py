@@ -141,12 +141,19 @@ def check_traceable(facts: ModelFacts, origin: object) -> None:
     """Refuse what depends on more than a graph knows: on which tokens there are, or on how many.
 
     Raises:
-        LeanKError: If the model has a mixture of experts, or a rope whose angles depend on the length.
+        LeanKError: If the model has a mixture of experts, layers without full attention, or a rope whose
+            angles depend on the length.
     """
     if facts.architecture.experts is not None:
         raise LeanKError(
             f"`{origin}`: a `{facts.model_type}` layer is a mixture of experts, each of which runs on other "
             "tokens in every step; a graph runs everything",
+            hint="export it for PyTorch",
+        )
+    if facts.is_mixed:
+        raise LeanKError(
+            f"`{origin}`: only {len(facts.layers)} of {facts.num_hidden_layers} layers have full attention; "
+            "a graph's host keeps no window for others",
             hint="export it for PyTorch",
         )
     kind = facts.rope_parameters["rope_type"]

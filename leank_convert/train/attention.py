@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.split_attention import Regions, StoredContext, split_attention
+from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
 
 ATTENTION_NAME = "leank_train"
 
@@ -50,11 +50,13 @@ class QuestionPass:
         context: The stored context; takes the keys and values of the questions.
         regions: How these tokens see it and one another.
         num_questions: Tokens of questions; those of answers follow them.
+        window_regions: The same in layers with a sliding window, None without any.
     """
 
     context: StoredContext
     regions: Regions
     num_questions: int
+    window_regions: Regions | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class AnswerPass:
             None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
         gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
             times what it is without the middle; None for no such mixture.
+        window_regions: As regions, in layers with a sliding window, which are dense; None without any.
     """
 
     context: StoredContext
@@ -76,6 +79,7 @@ class AnswerPass:
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
+    window_regions: Regions | None = None
 
 
 def training_attention(
@@ -87,6 +91,8 @@ def training_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     leank_pass: ContextPass | QuestionPass | AnswerPass | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Dispatch one layer's attention; transformers' attention signature.
@@ -100,6 +106,8 @@ def training_attention(
         scaling: The model's softmax scale.
         dropout: Ignored: the model is in eval mode.
         leank_pass: Which pass runs.
+        sliding_window: How many tokens a query of this layer sees, itself among them; None for all.
+        s_aux: Logits of attention sinks [H], by transformers' name for them; None without any.
         **kwargs: What else the model's family passes.
 
     Returns:
@@ -116,12 +124,19 @@ def training_attention(
         context.store(layer, key, value)
         if layer == module.config.num_hidden_layers - 1:
             raise ContextIsStored
-        return _context_attention(module, query, key, value, context, scaling), None
+        output = _context_attention(module, query, key, value, context, scaling, sliding_window, s_aux)
+        return output, None
+    regions = leank_pass.regions if sliding_window is None else leank_pass.window_regions
+    assert regions is not None
     if isinstance(leank_pass, QuestionPass):
         num = leank_pass.num_questions
         context.questions[layer] = key[:, :, :num], value[:, :, :num]
-        return split_attention(query, key, value, context, layer, leank_pass.regions, scaling), None
-    return _answer_attention(query, key, value, leank_pass, layer, scaling), None
+    else:
+        asked = context.questions[layer]
+        key, value = (torch.cat(parts, dim=2) for parts in zip(asked, (key, value), strict=True))
+        if sliding_window is None:
+            return _answer_attention(module, query, key, value, leank_pass, scaling, s_aux), None
+    return split_attention(query, key, value, context, layer, regions, scaling, sinks=s_aux), None
 
 
 # The context pass may run through compiled layers (`fusion`); what is fused already stays out of them.
@@ -132,43 +147,73 @@ AttentionInterface.register(
 
 
 def _answer_attention(
-    query: Tensor, key: Tensor, value: Tensor, answers: AnswerPass, layer: int, scaling: float
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    answers: AnswerPass,
+    scaling: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the answers' N tokens with a layer's factors and gates: [1, N, H, D]."""
-    asked = answers.context.questions[layer]
-    keys, values = (torch.cat(parts, dim=2) for parts in zip(asked, (key, value), strict=True))
-    factors = answers.scaling_factors[layer]
+    # Among the layers with full attention: factors and gates are of those alone.
+    kinds = getattr(module.config, "layer_types", None)
+    place = module.layer_idx if kinds is None else kinds[: module.layer_idx].count("full_attention")
+    factors = answers.scaling_factors[place]
 
     def attend_with(sees_middle: Tensor | None) -> Tensor:
         return split_attention(
-            query, keys, values, answers.context, layer, answers.regions, scaling, factors, sees_middle
+            query,
+            key,
+            value,
+            answers.context,
+            module.layer_idx,
+            answers.regions,
+            scaling,
+            factors,
+            sees_middle,
+            sinks=sinks,
         )
 
-    output = attend_with(None if answers.sees_middle is None else answers.sees_middle[layer])
+    output = attend_with(None if answers.sees_middle is None else answers.sees_middle[place])
     if answers.gates is None:
         return output
     compute = torch.promote_types(query.dtype, torch.float32)
-    gates = answers.gates[layer].to(query.device, compute)
+    gates = answers.gates[place].to(query.device, compute)
     streaming = attend_with(torch.zeros_like(gates, dtype=torch.bool))
     shares = gates.repeat_interleave(query.shape[1] // len(gates))[:, None]
     return torch.lerp(streaming.to(compute), output.to(compute), shares).to(query.dtype)
 
 
 def _context_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, context: StoredContext, scaling: float
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: StoredContext,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention of a block's N tokens over themselves and all blocks before: [1, N, H, D]."""
     if not context.num_seen:
-        output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
-        return output
+        return causal_attention(module, query, key, value, scaling, window, sinks)
     before = context.load(module.layer_idx, context.num_seen)
-    if fused_kernel(query, *before) and fused_kernel(query, key, value, is_causal=True):
+    is_fused = fused_kernel(query, *before) and fused_kernel(query, key, value, is_causal=True)
+    if window is None and is_fused:
         output, lse = attend(query, *before, scaling=scaling)
         own, own_lse = attend(query, key, value, scaling=scaling, is_causal=True)
         # The merge of two softmaxes, in one pass over the outputs.
         share = torch.sigmoid(own_lse - lse).to(output.dtype)
-        return torch.lerp(output, own, share[..., None]).transpose(1, 2)
+        output = torch.lerp(output, own, share[..., None])
+        if sinks is not None:
+            output = beside_sinks(output, torch.logaddexp(own_lse, lse), sinks)
+        return output.transpose(1, 2)
+    if window is not None:
+        before = before[0][:, :, -window:], before[1][:, :, -window:]
     keys, values = (torch.cat(parts, dim=2) for parts in zip(before, (key, value), strict=True))
+    if window is not None or sinks is not None:
+        return masked_attention(query, keys, values, scaling, window, sinks)
     num_queries, num_keys = query.shape[2], keys.shape[2]
     # The bias stands for a mask that PyTorch's kernels never form; it has it for CUDA alone.
     mask = (

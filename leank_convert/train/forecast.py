@@ -88,7 +88,7 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         schedule, recipe, facts = Schedule(self.recipe), self.recipe, self.facts
-        heads = facts.num_hidden_layers * facts.num_key_value_heads
+        heads = len(facts.layers) * facts.num_key_value_heads
         contexts = schedule.num_steps * recipe.batch_size
         return {
             "model": self.model,

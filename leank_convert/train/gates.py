@@ -48,7 +48,7 @@ def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
     """
     folder = Path(str(recipe.heads.pattern))
     gates = _read_gates(folder / GATES_NAME)
-    expected = (facts.num_hidden_layers, facts.num_key_value_heads)
+    expected = facts.mask_shape[:2]
     if gates.shape != expected:
         raise LeanKError(
             f"`{folder / GATES_NAME}` has gates of shape {list(gates.shape)}; the model needs "

@@ -13,7 +13,7 @@ from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPa
 from leank_convert.train.fusion import uncompiled
 from leank_convert.train.packing import PackedSample
 from leank_convert.train.scaling import distillation_loss
-from leank_convert.train.split_attention import StoredContext, plan_regions
+from leank_convert.train.split_attention import Regions, StoredContext, plan_regions, plan_window_regions
 from leank_convert.windows import Windows
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
@@ -114,7 +114,8 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
         Final-norm hidden states of all these tokens [T, hidden_size]; those of answers are the teacher.
     """
     regions = plan_regions(packed, len(packed.input_ids), None, _device(model))
-    questions = QuestionPass(context, regions, packed.sizes.questions)
+    window_regions = _window_regions(model, packed, len(packed.input_ids))
+    questions = QuestionPass(context, regions, packed.sizes.questions, window_regions)
     with uncompiled():
         return _run(model, packed.input_ids, packed.positions, questions)
 
@@ -135,15 +136,29 @@ def run_answer_pass(
     """
     num_answers = packed.sizes.answers
     regions = plan_regions(packed, num_answers, student.windows, _device(model))
-    answers = AnswerPass(context, regions, student.scaling_factors, student.sees_middle, student.gates)
+    answers = AnswerPass(
+        context,
+        regions,
+        student.scaling_factors,
+        student.sees_middle,
+        student.gates,
+        _window_regions(model, packed, num_answers),
+    )
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
 
 
 def rotates_by_length(model: PreTrainedModel) -> bool:
     """Whether a token's rotary embedding depends on how many tokens run: then a block is not the whole's."""
-    rope_type = model.config.rope_parameters["rope_type"]
-    return "dynamic" in rope_type or rope_type == "longrope"
+    ropes = model.config.rope_parameters
+    kinds = [ropes] if "rope_type" in ropes else ropes.values()  # one for each kind of layers
+    return any("dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope" for rope in kinds)
+
+
+def _window_regions(model: PreTrainedModel, packed: PackedSample, num_queries: int) -> Regions | None:
+    """How the last tokens see the others in layers with a sliding window, None in a model without any."""
+    window = getattr(model.config, "sliding_window", None)
+    return None if window is None else plan_window_regions(packed, num_queries, window, _device(model))
 
 
 def _device(model: PreTrainedModel) -> torch.device:

@@ -319,7 +319,7 @@ class Run:
     def _student(self, phase: Phase) -> Student:
         if phase.stage == 0:
             facts = self.loaded.facts
-            shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+            shape = facts.mask_shape
             return Student(self._windows, self._factors.new_ones(shape), gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
             heads = self._retrieval_heads

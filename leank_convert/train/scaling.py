@@ -15,13 +15,13 @@ from leank_convert.architectures import ModelFacts
 
 def initial_scaling_factors(facts: ModelFacts, device: torch.device) -> Tensor:
     """All ones, float32 [L, H_kv, D]: training starts from the dense model."""
-    shape = (facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
+    shape = facts.mask_shape
     return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def initial_gates(facts: ModelFacts, device: torch.device) -> Tensor:
     """All ones, float32 [L, H_kv, 1]: every head sees the middle as the dense model does."""
-    shape = (facts.num_hidden_layers, facts.num_key_value_heads, 1)
+    shape = (*facts.mask_shape[:2], 1)
     return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
 
 

@@ -118,12 +118,14 @@ class Regions:
         middle_stop: End of the middle.
         seen: Which queries see which keys of the second part, bool [N, W].
         full: Where a query sees a key with every channel, bool [N, W]; None for everywhere.
+        first: Context tokens before it are seen by no query, and left out of all other numbers here.
     """
 
     middle_start: int
     middle_stop: int
     seen: Tensor
     full: Tensor | None
+    first: int = 0
 
 
 def plan_regions(
@@ -161,6 +163,26 @@ def plan_regions(
     return Regions(start, stop, seen, (j < windows.sink_size) | (j >= positions - windows.recent_size))
 
 
+def plan_window_regions(packed: PackedSample, num_queries: int, window: int, device: torch.device) -> Regions:
+    """Find out how the last tokens of some packed questions see everything in layers with a sliding window.
+
+    Args:
+        packed: Context and questions.
+        num_queries: N; the queries are the last N of the tokens that follow the context.
+        window: How many tokens a query sees, itself among them.
+        device: Where the queries are.
+    """
+    first = max(packed.sizes.least_context - window + 1, 0)
+    key_positions, key_owners = (t.to(device, non_blocking=True) for t in (packed.positions, packed.owners))
+    positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]
+    context = torch.arange(first, packed.sizes.context, device=device)
+    seen = context > positions - window
+    if packed.num_real is not None:
+        seen = seen & (context < packed.num_real.to(device))
+    own = (key_owners == owners) & (key_positions <= positions) & (key_positions > positions - window)
+    return Regions(0, 0, torch.cat([seen, own], dim=1), None, first)
+
+
 def split_attention(
     query: Tensor,
     key: Tensor,
@@ -171,6 +193,7 @@ def split_attention(
     scaling: float,
     scaling_factors: Tensor | None = None,
     sees_middle: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over a stored context and the tokens that follow it.
 
@@ -187,6 +210,7 @@ def split_attention(
         scaling: The model's softmax scale.
         scaling_factors: This layer's [H_kv, D]; None for dense attention.
         sees_middle: This layer's heads [H_kv] that see the middle; None for all.
+        sinks: Logits of this layer's attention sinks [H], which take their share of the softmax, or None.
 
     Returns:
         [1, N, H, D] in the query's dtype.
@@ -198,8 +222,10 @@ def split_attention(
         compute = torch.promote_types(query.dtype, torch.float32)
         scaled = folded.to(compute) * scaling_factors.to(query.device, compute)[:, None]
     hidden = None if sees_middle is None else ~sees_middle.to(query.device)
+    if sinks is not None:
+        sinks = sinks.view(key.shape[1], -1, 1).expand(-1, -1, num_queries).flatten(1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-        folded, scaled, key, value, context, layer, regions, scaling, hidden
+        folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks
     )
     return output.view(batch, num_heads, num_queries, head_dim).transpose(1, 2).to(query.dtype)
 
@@ -219,8 +245,9 @@ class _SplitAttention(torch.autograd.Function):
         regions: Regions,
         scaling: float,
         hidden: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        stored = context.load(layer)
+        stored = _seen(context, layer, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
         scores = rest.scores(query, scaled, scaling, hidden)
         lse = scores.logsumexp(-1)
@@ -231,6 +258,8 @@ class _SplitAttention(torch.autograd.Function):
             if hidden is not None:
                 middle_lse = middle_lse.masked_fill(hidden[:, None], float("-inf"))
             lse = torch.logaddexp(lse, middle_lse)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
         output = scores.sub_(lse[..., None]).exp_() @ rest.values
         if middle is not None:
             output += middle * torch.exp(middle_lse - lse)[..., None]
@@ -244,7 +273,7 @@ class _SplitAttention(torch.autograd.Function):
         query, scaled, key, value, output, lse, hidden = ctx.saved_tensors
         regions: Regions = ctx.regions
         scaling: float = ctx.scaling
-        stored = ctx.context.load(ctx.layer)
+        stored = _seen(ctx.context, ctx.layer, regions)
         rest = _Rest(stored, key, value, regions, query.dtype)
         weights = rest.scores(query, scaled, scaling, hidden).sub_(lse[..., None]).exp_()
         own = slice(rest.keys.shape[2] - key.shape[2], None)
@@ -275,8 +304,13 @@ class _SplitAttention(torch.autograd.Function):
             to_scaled,
             to_key.to(key.dtype),
             to_value.to(value.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
+
+
+def _seen(context: StoredContext, layer: int, regions: Regions) -> Pair:
+    key, value = (kept[:, :, regions.first :] for kept in context.load(layer))
+    return key, value
 
 
 def _middle(stored: Pair, regions: Regions) -> Pair:

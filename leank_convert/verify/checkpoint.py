@@ -141,7 +141,7 @@ def _check_headers(folder: Path) -> tuple[Checkpoint, str]:
 
 def _check_shapes(checkpoint: Checkpoint, facts: ModelFacts) -> str:
     check_unedited(checkpoint, facts)
-    for layer in range(facts.num_hidden_layers):
+    for layer in facts.layers:
         plan_layer(checkpoint, facts, layer, tuple(range(facts.num_key_value_heads)))
     return f"{facts.num_hidden_layers} layers"
 
@@ -152,7 +152,7 @@ def _read_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, A
     tensors = [name for name in names if checkpoint.find(name)]
     if tensors and leank["format_version"] != FORMAT_WITH_MASK_TENSORS:
         raise LeanKError(f"tensor `{tensors[0]}` is none of format {leank['format_version']}")
-    for layer, name in enumerate(names):
+    for layer, name in zip(facts.layers, names, strict=True):
         query = facts.architecture.attention_tensor(layer, "q_proj.weight")
         if checkpoint.find(name) and checkpoint.shard_of(name) != checkpoint.shard_of(query):
             raise LeanKError(f"tensor `{name}` is not in the file of its layer's q_proj")

@@ -154,7 +154,7 @@ def _compare_weights(
     edits: dict[str, TensorEdit] = {}
 
     def same_tensors() -> str:
-        for layer, permutation in enumerate(leank["head_permutation"]):
+        for layer, permutation in zip(facts.layers, leank["head_permutation"], strict=True):
             edits.update(
                 (edit.tensor, edit) for edit in plan_layer(original, facts, layer, tuple(permutation))
             )

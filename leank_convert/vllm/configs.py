@@ -21,9 +21,19 @@ class _ServedConfig:
     architectures: list[str] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check the version of vLLM, then the `leank` block."""
+        """Check the version of vLLM, then the `leank` block.
+
+        Raises:
+            ValueError: If the installed vLLM is another, or not all layers are pruned.
+        """
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        if self.leank is not None and "layers" in self.leank:
+            raise ValueError(
+                "config.json: `leank.layers` names the layers that are pruned, and vLLM was not run with a "
+                "LeanK cache beside a sliding window; decode with transformers, or serve the original model "
+                "densely"
+            )
 
     # vLLM tells metadata builders the prompts' lengths (`CommonAttentionMetadata.rswa_prefix_lens`) where a
     # model has such a window. Nothing else reads it of layers that bring their own backend.

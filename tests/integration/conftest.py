@@ -45,7 +45,7 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
         options: dict[str, Any] = {
             "hidden_size": 64,
             "intermediate_size": 48,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": len(config.get("layer_types", range(2))),
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -58,9 +58,8 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
         if family == "Mistral":
             options["sliding_window"] = None
         options.update(config)
-        model = getattr(transformers, f"{family}ForCausalLM")(
-            getattr(transformers, f"{family}Config")(**options)
-        )
+        model_class = getattr(transformers, f"{family}ForCausalLM")
+        model = model_class(model_class.config_class(**options))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)
@@ -80,7 +79,12 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
         fast.save_pretrained(source)
 
         generator = torch.Generator().manual_seed(seed)
-        layers, heads, head_dim = 2, options["num_key_value_heads"], options["head_dim"]
+        kinds = config.get("layer_types", ["full_attention"] * 2)
+        layers, heads, head_dim = (
+            kinds.count("full_attention"),
+            options["num_key_value_heads"],
+            options["head_dim"],
+        )
         mask = torch.ones(layers, heads, head_dim, dtype=torch.bool)
         if widths is not None:
             mask.zero_()

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.prefill import decode_token, run_prefill
+from leank_convert.evaluate.variants import Dense, Masked
 from leank_convert.export import export_checkpoint
 from leank_convert.export.plan import plan_export
 from leank_convert.families import ARCHITECTURES, Architecture
@@ -87,6 +89,45 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(
     assert failed(verify_checkpoint(again)) == []
     expected = model.generate(**batch(), **GREEDY)
     assert load(again).generate(**batch(), **GREEDY).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(family: str, converted, load):
+    row = ARCHITECTURES[family]
+    checkpoint = converted(row.stem, WIDTHS, **OPTIONS[family])
+    ours = load(checkpoint.folder)
+    dense = getattr(transformers, row.causal_lm_class).from_pretrained(checkpoint.folder).eval()
+    prefill = run_prefill(ours, *batch().values())  # a row at a time: one has padding
+    for variant, model in ((Dense(dense), dense), (Masked("pruned"), ours)):
+        runner, cache = variant.start(prefill)
+        token, mask, answers = prefill.next_token, batch()["attention_mask"], [prefill.next_token]
+        for _ in range(15):
+            logits, mask = decode_token(runner, cache, token, mask)
+            token = logits.argmax(-1, keepdim=True)
+            answers.append(token)
+        expected = model.generate(**batch(), **GREEDY)[:, 23:]
+        assert torch.cat(answers, dim=1).tolist() == expected.tolist()
+
+
+def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp_path):
+    checkpoint = converted(
+        "Qwen2",
+        [[8, 0]],
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    assert failed(verify_checkpoint(checkpoint.folder, checkpoint.source)) == []
+    ours = load(checkpoint.folder)
+    assert ours.config.leank["layers"] == [0]
+    assert "prunes 1 of 2 layers" in (checkpoint.folder / "README.md").read_text()
+    cache = ours.generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
+    assert cache.layers[1].keys.shape[2] == 6 and "transformers' own cache" in cache.graph.why_eager
+    assert cache.memory().other_values.used == 2 * 2 * 6 * 16 * 4  # rows, heads, tokens, channels, bytes
+    with pytest.raises(ValueError, match="window of 7 tokens keep no tokens before it"):
+        cache.crop(-2)
+    with pytest.raises(LeanKError, match="only 1 of 2 layers have full attention"):
+        export_onnx(checkpoint.folder, None, tmp_path / "onnx")
 
 
 @pytest.mark.parametrize("row", FAMILIES)

@@ -26,12 +26,22 @@ LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
 QUESTIONS = [(0, 15)], [(3, 15), (6, 7)]
 
 
+def layer_types(family):
+    """Three layers with full attention; in a family of mixed layers each with another one behind it."""
+    kinds = ["full_attention"] * LAYERS
+    if "layer_types" in OPTIONS.get(family, {}):
+        kinds = [kind for full in kinds for kind in (full, *ARCHITECTURES[family].other_layers)]
+    return kinds
+
+
 def save_model(family, folder):
-    row = ARCHITECTURES[family]
+    row, options = ARCHITECTURES[family], {**OPTIONS.get(family, {})}
+    if "layer_types" in options:
+        options["layer_types"] = layer_types(family)
     config = getattr(transformers, row.config_class)(
         hidden_size=128,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=len(layer_types(family)),
         num_attention_heads=8,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
@@ -39,7 +49,7 @@ def save_model(family, folder):
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **OPTIONS.get(family, {}),
+        **options,
     )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)

@@ -27,6 +27,12 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
+def rope_of(config: Any) -> dict[str, Any]:
+    """That of layers with full attention."""
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
+
+
 @pytest.mark.parametrize("row", FAMILIES)
 def test_rows_name_what_transformers_has(row: Any) -> None:
     for name in (row.config_class, row.base_class, row.causal_lm_class):
@@ -36,7 +42,7 @@ def test_rows_name_what_transformers_has(row: Any) -> None:
     for key, value in row.config_defaults.items():
         assert getattr(config, key) == value
     for key, value in row.rope_defaults.items():
-        assert config.rope_parameters[key] == value
+        assert rope_of(config)[key] == value
 
 
 @pytest.mark.parametrize("row", FAMILIES)
@@ -51,7 +57,7 @@ def test_rows_name_what_transformers_has(row: Any) -> None:
 )
 def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, Any]) -> None:
     family = row.model_type
-    keys = {**keys, "num_hidden_layers": 3, "sliding_window": None, "max_position_embeddings": 300}
+    keys = {**keys, "num_hidden_layers": 6, "sliding_window": None, "max_position_embeddings": 300}
     if row.experts is not None:
         keys[row.experts.count_keys[0]] = 4
     config = AutoConfig.for_model(family, **keys)
@@ -60,8 +66,10 @@ def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, 
     assert facts.num_key_value_groups == config.num_attention_heads // config.num_key_value_heads
     stated = getattr(config, "head_dim", None)
     assert facts.head_dim == (stated or config.hidden_size // config.num_attention_heads)
-    rope = {"rope_parameters": config.rope_parameters}
-    if family == "ministral3":  # whose config class makes a rope up; no checkpoint leaves it out
+    rope = {"rope_parameters": rope_of(config)}
+    kinds = getattr(config, "layer_types", ["full_attention"] * 6)
+    assert facts.layers == tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    if family in ("ministral3", "gpt_oss"):  # whose config class makes a rope up; no checkpoint leaves it out
         facts = read_model_facts({**keys, **rope, "model_type": family}, origin="config.json")
     assert facts.rope_parameters == read_rope_parameters(rope, origin="config.json")
 
@@ -231,15 +239,33 @@ def test_activations_are_those_of_transformers_that_have_no_weights() -> None:
     [
         {**LLAMA, "model_type": "mistral"},
         {**LLAMA, "model_type": "mistral", "sliding_window": 4096},
-        {**QWEN2, "use_sliding_window": True, "max_window_layers": 1},
         {**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
-        {**QWEN2, "layer_types": ["full_attention", "sliding_attention"]},
+        {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]},
+        {**QWEN2, "layer_types": ["full_attention", "linear_attention"]},
     ],
-    ids=["mistral-default", "mistral", "qwen2-default-window", "qwen2", "layer-types"],
+    ids=["mistral-default", "mistral", "qwen2", "unmixed-family", "unknown-kind"],
 )
 def test_sliding_window_layers_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(LeanKError, match="of 2 layers attend within a sliding window only"):
         read_model_facts(config, origin="config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_layers_beside_full_attention_are_left_alone(changes: dict[str, Any]) -> None:
+    facts = read_model_facts({**QWEN2, **changes}, origin="config.json")
+    assert facts.is_mixed and facts.layers == (0,) and facts.mask_shape == (1, 2, 8)
+
+
+def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden() -> None:
+    gemma = {**LLAMA, "model_type": "gemma3_text", "sliding_window_pattern": 2}
+    with pytest.raises(LeanKError, match=r"`config_overrides.rope_theta`: kinds of layers of `gemma3_text`"):
+        apply_config_overrides(gemma, {"rope_theta": 1e7})
 
 
 @pytest.mark.parametrize(

@@ -250,13 +250,36 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
         inspect_artifact(config, Load(10**9, 100))
 
 
+def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> None:
+    keys: dict[str, object] = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 128,
+        "num_local_experts": 4,
+        "sliding_window": 128,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    facts = inspect_artifact(tmp_path)
+    assert facts["bytes_per_token"]["key_dense"] == 2 * 2 * 64 * 2  # of the two layers with full attention
+    whole, window = 128 + 1024 + 32, 2 * 512 * 128
+    assert facts["bytes_per_row"]["8192"] == {
+        "dense": 1024 * 8192 + window,
+        "pruned": 1024 * whole + 666 * (8192 - whole) + window,
+    }
+    assert "prunes 2 of 4 layers, those with full attention; K+V bytes per token" in render_inspection(facts)
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "gemma3", "text_config": {}}, "part of a larger one"),
         (
-            {"model_type": "olmo3", "layer_types": ["sliding_attention", "full_attention"]},
+            {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]},
             "1 of its 2 layers",
         ),
         ({"model_type": "gpt2"}, "unknown architecture"),

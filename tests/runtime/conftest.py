@@ -63,12 +63,13 @@ def build_pair(
     seed: int = 0,
     **config: Any,
 ) -> ModelPair:
-    num_layers, num_kv_heads, head_dim = masks.shape
+    num_pruned, num_kv_heads, head_dim = masks.shape
+    kinds = config.get("layer_types", ["full_attention"] * num_pruned)
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": num_kv_heads * groups * 8,
         "intermediate_size": 40,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": len(kinds),
         "num_attention_heads": num_kv_heads * groups,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -87,19 +88,21 @@ def build_pair(
         "format_version": 2,
         "widths": masks.sum(-1).tolist(),
         "channel_masks": packed(masks),
-        "head_permutation": [list(range(num_kv_heads))] * num_layers,
+        "head_permutation": [list(range(num_kv_heads))] * num_pruned,
         "sink_size": sink,
         "recent_size": recent,
         "flush_size": flush,
         "prune": prune,
     }
+    if "layer_types" in config:
+        block["layers"] = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     torch.manual_seed(seed)
-    dense_config = getattr(transformers, f"{family}Config")(**sizes)
-    dense = getattr(transformers, f"{family}ForCausalLM")(dense_config).eval()
-    leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
+    dense_class = getattr(transformers, f"{family}ForCausalLM")
+    dense = dense_class(dense_class.config_class(**sizes)).eval()
+    leank_config = configuration_leank.config_class_of(dense_class.config_class)(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
     leank.load_state_dict(dense.state_dict())
-    if hasattr(dense_config, "num_experts_per_tok"):  # torch has no fused product of experts in float64
+    if hasattr(leank_config, "num_experts_per_tok"):  # torch has no fused product of experts in float64
         for model in (dense, leank):
             model.set_experts_implementation("eager")
     return ModelPair(leank, dense, masks)
@@ -184,8 +187,18 @@ def view_of_every_token(
 def slow_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend over a whole row `[1, heads, n, D]`, pruned pairs by their kept channels alone, head by head."""
-    view, masks = kwargs["view"], kwargs["masks"][module.layer_idx]
+    """Attend over a whole row `[1, heads, n, D]`, pruned pairs by their kept channels alone, head by head.
+
+    A layer with a sliding window sees the last tokens within it, whatever the others do.
+    """
+    full = [i for i, kind in enumerate(kwargs["layer_types"]) if kind == "full_attention"]
+    view, window = kwargs["view"], kwargs.get("sliding_window")
+    if module.layer_idx in full:
+        masks = kwargs["masks"][full.index(module.layer_idx)]
+    else:
+        age = torch.arange(len(view))[:, None] - torch.arange(len(view))
+        view = torch.where((age >= 0) & (age < window), WHOLE, HIDDEN)
+        masks = torch.ones_like(kwargs["masks"][0])
     groups = query.shape[1] // key.shape[1]
     outputs = []
     for head in range(query.shape[1]):
@@ -195,6 +208,9 @@ def slow_attention(
         if not kept.any():
             logits = logits.masked_fill(view == PRUNED, -torch.inf)
         logits = logits.masked_fill(view == HIDDEN, -torch.inf)
+        if kwargs.get("s_aux") is not None:  # takes its share, and adds nothing
+            beside = kwargs["s_aux"][head].expand(len(logits), 1)
+            logits, v = torch.cat([logits, beside], -1), torch.cat([v, torch.zeros_like(v[:1])])
         outputs.append(logits.softmax(-1) @ v)
     return torch.stack(outputs, dim=1)[None], None
 
@@ -208,10 +224,10 @@ def slow_logits() -> Callable[..., torch.Tensor]:
 
     def compute(pair: ModelPair, ids: torch.Tensor, turns: Sequence[int], masks: Any = None) -> torch.Tensor:
         view = view_of_every_token(turns, *pair.sizes)
+        masks = pair.masks if masks is None else masks
+        kinds = getattr(pair.dense.config, "layer_types", None) or ["full_attention"] * len(masks)
         with torch.no_grad():
-            output = pair.exact(
-                ids[None], use_cache=False, view=view, masks=pair.masks if masks is None else masks
-            )
+            output = pair.exact(ids[None], use_cache=False, view=view, masks=masks, layer_types=kinds)
         return output.logits[0]
 
     return compute

@@ -75,7 +75,7 @@ def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
         ({"format_version": 1}, r"`leank.format_version` is 1, these runtime files read 2; load"),
         ({"format_version": "absent"}, r"`leank.format_version` is None"),
         ({"widths": "absent", "prune": "absent"}, r"lacks `widths`, `prune`; export"),
-        ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, the model has 2"),
+        ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, 2 are pruned"),
         ({"widths": 3}, r"`leank.widths` has int layers"),
         (
             {"widths": [[0, 16], [8]]},
@@ -116,18 +116,19 @@ def test_a_bad_block_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("config_class", "changes", "message"),
     [
-        (LeanKMistralConfig, {}, "`sliding_window` 4096"),
+        (LeanKMistralConfig, {}, "layers` is None, the layers with full attention are \\[\\]"),
         (
             LeanKQwen2Config,
             {"use_sliding_window": True, "max_window_layers": 1},
-            r"layers \[1\]: layers with",
+            r"attention are \[0\]; export",
         ),
-        (LeanKQwen3Config, {"use_sliding_window": True, "max_window_layers": 0}, r"layers \[0, 1\]"),
+        (LeanKQwen3Config, {"layers": [1]}, r"`leank.layers` is \[1\], the layers .* are \[0, 1\]"),
     ],
 )
-def test_sliding_windows_are_refused(config_class, changes, message):
+def test_layers_with_a_sliding_window_are_not_pruned(config_class, changes, message):
+    layers = {"layers": changes.pop("layers")} if "layers" in changes else {}
     with pytest.raises(ValueError, match=message):
-        config_class(**sizes(**changes), leank=block())
+        config_class(**sizes(**changes), leank=block(**layers))
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def test_sources_that_cannot_be_converted_are_refused(
     mask = fitting_mask(source)
     wrong = ChannelMask(ragged_mask(head_dim=16))
     refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
-    edit_json(source / "config.json", model_type="gpt_oss")
-    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is 'gpt_oss'")
+    edit_json(source / "config.json", model_type="gemma4")
+    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is 'gemma4'")
     edit_json(source / "config.json", model_type="mistral", sliding_window=64)
     refused(source, mask, tmp_path / "out", "sliding window")
     for name in ("pytorch_model.bin",):

@@ -251,7 +251,7 @@ def test_a_packaged_mask_comes_last(tiny: Path, tmp_path: Path) -> None:
         (["--mask", "tini"], "did you mean `tiny`"),
         (["--mask", "nothing-alike"], "packaged masks: `llama-3.1-8b-instruct-70`, `qwen2.5-7b-instruct-70`"),
         (["--mask", "testbed-70"], "has shape [4, 4, 64]; model"),
-        (["--mask", "testbed"], "needs [3, 4, 12] (layers, KV heads, head_dim)"),
+        (["--mask", "testbed"], "needs [3, 4, 12] (layers with full attention, KV heads, head_dim)"),
         (["--mask", "{own}", "--pruning-ratio", "0.5"], "the ratio picks among packaged masks"),
         (
             ["--all-channels", "--pruning-ratio", "0.5"],

@@ -5,6 +5,8 @@ import torch
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -25,11 +27,25 @@ from leank_convert.train.passes import (
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 
+# Three layers with full attention among others.
+_MIXED = {
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    "sliding_window": 7,
+}
 FAMILIES = {
     "llama": (LlamaConfig, {"attention_bias": True}),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
+    "gpt_oss": (GptOssConfig, {**_MIXED, "num_local_experts": 3, "num_experts_per_tok": 2}),
+    "gemma3_text": (Gemma3TextConfig, {**_MIXED, "query_pre_attn_scalar": 20}),
 }
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 # Question and answer tokens.
@@ -42,18 +58,19 @@ def build(family, dtype=torch.float32, **changes):
     config = config_class(
         hidden_size=48,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
         num_attention_heads=6,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         vocab_size=90,
-        **{"max_position_embeddings": 512, **options, **changes},
+        **{"num_hidden_layers": LAYERS, "max_position_embeddings": 512, **options, **changes},
     )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.25)
+    if family == "gpt_oss":  # torch has no fused product of experts in float64
+        model.set_experts_implementation("eager")
     return model.eval().requires_grad_(False)
 
 
@@ -77,7 +94,11 @@ def run_passes(model, sample, windows, factors, sees=None, gates=None, *, offloa
 def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):
     """Dense rows for the prompt, pruned rows for the answer, in one pass over one question's sequence."""
     factors, sees_middle, split, windows, gates = plan
-    groups, length, layer = query.shape[1] // key.shape[1], query.shape[2], module.layer_idx
+    groups, length, window = query.shape[1] // key.shape[1], query.shape[2], kwargs.get("sliding_window")
+    kinds = getattr(module.config, "layer_types", ["full_attention"] * LAYERS)
+    layer = kinds[: module.layer_idx].count("full_attention")
+    if window is not None:
+        factors, sees_middle, gates, layer = torch.ones_like(factors[:1]), None, None, 0
     keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scaled = key * factors[layer][:, None].to(key.dtype)
     dense = scaling * query @ keys.mT
@@ -87,7 +108,12 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
         pruned = pruned.masked_fill(hidden[:, None, None], float("-inf"))
     p, j = torch.arange(length)[:, None], torch.arange(length)[None]
     full = (p < split) | (j < windows.sink_size) | (j >= p - windows.recent_size)
-    logits = torch.where(full, dense, pruned).masked_fill(j > p, float("-inf"))
+    hidden = (j > p) | (j <= p - (window or length))
+    logits = torch.where(full, dense, pruned).masked_fill(hidden, float("-inf"))
+    if kwargs.get("s_aux") is not None:  # takes its share, and adds nothing
+        sinks = kwargs["s_aux"].view(1, -1, 1, 1).expand(-1, -1, length, -1)
+        logits, values = torch.cat([logits, sinks], -1), torch.nn.functional.pad(values, (0, 0, 0, 1))
+        full = torch.nn.functional.pad(full, (0, 1), value=True)
     output = logits.softmax(-1) @ values
     if gates is not None:
         gate = gates[layer].repeat_interleave(groups)[:, None, None]
@@ -179,7 +205,7 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     ones = torch.ones(LAYERS, KV_HEADS, HEAD_DIM)
     assert distil(model, pack_sample(sample), Student(Windows(4, 6), ones)) < 1e-10
     teacher, _ = run_passes(model, sample, Windows(4, 6), ones)
-    model.config._attn_implementation = "sdpa"
+    model.config._attn_implementation = "eager"
     ids = torch.cat([sample.prefix_ids, sample.questions[0].input_ids])[None]
     stock = model.base_model(ids, use_cache=False).last_hidden_state[0, 60:]
     torch.testing.assert_close(teacher, stock, rtol=1e-4, atol=1e-4)
@@ -274,8 +300,9 @@ def test_attention_without_a_pass_says_what_is_missing():
 
 @pytest.mark.parametrize("windows", [Windows(5, 8), Windows(5, 60), Windows(70, 20), Windows(4, 300)])
 @pytest.mark.parametrize("num_context", [65, 100, 128])  # one size, whose middle begins at the same place
-def test_padding_changes_neither_loss_nor_gradient(num_context, windows):
-    model = build("llama", torch.float64)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_padding_changes_neither_loss_nor_gradient(family, num_context, windows):
+    model = build(family, torch.float64)
     sample = draw_sample(num_context, SEVERAL)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
     sees = torch.tensor([[True, True], [False, True], [False, False]])
