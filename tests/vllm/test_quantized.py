@@ -1,4 +1,4 @@
-"""Quantized weights: their one rank has all heads in order, so whatever belongs to them is loaded as it is."""
+"""Quantized weights: their one rank has all heads in order, so what belongs to them is loaded as it is."""
 
 from types import SimpleNamespace
 from typing import Any
