@@ -70,11 +70,13 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
     """Load a causal language model to decode with.
 
     Raises:
-        LeanKError: If transformers, or the checkpoint's own code, refuses it.
+        LeanKError: If transformers, or the checkpoint's own code, refuses it, or lacks a library for it.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ImportError as error:  # of what reads quantized weights
+        raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
     except ValueError as error:
         raise LeanKError(
             f"`{folder}` cannot be loaded: {first_line(error)}",

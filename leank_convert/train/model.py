@@ -19,7 +19,7 @@ from transformers import (
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint, open_checkpoint
 from leank_convert.config_overrides import apply_config_overrides
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import ModelSection, Recipe
@@ -160,6 +160,8 @@ def _load_weights(files: ModelFiles, recipe: Recipe, device: torch.device) -> Pr
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    except ImportError as error:  # of what reads quantized weights
+        raise LeanKError(f"model `{name}` cannot be loaded: {first_line(error)}") from error
     except SafetensorError as error:
         raise LeanKError(
             f"the weights of model `{name}` cannot be read: {error}", hint="fetch or copy its files again"

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.evaluated import load_model
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.onnx import export_onnx
+from leank_convert.recipe_file import load_recipe
+from leank_convert.train.model import load_model as load_training_model
+from leank_convert.train.model import open_model
 from leank_convert.verify import verify_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -168,22 +172,46 @@ def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_m
     assert dequantize(written[name], written[f"{name}_scale"]).equal(load_file(expected / WEIGHTS)[name])
 
 
-@pytest.mark.filterwarnings("ignore:.*FP8:UserWarning")
 @pytest.mark.parametrize("scheme", [BLOCKS, STATIC], ids=["blocks", "one scale"])
-def test_transformers_reads_the_result_as_it_reads_the_source(
-    scheme: Scheme, quantized, fitting_mask, tmp_path
+def test_transformers_reads_the_permuted_weights(
+    scheme: Scheme, quantized, fitting_mask, tmp_path, edit_json
 ):
     source, plain = quantized(scheme)
+    edit_json(
+        source / "config.json", quantization_config={**scheme.config, "dequantize": True}
+    )  # wants no GPU
+    mask = fitting_mask(plain)
+    found, expected = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out"),
+            trust_remote_code=True,
+            dtype=torch.float32,
+        )
+        for folder in (source, plain)
+    )
+    assert type(found).__name__ == "LeanKLlamaForCausalLM"
+    tensors = found.state_dict()
+    for name, tensor in expected.state_dict().items():
+        assert tensors[name].equal(tensor), name
+    prompt = torch.arange(4, 44)[None]
+    options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
+    assert found.generate(prompt, **options).equal(expected.generate(prompt, **options))
+
+
+def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_path, monkeypatch):
+    source, plain = quantized(ROWS)
     out = export_checkpoint(source, fitting_mask(plain), tmp_path / "out")
-    ids = torch.randint(4, 64, (2, 21), generator=torch.Generator().manual_seed(1))
-    expected = transformers.AutoModelForCausalLM.from_pretrained(plain)(ids).logits
-    for folder in (source, out):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=True, dtype="float32"
-        ).eval()
-        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
-    assert type(model).__name__ == "LeanKLlamaForCausalLM"
-    assert model.generate(ids, do_sample=False, max_new_tokens=4, min_new_tokens=4).shape == (2, 25)
+    monkeypatch.setattr(
+        "transformers.utils.quantization_config.is_compressed_tensors_available", lambda: False
+    )
+    recipe = load_recipe("quickstart")
+    cpu = torch.device("cpu")
+    for load in (
+        lambda: load_model(out, cpu, trust_remote_code=True),
+        lambda: load_training_model(open_model(source, recipe.model), recipe, cpu),
+    ):
+        with pytest.raises(LeanKError, match=r"cannot be loaded: compressed-tensors.* is required"):
+            load()
 
 
 def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
