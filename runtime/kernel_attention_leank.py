@@ -27,16 +27,19 @@ from .kernel_leank import (
     FULL_ROW,
     KEPT,
     NEG,
+    NUM_DROPPED,
     NUM_KEPT,
     PAGE,
     PAGE_SIZE,
     PLACE,
+    PRUNED_TILES,
     SEG_SIZE,
     STOP,
     TILE,
     TILE_SIZE,
     TOKEN,
     VALUE_ROW,
+    WARP,
     WARPGROUP,
     WHOLE,
     WINDOW_PAGE,
@@ -60,6 +63,41 @@ from .kernel_leank import (
     store_segment,
     stretch_bounds,
 )
+
+# The greatest score of every query, of all warps: one barrier, where TileLang's reduction takes four. It is
+# read before the barrier that weights wait at, so that the next tile may write it anew.
+_TOP_SOURCE = r"""
+template <int kQueries>
+__device__ __forceinline__ void leank_raise_top(const float *scores, float *top, void *shared) {
+  float *greatest = static_cast<float *>(shared);
+  constexpr int kEights = kQueries / 8;
+  int lane = threadIdx.x % 32, place = lane % 4 * 2;
+  float2 *written = reinterpret_cast<float2 *>(greatest + threadIdx.x / 32 * kQueries);
+  float most[2 * kEights];
+#pragma unroll
+  for (int i = 0; i < 2 * kEights; ++i) {
+    most[i] = fmaxf(scores[i / 2 * 4 + i % 2], scores[i / 2 * 4 + i % 2 + 2]);
+#pragma unroll
+    for (int apart = 16; apart >= 4; apart /= 2)
+      most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffff, most[i], apart));
+  }
+  if (lane < 4) {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+      written[i * 4 + lane] = make_float2(most[2 * i], most[2 * i + 1]);
+  }
+  asm volatile("bar.sync 2, 128;" ::: "memory");
+#pragma unroll
+  for (int warp = 0; warp < 4; ++warp) {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      float2 other = *reinterpret_cast<const float2 *>(greatest + warp * kQueries + i * 8 + place);
+      top[2 * i] = fmaxf(top[2 * i], other.x);
+      top[2 * i + 1] = fmaxf(top[2 * i + 1], other.y);
+    }
+  }
+}
+"""
 
 
 def hopper_attention(shape: KernelShape) -> Any:
@@ -99,6 +137,17 @@ def hopper_attention(shape: KernelShape) -> Any:
         else:
             T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
 
+    @T.macro
+    def look_up(
+        pages: Any, tile: Any, seg: Any, ahead: Any, page_table: Any, window_table: Any, kept_keys: Any,
+        window_keys: Any, sink_size: Any,
+    ) -> None:  # fmt: skip
+        index = T.alloc_var("int32")
+        index = seg[FIRST] + ahead + T.get_thread_binding() % WARP
+        if index < seg[STOP]:
+            locate_tile(tile, seg, index, sink_size)
+            find_pages(pages, tile, seg, page_table, window_table, kept_keys, window_keys, size)
+
     @T.prim_func
     def leank_attention_hopper(
         query: T.Tensor((batch, heads, width, d), dtype),
@@ -132,8 +181,9 @@ def hopper_attention(shape: KernelShape) -> Any:
             weights = T.alloc_shared((n, TILE), operand)
             wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
             wide_v = T.alloc_fragment((dv, TILE), operand) if fp8 else None
+            greatest = T.alloc_shared((WARPGROUP // 32, n), "float32")
+            T.import_source(_TOP_SOURCE + WIDEN_SOURCE if fp8 else _TOP_SOURCE)
             if fp8:
-                T.import_source(WIDEN_SOURCE)
                 T.annotate_layout({v: swizzle_values(v)})
             limits = T.alloc_shared((2, n), "int32")
             ready = T.alloc_barrier([32] * stages)
@@ -147,8 +197,8 @@ def hopper_attention(shape: KernelShape) -> Any:
             sums = T.alloc_fragment((n,), "float32")
             seg = T.alloc_local((SEG_SIZE,), "int32")
             tile = T.alloc_local((TILE_SIZE,), "int32")
-            next_tile = T.alloc_local((TILE_SIZE,), "int32")
             pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
+            lane_pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
             next_pages = T.alloc_local((len(loads), PAGE_SIZE), "int32")
             masks = T.alloc_local((2,), "int32")
             span = T.alloc_local((2,), "int32")
@@ -168,22 +218,25 @@ def hopper_attention(shape: KernelShape) -> Any:
             if T.get_thread_binding() >= WARPGROUP:
                 for s in T.serial(segments[1]):
                     locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
-                    if seg[FIRST] < seg[STOP]:
-                        locate_tile(next_tile, seg, seg[FIRST], sink_size)
-                        find_pages(
-                            next_pages, next_tile, seg, page_table, window_table, kept_keys, window_keys, size
-                        )
+                    # Every lane looks up the pages of one tile, of the next 32 while these are loaded: where
+                    # pages lie takes divisions and a read that others wait for.
+                    look_up(
+                        next_pages, tile, seg, 0, page_table, window_table, kept_keys, window_keys, sink_size
+                    )
                     T.pdl_sync()  # launched while the append still ran; tables are older
                     for t in T.serial(seg[STOP] - seg[FIRST]):
-                        T.copy(next_tile, tile)
-                        T.copy(next_pages, pages)
-                        # The next tile's pages are looked up while this one waits for room.
-                        if seg[FIRST] + t + 1 < seg[STOP]:
-                            locate_tile(next_tile, seg, seg[FIRST] + t + 1, sink_size)
-                            find_pages(
-                                next_pages, next_tile, seg, page_table, window_table, kept_keys, window_keys,
-                                size,
+                        if t % WARP == 0:
+                            T.copy(next_pages, lane_pages)
+                            look_up(
+                                next_pages, tile, seg, t + WARP, page_table, window_table, kept_keys,
+                                window_keys, sink_size,
                             )  # fmt: skip
+                        for b in loads:
+                            for place in range(PAGE_SIZE):
+                                pages[b, place] = T.shfl_sync(lane_pages[b, place], t % WARP)
+                        tile[CHUNKS] = seg[NUM_KEPT] + T.if_then_else(
+                            seg[FIRST] + t < seg[PRUNED_TILES], 0, seg[NUM_DROPPED]
+                        )
                         T.mbarrier_wait_parity(free[stage], phase ^ 1)
                         for b in loads:
                             for c in chunks:
@@ -288,8 +341,11 @@ def hopper_attention(shape: KernelShape) -> Any:
                                     if is_unseen(tile[TOKEN] + i, seg, limits, sink_size):
                                         v[stage, i, j] = T.cast(0, dtype)
                         softmax_tile(
-                            T.Parallel, scores, top, earlier_top, rescale, total, out, scale, options
-                        )
+                            T.Parallel, scores, top, earlier_top, rescale, total, out, scale,
+                            lambda scores, top: T.call_extern(
+                                "handle", f"leank_raise_top<{n}>", scores.data, top.data, greatest.data
+                            ),
+                        )  # fmt: skip
                         for i, j in T.Parallel(TILE, n):
                             weights[j, i] = T.cast(scores[i, j], operand)
                         T.fence_proxy_async()
@@ -411,6 +467,9 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     rows(v, stage, b, d),
                 )
 
+    def raise_top(scores: Any, top: Any) -> None:
+        T.reduce_max(scores, top, dim=0, clear=False, **options)
+
     @T.macro
     def multiply_keys(k: Any, q: Any, c: int, stage: Any, scores: Any, wide: Any) -> None:
         if fp8:
@@ -529,7 +588,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                                     v[i, j] = T.cast(0, shape.cache_dtype)
                                 else:
                                     v[stage, i, j] = T.cast(0, shape.cache_dtype)
-                    softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, options)
+                    softmax_tile(parallel, scores, top, earlier_top, rescale, total, out, scale, raise_top)
                     for i, j in parallel(TILE, n):
                         weights[j, i] = T.cast(scores[i, j], operand)
                     if not cpu:

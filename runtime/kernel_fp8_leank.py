@@ -25,11 +25,11 @@ MAX_FP8 = 448.0
 
 # Arrays of operands are in the order that TileLang gives registers of A in wgmma.
 WIDEN_SOURCE = r"""
-#include <cuda_fp8.h>
-
-__device__ __forceinline__ unsigned leank_widen(unsigned bytes) {
-  __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)bytes, __NV_E4M3);
-  return *reinterpret_cast<unsigned *>(&wide);
+// Both halves of a word at once: a shift in place of the second name would be an instruction of its own.
+__device__ __forceinline__ void leank_widen(unsigned bytes, unsigned &low, unsigned &high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
 }
 
 // keys: 64 tokens of a chunk a stage; wide: [chunk / 16][half of the places][half of the rows], by twos.
@@ -49,8 +49,7 @@ __device__ __forceinline__ void leank_widen_keys(const void *keys, int stage, vo
     }
 #pragma unroll
     for (int s = 0; s < kChunk / 16; ++s) {
-      wide[s * 4 + r] = leank_widen(words[s]);
-      wide[s * 4 + 2 + r] = leank_widen(words[s] >> 16);
+      leank_widen(words[s], wide[s * 4 + r], wide[s * 4 + 2 + r]);
     }
   }
 }
@@ -82,8 +81,7 @@ __device__ __forceinline__ void leank_widen_values(const void *values, int stage
       for (int i = 0; i < kBytes / 2; ++i) {
         unsigned pairs = __byte_perm(words[0], words[1], i ? 0x7362 : 0x5140);
         unsigned *target = wide + s / 2 * 4 * kBlocks + (b + i) * 4 + s % 2 * 2;
-        target[0] = leank_widen(pairs);
-        target[1] = leank_widen(pairs >> 16);
+        leank_widen(pairs, target[0], target[1]);
       }
     }
   }

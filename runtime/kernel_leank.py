@@ -37,7 +37,7 @@ except ImportError as error:
 
 TILE = 64  # tokens of a tile: the M of one wgmma
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
-WARPGROUP = 128
+WARP, WARPGROUP = 32, 128
 FULL_ROW = T.GemmWarpPolicy.FullRow  # every warp takes 16 of the 64 tokens, or 16 channels of V
 _PARTS, _FEW_PARTS = 16, 4  # parts that the merge loads before it uses the first
 
@@ -337,7 +337,7 @@ def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any) -> Any:
 @T.macro
 def softmax_tile(
     parallel: Any, scores: Any, top: Any, earlier_top: Any, rescale: Any, total: Any, out: Any,
-    scale: Any, reduce_options: Any,
+    scale: Any, raise_top: Any,
 ) -> None:  # fmt: skip
     """Turn a tile's scores into weights under the running maximum, and rescale what came before.
 
@@ -350,12 +350,12 @@ def softmax_tile(
         total: Sums of weights `[TILE, N]`, one per token place: added up at the end, not per tile.
         out: Weighted values `[D, N]`.
         scale: Factor on the scores, times log2 e.
-        reduce_options: Keyword arguments of the maximum.
+        raise_top: Raises `top` to the greatest of these scores.
     """
     for i, j in parallel(scores.shape[0], scores.shape[1]):
         scores[i, j] = scores[i, j] * scale
     T.copy(top, earlier_top)
-    T.reduce_max(scores, top, dim=0, clear=False, **reduce_options)
+    raise_top(scores, top)
     for j in parallel(scores.shape[1]):
         rescale[j] = T.exp2(earlier_top[j] - top[j])
     for i, j in parallel(scores.shape[0], scores.shape[1]):
