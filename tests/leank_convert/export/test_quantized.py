@@ -93,14 +93,12 @@ def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 def quantized(source_model, edit_json) -> Callable[..., tuple[Path, Path]]:
     """Write a model with quantized projections, and one of the plain weights that they stand for."""
 
-    def build(
-        scheme: Scheme, family: str = "llama", only: str = "_proj.weight", **sizes: Any
-    ) -> tuple[Path, Path]:
+    def build(scheme: Scheme, family: str = "llama", **sizes: Any) -> tuple[Path, Path]:
         folder = source_model(family, shards=False, head_dim=8, intermediate_size=64, **sizes)
         plain = copytree(folder, folder.with_name("plain"))
         tensors = load_file(folder / WEIGHTS)
         exact = dict(tensors)
-        for name in [name for name in tensors if name.endswith("_proj.weight") and only in name]:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
             module = name.removesuffix(".weight")
             tensors[name], scale = quantize(tensors[name], scheme)
             tensors[f"{module}.{scheme.scale}"] = scale
@@ -215,30 +213,30 @@ def test_a_library_that_is_not_installed_is_named(quantized, fitting_mask, tmp_p
 
 
 def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
-    quantized, fitting_mask, tmp_path, edit_json, edit_tensors
+    source_model, fitting_mask, tmp_path, edit_json, edit_tensors
 ):
-    """Experts in MXFP4, whose layout says nothing to an export, for one."""
-    source, plain = quantized(ROWS, only="mlp")
-    name = "model.layers.1.mlp.down_proj"
-    packed = {
-        f"{name}.weight": None,
-        f"{name}.weight_scale": None,
-        f"{name}_blocks": torch.ones(32, 32).byte(),
-    }
-    edit_tensors(source, **packed)
+    """As GPT-OSS is published: experts in MXFP4, whose layout says nothing to an export."""
+    sizes = {"head_dim": 8, "intermediate_size": 64, "num_local_experts": 2, "pad_token_id": 0}
+    layers = ["full_attention"] * 3
+    source = source_model("gpt_oss", shards=False, layer_types=layers, **sizes)
+    mask = fitting_mask(source)
+    expected = load_file(export_checkpoint(source, mask, tmp_path / "plain") / WEIGHTS)
+    experts = [name for name in expected if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(experts) == 6
+    for name in experts:
+        count, inputs, outputs = expected[name].shape
+        blocks = torch.randint(256, (count, outputs, inputs // 32, 16)).byte()
+        packed = {name: None, f"{name}_blocks": blocks, f"{name}_scales": blocks[..., 0].clone()}
+        edit_tensors(source, **packed)
     edit_json(source / "config.json", quantization_config={"quant_method": "mxfp4"})
-    mask = fitting_mask(plain)
-    out, expected = (
-        export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
-    )
+    out = export_checkpoint(source, mask, tmp_path / "out")
     assert failed(out, source) == []
     written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
     assert written.keys() == before.keys()
-    for key, tensor in load_file(expected / WEIGHTS).items():
-        if "mlp" not in key:
-            assert written[key].equal(tensor), key
-    edit_tensors(source, **{f"{name}_blocks": None})
-    with pytest.raises(LeanKError, match=f"tensor `{name}.weight` is missing"):
+    for name, tensor in written.items():
+        assert tensor.equal(expected.get(name, before[name])), name
+    edit_tensors(source, **{f"{experts[0]}_blocks": None, f"{experts[0]}_scales": None})
+    with pytest.raises(LeanKError, match=f"tensor `{experts[0]}` is missing"):
         export_checkpoint(source, mask, tmp_path / "other")
 
 
