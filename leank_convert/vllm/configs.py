@@ -11,7 +11,18 @@ from leank_convert._runtime import configuration_leank as runtime
 from leank_convert.families import ARCHITECTURES, Architecture
 
 SERVED = ("0.32", "0.33")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "glm4",
+    "glm4_moe",
+    "mixtral",
+    "granite",
+)
 
 
 class _ServedConfig:

@@ -17,10 +17,7 @@ from vllm.distributed import (
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import get_dtype_size, set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -31,6 +28,7 @@ from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
 from leank_convert._runtime.layout_leank import order_channels
+from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
@@ -40,6 +38,8 @@ from leank_convert.vllm.rule import WindowSizes
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "scaling_factors")
+# What has heads, and whose: those of queries, or those of K and V.
+_HEADS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "q", "qkv_proj": "qkv"}
 
 
 class LeanKWindow(nn.Module, AttentionLayerBase):
@@ -194,6 +194,7 @@ class _LeanKForCausalLM:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         config = vllm_config.model_config.hf_config
         self._settings, self._num_heads = read_settings(config), config.num_attention_heads
+        self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts is not None
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]
@@ -211,6 +212,7 @@ class _LeanKForCausalLM:
             first = first or module.attn
         self._pages = pages
         self._attentions = [module.attn for module in modules]
+        self._has_output_bias = modules[0].o_proj.bias is not None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights; heads of attention are put in the order of ranks.
@@ -263,26 +265,35 @@ class _LeanKForCausalLM:
             if kind in (*_NO_WEIGHTS, *SCALE_NAMES):
                 continue
             names.add(name)
-            projection = next(
-                (part for part in name.split(".") if part[1:] == "_proj" and part[0] in "qkvo"), None
-            )
-            dim = 1 if projection == "o_proj" else 0
-            # The output's bias has no heads. Of quantized weights there is one rank, which has all heads in
-            # order, and not all that belongs to them has a part for each head.
-            if projection is not None and tensor.ndim > dim and not self._quantized:
-                order = self._head_orders[extract_layer_index(name)].to(tensor.device)
-                num_heads = self._num_heads if projection in ("q_proj", "o_proj") else len(order)
-                expected = num_heads * self._settings.head_dim
-                if tensor.shape[dim] != expected:
-                    raise ValueError(
-                        f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
-                        f"{num_heads} heads of {self._settings.head_dim}; export the checkpoint again"
-                    )
-                heads = tensor.unflatten(dim, (len(order), -1))
-                tensor = heads.index_select(dim, order).flatten(dim, dim + 1)
-            yield name, tensor
+            # Of quantized weights there is one rank, which has all heads in order, and not all that belongs
+            # to them has a part for each head.
+            yield name, tensor if self._quantized else self._with_ordered_heads(name, tensor)
         if not self._quantized:  # some formats leave single layers as they are
-            _check_layers(names)
+            # Of a model with experts some layers may have none.
+            _check_layers(name for name in names if not self._has_experts or ".self_attn." in name)
+
+    def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Put heads of a weight in the order of ranks, where it has some."""
+        part = next((part for part in name.split(".") if part in _HEADS), "")
+        if not part:
+            return tensor
+        dim = 1 if part == "o_proj" else 0
+        if tensor.ndim <= dim:  # the output's bias, which has no heads
+            if not self._has_output_bias:
+                raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
+            return tensor
+        head_dim = self._settings.head_dim
+        order = self._head_orders[extract_layer_index(name)].to(tensor.device)
+        counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
+        expected = sum(counts) * head_dim
+        if tensor.shape[dim] != expected:
+            raise ValueError(
+                f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
+                f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
+            )
+        blocks = tensor.split([count * head_dim for count in counts], dim)
+        heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
+        return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
 
 
 def _check_layers(names: Iterable[str]) -> None:
@@ -300,20 +311,13 @@ def _check_layers(names: Iterable[str]) -> None:
             )
 
 
-class LeanKLlamaForCausalLM(_LeanKForCausalLM, LlamaForCausalLM):
-    """Llama."""
-
-
-class LeanKMistralForCausalLM(_LeanKForCausalLM, MistralForCausalLM):
-    """Mistral."""
-
-
-class LeanKQwen2ForCausalLM(_LeanKForCausalLM, Qwen2ForCausalLM):
-    """Qwen2 and Qwen2.5."""
-
-
-class LeanKQwen3ForCausalLM(_LeanKForCausalLM, Qwen3ForCausalLM):
-    """Qwen3."""
+def __getattr__(name: str) -> Any:
+    """Make `LeanK<X>ForCausalLM` of vLLM's `<X>ForCausalLM` when it is first asked for."""
+    stock = ModelRegistry.models.get(name.removeprefix("LeanK"))
+    if stock is None or not name.startswith("LeanK"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases = (_LeanKForCausalLM, stock.load_model_cls())
+    return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
 
 
 def coming_block_size(cache_config: Any) -> int:

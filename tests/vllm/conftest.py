@@ -17,9 +17,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from leank_convert.export import export_checkpoint
+from leank_convert.families import ARCHITECTURES
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.testbed import MODEL_DIR
+from tests.tiny_families import OPTIONS
 
 # Tokens of the prompts, and of every answer.
 LENGTHS, NEW = (30, 170, 500, 40, 901, 12), 60
@@ -59,22 +61,25 @@ def random_checkpoint(
     """Makes a checkpoint of a family with random weights, whose answers depend on every channel."""
 
     @functools.cache
-    def make(family: str, kv_dtype: str | None = None) -> Path:
-        source = tmp_path_factory.mktemp("sources") / family
-        config = getattr(transformers, f"{family}Config")(
-            hidden_size=256,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
-            vocab_size=256,
-            max_position_embeddings=1024,
-            tie_word_embeddings=family == "Qwen2",
-            **({} if family == "Llama" else {"sliding_window": None}),
-        )
+    def make(model_type: str, kv_dtype: str | None = None) -> Path:
+        source = tmp_path_factory.mktemp("sources") / model_type
+        family = ARCHITECTURES[model_type]
+        sizes = {
+            "hidden_size": 256,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 256,
+            "tie_word_embeddings": model_type == "qwen2",
+            "pad_token_id": 0,
+        }
+        own = {**OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = getattr(transformers, family.causal_lm_class)(
+            getattr(transformers, family.config_class)(**sizes, **own)
+        )
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 torch.nn.init.normal_(parameter, std=0.15)
@@ -86,7 +91,7 @@ def random_checkpoint(
             largest = [2 ** (5 * torch.rand(3, 4, 32, generator=generator)) for _ in range(2)]
             options["kv_scales"] = KVScales.of_largest(*largest, num_tokens=0, tasks=(), seed=0)
         return once_per_run(
-            f"served_{family}_{kv_dtype}", lambda out: export_checkpoint(source, mask, out, **options)
+            f"served_{model_type}_{kv_dtype}", lambda out: export_checkpoint(source, mask, out, **options)
         )
 
     return make
@@ -95,13 +100,13 @@ def random_checkpoint(
 @pytest.fixture(scope="session")
 def checkpoint(random_checkpoint: Callable[..., Path]) -> Path:
     """A Llama of random weights."""
-    return random_checkpoint("Llama")
+    return random_checkpoint("llama")
 
 
 @pytest.fixture(scope="session")
 def in_fp8(random_checkpoint: Callable[..., Path]) -> Path:
     """The same, whose cache is in FP8."""
-    return random_checkpoint("Llama", "fp8")
+    return random_checkpoint("llama", "fp8")
 
 
 def prompts_of(folder: Path, lengths: Sequence[int]) -> list[list[int]]:
@@ -143,14 +148,30 @@ def run_engine(
     **options: Any,
 ) -> Any:
     """Run the engine on the folder's prompts; what it said, or wrote where it is to fail."""
-    asked = {
+    said = _start([_ask(folder, lengths, new, rounds, **options)], processes, fails)
+    return said if fails else said[0]
+
+
+def run_engines(folders: Sequence[Path], lengths: tuple[int, ...], new: int) -> list[list[list[int]]]:
+    """What an engine for each folder answers, all in one process, which takes longer to start than to run."""
+    runs = [_ask(folder, lengths, new, (None,)) for folder in folders]
+    return [said["answers"][0] for said in _start(runs, processes=False, fails=False)]
+
+
+def _ask(
+    folder: Path, lengths: tuple[int, ...], new: int, rounds: Sequence[int | None], **options: Any
+) -> dict[str, Any]:
+    return {
         "options": {"model": str(folder), "skip_tokenizer_init": True, **options},
         "prompts": prompts_of(folder, lengths),
         "new": new,
         "rounds": rounds,
     }
+
+
+def _start(runs: list[dict[str, Any]], processes: bool, fails: bool) -> Any:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(asked)],
+        [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(runs)],
         env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))},
         capture_output=True,
         text=True,
@@ -160,4 +181,4 @@ def run_engine(
     assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"[-8000:]
     if fails:
         return done.stdout + done.stderr
-    return json.loads(done.stdout.rpartition("SAID ")[2].splitlines()[0])
+    return [json.loads(said.splitlines()[0]) for said in done.stdout.split("SAID ")[1:]]

@@ -1,13 +1,14 @@
-"""One run of vLLM's engine in a process of its own: `python engine.py JSON` prints a line of JSON.
+"""Runs of vLLM's engine in a process of their own: `python engine.py JSON` prints a line of JSON for each.
 
-Read from the argument: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and `rounds`: how
-many of them are answered at once, time after time; null is all.
+The argument is a list of runs: `options` of `LLM`, `prompts` as token ids, `new` tokens of each, and
+`rounds`: how many of them are answered at once, time after time; null is all. Counters go on from run to run.
 """
 
 import json
 import sys
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 
 def count_running(scheduler):
@@ -23,9 +24,8 @@ def count_running(scheduler):
     return running
 
 
-def main() -> None:
+def run(asked):
     """Answer the prompts and say what it took."""
-    asked = json.loads(sys.argv[1])
     llm = LLM(
         enforce_eager=True,
         disable_log_stats=False,
@@ -59,6 +59,13 @@ def main() -> None:
             for group in cache.kv_cache_groups
         ]
     print("SAID", json.dumps(said), flush=True)  # noqa: T201
+
+
+def main() -> None:
+    """Run one engine after the other."""
+    for asked in json.loads(sys.argv[1]):
+        run(asked)
+        cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
+from leank_convert.vllm.configs import FAMILIES
 from leank_convert.vllm.pages import ModelPages
-from tests.vllm.conftest import answers_of, run_engine
+from tests.vllm.conftest import answers_of, run_engine, run_engines
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 TWICE = (None, None)
+OTHERS = [family for family in FAMILIES if family != "llama"]
+FEW = {"lengths": (80, 170, 12), "new": 30}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
@@ -71,14 +74,20 @@ def test_two_ranks_of_tensor_parallelism(checkpoint):
     assert said["answers"] == [answers_of(checkpoint)]
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
-def test_other_families(random_checkpoint, family):
-    folder = random_checkpoint(family)
-    assert run_engine(folder)["answers"] == [answers_of(folder)]
+@pytest.fixture(scope="module")
+def family_answers(random_checkpoint):
+    """What engines of the other families answer."""
+    folders = [random_checkpoint(family) for family in OTHERS]
+    return dict(zip(OTHERS, run_engines(folders, **FEW), strict=True))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(random_checkpoint, family_answers, family):
+    assert family_answers[family] == answers_of(random_checkpoint(family), **FEW)
 
 
 def test_two_ranks_of_a_model_with_biases(random_checkpoint):
-    folder = random_checkpoint("Qwen2")
+    folder = random_checkpoint("qwen2")
     assert run_engine(folder, tensor_parallel_size=2, processes=True)["answers"] == [answers_of(folder)]
 
 

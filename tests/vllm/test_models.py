@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache go to the heads of the rank that has them."""
+"""Weights and scales of an FP8 cache go to the ranks that have their heads."""
 
 from types import SimpleNamespace
 
@@ -60,3 +60,42 @@ def test_a_scale_that_is_wrong_is_named(damage, said, monkeypatch):
         scales[name] = damage
     with pytest.raises(ValueError, match=said):
         set_scales(scales, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("weight", "heads"),
+    [
+        ("q_proj.weight", "q"),
+        ("k_proj.bias", "k"),
+        ("qkv_proj.weight", "qkv"),
+    ],
+)
+def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
+    """Two query heads to each of K and V; in layer 0 the first rank has heads 0 and 3."""
+    model = object.__new__(_LeanKForCausalLM)
+    model._settings, model._num_heads = SimpleNamespace(head_dim=16), 8
+    model._pages = SimpleNamespace(heads=HEADS, widths=((),) * 2)
+    order = {"q": [0, 1, 6, 7, 2, 3, 4, 5], "k": [0, 3, 1, 2], "v": [0, 3, 1, 2]}
+    blocks = [torch.randn(len(order[states]) * 16) for states in heads]
+    expected = [
+        block.unflatten(0, (-1, 16))[order[states]].flatten()
+        for block, states in zip(blocks, heads, strict=True)
+    ]
+    name = f"model.layers.0.self_attn.{weight}"
+    assert model._with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
+
+
+def test_what_has_no_heads_stays_as_it_is():
+    model = object.__new__(_LeanKForCausalLM)
+    model._has_output_bias = True
+    for name in ("self_attn.q_norm.weight", "self_attn.o_proj.bias", "mlp.up_proj.weight"):
+        shared = torch.randn(16)
+        assert model._with_ordered_heads(f"model.layers.0.{name}", shared) is shared
+
+
+def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
+    """It drops it without a word."""
+    model = object.__new__(_LeanKForCausalLM)
+    model._has_output_bias = False
+    with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
+        model._with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
