@@ -375,6 +375,23 @@ _ROWS = (
         ),
     ),
     Architecture(
+        "olmo3",
+        "Olmo3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="heads",
+        other_layers=_SLIDING,
+        full_period=(4, None),
+        rope_by_kind=True,
+        config_defaults=_sizes(11008, 50304, 2048),
+        rope_defaults={"rope_theta": 500000.0},
+        layer_tensors={
+            **_SPLIT_MLP,
+            "post_attention_layernorm.weight": ("hidden_size",),
+            "post_feedforward_layernorm.weight": ("hidden_size",),
+        },
+    ),
+    Architecture(
         "gpt_oss",
         "GptOss",
         qkv_bias="attention_bias",

@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hy_v3": {**_EXPERTS, "num_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": _MIXED,
     "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 20},
 }
 # One row each; a release of transformers may lack a family.

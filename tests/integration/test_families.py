@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from leank_convert.architectures import read_model_facts
@@ -128,6 +130,27 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         cache.crop(-2)
     with pytest.raises(LeanKError, match="only 1 of 2 layers have full attention"):
         export_onnx(checkpoint.folder, None, tmp_path / "onnx")
+
+
+def test_gpt_oss_converts_with_experts_in_four_bits(converted, tmp_path):
+    """As it is published: attention is in bfloat16, what is packed is copied as it is."""
+    checkpoint = converted("GptOss", WIDTHS, **OPTIONS["gpt_oss"])
+    source = checkpoint.source
+    opened = open_checkpoint(source)
+    shards = {file: load_file(source / file) for file in opened.shards}
+    weight_map = {}
+    for file, tensors in shards.items():
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            del tensors[name]
+            for part in ("blocks", "scales"):
+                tensors[f"{name}_{part}"] = torch.zeros(4, 3, dtype=torch.uint8)
+        save_file(tensors, source / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {**opened.config, "quantization_config": {"quant_method": "mxfp4"}}
+    (source / "config.json").write_text(json.dumps(config))
+    out = export_checkpoint(source, ChannelMask(checkpoint.channel_mask), tmp_path / "out")
+    assert failed(verify_checkpoint(out, source)) == []
 
 
 @pytest.mark.parametrize("row", FAMILIES)
