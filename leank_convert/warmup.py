@@ -141,7 +141,7 @@ def find_kernels(
     Raises:
         LeanKError: If the model's runtime files look for kernels in another way.
     """
-    if device.type != "cuda" or hasattr(model.base_model.layers[0].self_attn, "sinks"):
+    if device.type != "cuda":
         return None
     config, layers = model.config, _pruned_layers(model)
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
@@ -155,6 +155,7 @@ def find_kernels(
     # Earlier releases have no kernels for drafts.
     most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
     # Nor another dtype for the cache.
+    more = {"has_sinks": True} if hasattr(model.base_model.layers[0].self_attn, "sinks") else {}
     stored = {"cache_dtype": torch.float8_e4m3fn} if getattr(layers[0], "kv_dtype", "auto") == "fp8" else {}
     found = [
         find(
@@ -166,6 +167,7 @@ def find_kernels(
             max_chunks=max_chunks,
             **({} if num_columns == 1 else {"num_columns": num_columns}),
             **stored,
+            **more,
         )
         for max_chunks in sorted({layer.layout.max_chunks for layer in layers})
         for num_columns in range(1, most_columns + 1)

@@ -55,6 +55,7 @@ class KernelKey:
         num_queries: Queries of a KV head, those of all its new tokens, that one launch takes: 8, 16, 32, 64.
         load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
         cache_dtype: Of the cache, where it is not that of queries.
+        has_sinks: Whether query heads have attention sinks.
     """
 
     device: torch.device
@@ -66,6 +67,7 @@ class KernelKey:
     num_queries: int
     load_tokens: int = TILE
     cache_dtype: torch.dtype | None = None
+    has_sinks: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -205,7 +207,7 @@ class DecodeKernels:
         self.seconds = time.perf_counter() - started
 
     def _make_placeholders(self) -> None:
-        """Make what stands for flags that are all set, for pools without rows, for no scales."""
+        """Make what stands for flags that are all set, for pools without rows, for no scales or sinks."""
         key = self.key
         with torch.inference_mode(False):
             self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
@@ -214,6 +216,7 @@ class DecodeKernels:
                 size: torch.zeros(1, 1, TILE, size, dtype=dtype, device=key.device)
                 for size in (key.chunk_size, key.head_dim)
             }
+            self._no_sinks = torch.zeros(1, device=key.device)
             self._no_scale = torch.ones(1, 1, key.head_dim, device=key.device)
 
     @property
@@ -232,7 +235,9 @@ class DecodeKernels:
         key = self.key
         dtype = KERNEL_DTYPES[key.dtype]
         sizes = (key.head_dim, key.num_groups, key.chunk_size, key.max_chunks)
-        shape = KernelShape(*sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8)
+        shape = KernelShape(
+            *sizes, dtype, 2, key.num_queries, key.load_tokens, is_fp8=key.is_fp8, has_sinks=key.has_sinks
+        )
         stage = TILE * (key.max_chunks * key.chunk_size + shape.value_size) * (1 if key.is_fp8 else 2)
         # Queries, weights, workspaces of two reductions, limits, barriers, and what the driver reserves.
         fixed = shape.num_queries * ((key.max_chunks * key.chunk_size + TILE) * 2 + 264) + 2048
@@ -277,6 +282,7 @@ class DecodeKernels:
         *,
         sink_size: int,
         softmax_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to what is stored, the columns' own tokens among it.
 
@@ -292,12 +298,21 @@ class DecodeKernels:
             plan: What `plan_tiles` made of them.
             sink_size: Tokens at the front that are never pruned.
             softmax_scale: Factor on the logits.
+            sinks: Logits of the heads' attention sinks `[H]`, where there are some.
 
         Returns:
             `[B, H, d, D]`; columns of padding hold numbers without meaning.
         """
         output: torch.Tensor = _attend(
-            self._handle, query, *store, seen, pruned, plan, sink_size, softmax_scale
+            self._handle,
+            query,
+            *store,
+            seen,
+            pruned,
+            plan,
+            sink_size,
+            softmax_scale,
+            None if sinks is None else sinks.detach(),
         )
         return output
 
@@ -471,7 +486,10 @@ class DecodeKernels:
         plan: torch.Tensor,
         sink_size: int,
         softmax_scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert (sinks is not None) == self.key.has_sinks
+        sinks = self._no_sinks if sinks is None else sinks.detach().float() * _LOG2_E
         num_columns, num_queries = query.shape[2], self.key.num_queries
         num_launches = -(-num_columns // (num_queries // self.key.num_groups))
         at_once = -(-num_columns // num_launches)
@@ -494,6 +512,7 @@ class DecodeKernels:
                     seen,
                     pruned,
                     plan,
+                    sinks,
                     parts,
                     lse,
                     output,
@@ -595,7 +614,7 @@ def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_r
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor page_table, Tensor window_table, "
     "Tensor? key_scale, Tensor? value_scale, Tensor seen, Tensor pruned, Tensor plan, "
-    "int sink_size, float softmax_scale) -> Tensor",
+    "int sink_size, float softmax_scale, Tensor? sinks=None) -> Tensor",
 )
 def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:
     store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]

@@ -49,6 +49,7 @@ def find_kernels(
     num_columns: int = 1,
     load_tokens: int = TILE,
     cache_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> DecodeKernels | None:
     """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
 
@@ -61,9 +62,8 @@ def find_kernels(
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     num_queries = queries_at_once(num_columns, num_groups, head_dim, device)
-    key = KernelKey(
-        device, dtype, head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens, cache_dtype
-    )
+    sizes = (head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
+    key = KernelKey(device, dtype, *sizes, cache_dtype, has_sinks)
     if key not in _found:
         with _LOCK:
             if key not in _found:
@@ -126,6 +126,7 @@ class DecodeCase:
         store: K and V on shuffled pages, NaN where no token lies.
         seen: Tokens that a column sees, itself among them `[B, d]`, int32.
         pruned: Pruned ones among them `[B, d]`, int32.
+        sinks: Logits of attention sinks `[H]`; None without any.
     """
 
     layout: ChunkLayout
@@ -137,6 +138,7 @@ class DecodeCase:
     store: StoreTensors
     seen: torch.Tensor
     pruned: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     def appended(self) -> StoreTensors:
         """Return the store with the new tokens in it, by plain indexing."""
@@ -183,6 +185,7 @@ class DecodeCase:
             sink_size=self.sink_size,
             max_length=max(int(self.seen.max()), 1),
             softmax_scale=softmax_scale,
+            sinks=self.sinks,
         )
 
 
@@ -200,6 +203,7 @@ def make_case(
     valid: torch.Tensor | None = None,
     page_sizes: tuple[int, int] = (TILE, TILE),
     cache_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> DecodeCase:
     """Make a decode step on random data.
 
@@ -217,6 +221,7 @@ def make_case(
         valid: Columns that are no padding `[B, d]`, bool; None if all are.
         page_sizes: Tokens of a page, and of one of the window.
         cache_dtype: `torch.float8_e4m3fn` for a cache of it, with scales of every row; None for `dtype`.
+        has_sinks: Whether query heads have attention sinks.
     """
     num_heads, head_dim = channel_mask.shape
     batch_size, device = len(rows), torch.device(device)
@@ -278,6 +283,7 @@ def make_case(
         store=StoreTensors._make([*memory, index, table, *tables, random_scale(), random_scale()]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
+        sinks=random(num_heads * num_groups) if has_sinks else None,
     )
 
 
@@ -294,6 +300,7 @@ def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> 
         plan,
         sink_size=sink_size,
         softmax_scale=softmax_scale,
+        sinks=case.sinks,
     )
 
 
@@ -410,4 +417,5 @@ def _small_case(key: KernelKey, num_columns: int) -> DecodeCase:
         num_columns=num_columns,
         page_sizes=(TILE, TILE) if key.load_tokens == TILE else (3 * key.load_tokens, key.load_tokens),
         cache_dtype=key.cache_dtype,
+        has_sinks=key.has_sinks,
     )

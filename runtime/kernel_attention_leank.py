@@ -26,7 +26,6 @@ from .kernel_leank import (
     FIRST,
     FULL_ROW,
     KEPT,
-    NEG,
     NUM_DROPPED,
     NUM_KEPT,
     PAGE,
@@ -46,6 +45,7 @@ from .kernel_leank import (
     WINDOW_PLACE,
     WINDOW_ROW,
     KernelShape,
+    begin_softmax,
     drop_pruned,
     find_limits,
     find_masks,
@@ -126,6 +126,7 @@ def hopper_attention(shape: KernelShape) -> Any:
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, False), scale_types(shape)
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
+    query_heads, has_sinks = T.dynamic("query_heads"), shape.has_sinks
     options = {"batch": n // 4}  # as many as a thread has: one pair of barriers for all
 
     @T.macro
@@ -164,6 +165,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
+        sinks: T.Tensor((query_heads,), "float32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
         output: T.Tensor((batch, heads, width, d), dtype),
@@ -301,8 +303,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                         lane_of, key_scale if fp8 else None, scalar,
                     )  # fmt: skip
                     T.fill(out, 0)
-                    T.fill(total, 0)
-                    T.fill(top, NEG)
+                    begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, g)
                     T.fence_proxy_async()
                     T.sync_threads(1, WARPGROUP)
                     for t in T.serial(seg[STOP] - seg[FIRST]):
@@ -388,6 +389,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     fp8, operand = shape.is_fp8, shape.product_dtype
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
+    query_heads, has_sinks = T.dynamic("query_heads"), shape.has_sinks
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     scalar = {"coalesced_width": T.int32(1)} if fp8 and not cpu else {}
@@ -495,6 +497,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
+        sinks: T.Tensor((query_heads,), "float32"),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
         output: T.Tensor((batch, heads, width, d), dtype),
@@ -546,8 +549,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     in_order, key_scale if fp8 else None, scalar,
                 )  # fmt: skip
                 T.fill(out, 0)
-                T.fill(total, 0)
-                T.fill(top, NEG)
+                begin_softmax(parallel, top, total, seg, sinks if has_sinks else None, g)
                 for r in ahead:
                     if seg[FIRST] + r < seg[STOP]:
                         load_tile(

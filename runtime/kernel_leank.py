@@ -76,6 +76,7 @@ class KernelShape:
         load_tokens: Tokens that one load takes: a divisor of a tile and of both pools' pages.
         num_instances: Program instances that a multiprocessor is to hold.
         is_fp8: Whether the cache holds e4m3, which kernels take as bytes; else it is of `dtype`.
+        has_sinks: Whether query heads have attention sinks.
     """
 
     head_dim: int
@@ -88,6 +89,7 @@ class KernelShape:
     load_tokens: int = TILE
     num_instances: int = 1
     is_fp8: bool = False
+    has_sinks: bool = False
 
     @property
     def cache_dtype(self) -> str:
@@ -332,6 +334,28 @@ def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any) -> Any:
     return (token >= seg[LENGTH]) | (
         (seg[NUM_KEPT] == 0) & (token >= sink_size) & (token < limits[RECENT, 0])
     )
+
+
+@T.macro
+def begin_softmax(parallel: Any, top: Any, total: Any, seg: Any, sinks: Any, num_groups: int) -> None:
+    """Begin a running softmax, with the sinks of a head in the segment of its first tile.
+
+    Args:
+        parallel: `T.Parallel`, or `T.grid` on the CPU.
+        top: As in `softmax_tile`.
+        total: The same: a sink is counted in the place of the first token.
+        seg: The segment.
+        sinks: The sinks' logits, times log2 e; None without any.
+        num_groups: G.
+    """
+    if sinks is None:
+        T.fill(total, 0)
+        T.fill(top, NEG)
+    else:
+        for j in parallel(top.shape[0]):
+            top[j] = T.if_then_else(seg[FIRST] == 0, sinks[seg[HEAD] * num_groups + j % num_groups], NEG)
+        for i, j in parallel(total.shape[0], total.shape[1]):
+            total[i, j] = T.if_then_else((seg[FIRST] == 0) & (i == 0), 1.0, 0.0)
 
 
 @T.macro

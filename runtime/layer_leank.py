@@ -15,7 +15,6 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import logging
 
 from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
 from .find_kernels_leank import find_kernels
@@ -27,8 +26,6 @@ from .sinks_leank import dense_attention
 from .step_leank import Append, Split, Step
 from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
 from .turns_leank import attend_turn
-
-logger = logging.get_logger(__name__)
 
 ATTENTION_NAME = "leank"
 
@@ -288,7 +285,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 sink_size=append.sink_size,
                 softmax_scale=softmax_scale,
                 sinks=sinks,
-                kernels=self.kernels_for(query[:, :, :1]),
+                kernels=self.kernels_for(query[:, :, :1], sinks),
             )
 
     def choose_kernels(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
@@ -298,10 +295,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
-        if sinks is not None:
-            if query.is_cuda:
-                logger.warning_once("plain torch decodes, slower: kernels know no attention sinks")
-            return None
         num_columns = query.shape[2]
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
         if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
@@ -315,6 +308,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             max_chunks=self.layout.max_chunks,
             num_columns=num_columns,
             cache_dtype=None if self.store.scales is None else self.store.kept_keys.dtype,
+            has_sinks=sinks is not None,
         )
 
     def _attend(
@@ -349,6 +343,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             append.plan(kernels.plan),
             sink_size=append.sink_size,
             softmax_scale=softmax_scale,
+            sinks=sinks,
         )
 
     def make_room(self) -> None:

@@ -523,7 +523,8 @@ class PlainKernels:
     def product(self, states, weight, bias=None):
         return torch.nn.functional.linear(states, weight, bias)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
+        assert sinks is None
         seen = plan - pruned  # a plan of another step shows
         batch, num_columns = seen.shape
         if store.key_scale is not None:

@@ -45,7 +45,7 @@ class CpuKernels(DecodeKernels):
         self.key = KernelKey(
             torch.device("cpu"), torch.float32, shape.head_dim, shape.num_groups, shape.chunk_size,
             shape.max_chunks, shape.num_queries, shape.load_tokens,
-            torch.float8_e4m3fn if shape.is_fp8 else None,
+            torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
         names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row")
@@ -58,8 +58,8 @@ class CpuKernels(DecodeKernels):
     def append(self, *arguments):
         self._launch_append(*arguments)
 
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
-        return self._launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale)
+    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
+        return self._launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
 
 
 @functools.cache
@@ -81,11 +81,12 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64, is_fp8=False):
+def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64, is_fp8=False, has_sinks=False):
     queries = next(size for size in (8, 64) if size >= min(groups * columns, 64))
     shape = KernelShape(
-        head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens, is_fp8=is_fp8
-    )
+        head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens, is_fp8=is_fp8,
+        has_sinks=has_sinks,
+    )  # fmt: skip
     return CpuKernels(shape, num_programs)
 
 
@@ -223,6 +224,22 @@ def test_the_check_on_first_use_has_a_case_of_fp8():
     assert disagreement(kernels) < 1e-5
     kernels._copy_row = lambda *args: None
     assert not disagreement(kernels) < 1e-2
+
+
+@pytest.mark.parametrize("num_programs", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("groups", "columns", "is_fp8"), [(8, 1, False), (4, 5, False), (2, 1, True)], ids=str
+)
+def test_attention_sinks_take_their_share_once(groups, columns, is_fp8, num_programs):
+    """However many program instances share a head; large ones too."""
+    more = {"cache_dtype": torch.float8_e4m3fn} if is_fp8 else {}
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, groups=groups, columns=columns, has_sinks=True, **more)
+    case = replace(case, sinks=4 * case.sinks)
+    kernels = on_cpu(num_programs, groups, columns, is_fp8=is_fp8, has_sinks=True)
+    expected = case.expected(SCALE, torch.float64)
+    torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
+    without = replace(case, sinks=None).expected(SCALE, torch.float64)
+    assert (expected - without).norm() > 0.1 * without.norm()
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 64])

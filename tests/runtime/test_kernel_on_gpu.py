@@ -293,6 +293,15 @@ def test_the_body_for_older_gpus_agrees_too():
             check(mask, 4, torch.bfloat16, kernels=kernels)
 
 
+@pytest.mark.parametrize("generic", [False, True], ids=["this GPU's", "older"])
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize("num_queries", [8, 32])
+def test_attention_sinks_take_their_share(num_queries, cache_dtype, generic):
+    sizes = (64, 8, 16, 5, num_queries, 64)  # GPT-OSS': heads of 64 channels, eight queries to a KV head
+    key = KernelKey(torch.device("cuda", 0), torch.bfloat16, *sizes, cache_dtype, has_sinks=True)
+    assert disagreement(DecodeKernels(key, generic=generic)) < 2 * torch.finfo(torch.bfloat16).eps
+
+
 def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch):
     compiled = []
     real = tilelang.compile
