@@ -82,15 +82,15 @@ class RoundedFirst(LeanKLayer):
         self.pending = self._rounded(keys, values)
         super().split(step)
 
-    def decode(self, query, key, value, step, softmax_scale):
-        return super().decode(query, *self._rounded(key, value), step, softmax_scale)
+    def decode(self, query, key, value, step, softmax_scale, sinks=None):
+        return super().decode(query, *self._rounded(key, value), step, softmax_scale, sinks)
 
     def select(self, rows):
         if self.store is not None:
             self.slow = [scale[rows] for scale in self.slow]
         super().select(rows)
 
-    def kernels_for(self, query):
+    def kernels_for(self, query, sinks=None):
         return None
 
     def _rounded(self, key, value):
@@ -101,7 +101,7 @@ class RoundedFirst(LeanKLayer):
 
 def as_slow(cache):
     """Turn an ordinary cache into the slow re-statement."""
-    for layer in cache.layers:
+    for layer in cache.pruned_layers:
         layer.__class__ = RoundedFirst
     return cache
 
@@ -130,7 +130,8 @@ def twins(model, **kwargs):
     """An FP8 cache, and the slow re-statement of one."""
     cache = model.build_cache(kv_dtype="fp8", **kwargs)
     slow = as_slow(model.build_cache(kv_dtype="auto", **kwargs))
-    for layer, attention in zip(slow.layers, model.model.layers, strict=True):
+    for layer in slow.pruned_layers:
+        attention = model.model.layers[layer.layer_idx]
         if hasattr(attention.self_attn, "key_scale"):
             layer.static = [getattr(attention.self_attn, name)[None] for name in SCALE_NAMES]
     return [cache, slow]
@@ -162,7 +163,7 @@ class Both:
             logits.append(output.logits[new.bool()])
         # Alike but for the order in which a matrix product adds up; a number stored wrongly is 2e-2.
         assert (logits[0] - logits[1]).abs().max() <= 1e-6 * logits[1].abs().max()
-        for store in (layer.store for layer in self.caches[0].layers):
+        for store in (layer.store for layer in self.caches[0].pruned_layers):
             assert store is None or {getattr(store, name).dtype for name in POOLS} == {FP8}
 
     def each(self, method, *arguments):
