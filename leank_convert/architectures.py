@@ -68,7 +68,7 @@ class ModelFacts:
         model_type: A key of `ARCHITECTURES`.
         num_hidden_layers: All layers.
         layers: Numbers of those with full attention, L of them, which are pruned.
-        window: Tokens that a query sees in a layer with a sliding window, 0 in a model without any.
+        window: Tokens that a query sees in a layer with a sliding window, 0 in a model without such.
         num_attention_heads: H.
         num_key_value_heads: H_kv.
         head_dim: D, which need not be `hidden_size / num_attention_heads`.
@@ -117,6 +117,11 @@ class ModelFacts:
     def mask_shape(self) -> tuple[int, int, int]:
         """Of what is known of each channel: [L, H_kv, D]."""
         return len(self.layers), self.num_key_value_heads, self.head_dim
+
+    @property
+    def single(self) -> int:
+        """Rows of a projection to one number."""
+        return 1
 
     @property
     def gate_up_size(self) -> int:
@@ -214,8 +219,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
             f"{MAX_CHANNELS} channels"
         )
     full_layers = _find_full_layers(fields, layers, architecture)
-    is_mixed = len(full_layers) < layers
-    if is_mixed and values.get("sliding_window") is None:
+    has_window = len(full_layers) < layers and "sliding_attention" in architecture.other_layers
+    if has_window and values.get("sliding_window") is None:
         values["sliding_window"] = _DEFAULT_WINDOW
     rope = _read_rope(architecture, values, head_dim, origin)
     for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
@@ -235,11 +240,13 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         for key in ("n_shared_experts", "num_shared_experts"):
             if key in values:
                 shared_size = expert_size * fields.whole_number(key, 0, MAX_EXPERTS)
+        if "shared_expert_intermediate_size" in values:
+            shared_size = fields.whole_number("shared_expert_intermediate_size", 1, 2**24)
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,
         layers=full_layers,
-        window=fields.whole_number("sliding_window", 1, MAX_SIZES["vocab_size"]) if is_mixed else 0,
+        window=fields.whole_number("sliding_window", 1, MAX_SIZES["vocab_size"]) if has_window else 0,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

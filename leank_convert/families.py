@@ -84,8 +84,10 @@ class Architecture:
         qk_norm: Norms of q and k: one weight `[head_dim]` that the heads share, or one over all heads.
         qk_norm_key: The key of config.json that says whether there are any; None if there always are.
         partial_rotary: Whether the config may leave channels of a head unrotated.
+        gated_query: Whether a head's rows of the query projection are followed by as many of a gate.
         sinks: Whether each query head has an attention sink, a logit of its own.
         other_layers: Kinds of layers that it may have beside those with full attention.
+        other_tensors: What a layer of such a kind has instead of attention's tensors; none where those.
         full_period: Where config.json does not list their kinds: of how many layers the last has full
             attention, and the key of config.json that may say another number; None if all have.
         rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
@@ -110,8 +112,10 @@ class Architecture:
     qk_norm: QkNorm = "none"
     qk_norm_key: str | None = None
     partial_rotary: bool = False
+    gated_query: bool = False
     sinks: bool = False
     other_layers: tuple[str, ...] = ()
+    other_tensors: tuple[str, ...] = ()
     full_period: tuple[int, str | None] | None = None
     rope_by_kind: bool = False
     is_text_part: bool = False
@@ -163,6 +167,12 @@ def _sizes(intermediate: int, vocab: int, positions: int, **others: object) -> d
         "max_position_embeddings": positions,
         **others,
     }
+
+
+def _linear_attention(*projections: str) -> tuple[str, ...]:
+    """Tensors of a gated delta net with these projections of its input."""
+    weights = (*projections, "conv1d", "norm", "out_proj")
+    return tuple(f"linear_attn.{name}" for name in ("A_log", "dt_bias", *(f"{w}.weight" for w in weights)))
 
 
 _ROWS = (
@@ -390,6 +400,39 @@ _ROWS = (
             "post_attention_layernorm.weight": ("hidden_size",),
             "post_feedforward_layernorm.weight": ("hidden_size",),
         },
+    ),
+    Architecture(
+        "qwen3_next",
+        "Qwen3Next",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        partial_rotary=True,
+        gated_query=True,
+        other_layers=("linear_attention",),
+        other_tensors=_linear_attention("in_proj_qkvz", "in_proj_ba"),
+        full_period=(4, "full_attention_interval"),
+        config_defaults=_sizes(
+            5632,
+            151936,
+            32768,
+            num_key_value_heads=2,
+            head_dim=256,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            num_experts=512,
+        ),
+        rope_defaults={"partial_rotary_factor": 0.25},
+        experts=Experts(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            beside={
+                "mlp.shared_expert_gate.weight": ("single", "hidden_size"),
+                "mlp.shared_expert.gate_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_expert.up_proj.weight": ("shared_size", "hidden_size"),
+                "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_size"),
+            },
+        ),
     ),
     Architecture(
         "gpt_oss",

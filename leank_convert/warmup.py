@@ -155,7 +155,7 @@ def find_kernels(
     # Earlier releases have no kernels for drafts.
     most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
     # Nor another dtype for the cache.
-    more = {"has_sinks": True} if hasattr(model.base_model.layers[0].self_attn, "sinks") else {}
+    more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
     stored = {"cache_dtype": torch.float8_e4m3fn} if getattr(layers[0], "kv_dtype", "auto") == "fp8" else {}
     found = [
         find(

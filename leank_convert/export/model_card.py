@@ -175,7 +175,7 @@ def _describe_layers(
     return {
         "pruned_layers": "pruned ",
         "layers": f"\n\nThis checkpoint {sentence}. The other layers keep the cache that they have in the "
-        f"dense model, at most {facts.window:,} tokens of a row.",
+        f"dense model{f', at most {facts.window:,} tokens of a row' if facts.window else ''}.",
     }
 
 

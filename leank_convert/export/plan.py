@@ -139,7 +139,8 @@ def plan_layer(
             edits.extend(TensorEdit(each, dim, order) for each in moving)
 
     check_cache_scales(checkpoint, family.attention_prefix.format(layer=layer))
-    projections, order = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)], permutation
+    gated = 2 if family.gated_query else 1
+    projections, order = [("q_proj", gated * queries), ("k_proj", keys), ("v_proj", keys)], permutation
     if family.fused_qkv:
         projections, order = [("qkv_proj", queries + 2 * keys)], _fused_order(facts, permutation)
     expect("o_proj.weight", (facts.hidden_size, queries), permutation, dim=1)
@@ -179,8 +180,14 @@ def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
     check_quantization(checkpoint)
     for name, shape in _unedited(checkpoint, facts).items():
         _expect(checkpoint, name, shape)
-    for layer in set(range(facts.num_hidden_layers)) - set(facts.layers):
-        plan_layer(checkpoint, facts, layer, ())
+    family = facts.architecture
+    for layer in sorted({*range(facts.num_hidden_layers)} - {*facts.layers}):
+        if not family.other_tensors:
+            plan_layer(checkpoint, facts, layer, ())
+        for tensor in family.other_tensors:
+            name = f"{family.layer_prefix.format(layer=layer)}.{tensor}"
+            if checkpoint.find(name) is None and not is_quantized(checkpoint, name):
+                raise _missing(checkpoint, name)
     head = facts.architecture.head_tensor
     if not facts.tie_word_embeddings or checkpoint.find(head) is not None:
         _expect(checkpoint, head, (facts.vocab_size, facts.hidden_size))

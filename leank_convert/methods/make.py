@@ -25,6 +25,7 @@ from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
 from leank_convert.train.loop import refuse_foreign_masks, train, write_result
 from leank_convert.train.model import find_model
+from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks, join_ranks
 from leank_convert.train.run import describe_origin
 from leank_convert.train.selection import select_for
@@ -173,6 +174,8 @@ def _measure(
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
     files = find_model(model, recipe)
+    if recipe.held_out_samples:
+        check_layers(files.facts, files.name)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
         # Refuses a recipe that no channels can be selected by, before a prompt is run.

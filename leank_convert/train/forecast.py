@@ -21,7 +21,7 @@ from leank_convert.safetensors_file import DTYPE_BITS
 from leank_convert.train.log import check_trackers
 from leank_convert.train.loop import check_run
 from leank_convert.train.model import LoadedModel, ModelFiles, find_model, load_model
-from leank_convert.train.passes import BLOCK_SIZE, Student
+from leank_convert.train.passes import BLOCK_SIZE, Student, check_layers
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import initial_scaling_factors
@@ -182,6 +182,7 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
     check_run(recipe, ranks)
     check_trackers(recipe.trackers)
     files = find_model(model, recipe)
+    check_layers(files.facts, files.name)
     found = Forecast(
         model=files.name,
         facts=files.facts,

@@ -19,6 +19,7 @@ from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import LOG_NAME, TrainingLog, check_trackers, read_log
 from leank_convert.train.model import find_model, load_model
+from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
 from leank_convert.train.scaling import count_largest
@@ -127,7 +128,9 @@ def _set_up(
     directory: TrainingDirectory,
 ) -> tuple[Run, SampleSource]:
     check_trackers(recipe.trackers)
-    loaded = load_model(find_model(model, recipe), recipe, ranks.device)
+    files = find_model(model, recipe)
+    check_layers(files.facts, files.name)
+    loaded = load_model(files, recipe, ranks.device)
     samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
     samples.check()
     run = Run(recipe, loaded, ranks, fingerprint_run(recipe, loaded, samples))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from leank_convert.architectures import ModelFacts
+from leank_convert.errors import LeanKError
 from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
 from leank_convert.train.fusion import uncompiled
 from leank_convert.train.packing import PackedSample
@@ -146,6 +148,24 @@ def run_answer_pass(
     )
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
+
+
+def check_layers(facts: ModelFacts, name: str) -> None:
+    """Check that a model's layers let several questions see one context.
+
+    Args:
+        facts: The model's.
+        name: What the user called it.
+
+    Raises:
+        LeanKError: If some hold a state instead of keys and values.
+    """
+    if facts.is_mixed and facts.architecture.other_tensors:
+        raise LeanKError(
+            f"model `{name}` has layers with linear attention, whose state of a context several questions "
+            "cannot share: it cannot be trained on",
+            hint="take a method that trains nothing (`method`), with `held_out_samples: 0`",
+        )
 
 
 def rotates_by_length(model: PreTrainedModel) -> bool:

@@ -22,7 +22,9 @@ from leank_convert.export.plan import plan_export
 from leank_convert.families import ARCHITECTURES, Architecture
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask, all_channels_mask
+from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
+from leank_convert.train.passes import check_layers
 from leank_convert.verify import verify_checkpoint
 from tests.tiny_families import FAMILIES, OPTIONS
 
@@ -93,7 +95,7 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(
     assert load(again).generate(**batch(), **GREEDY).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_next"])
 def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(family: str, converted, load):
     row = ARCHITECTURES[family]
     checkpoint = converted(row.stem, WIDTHS, **OPTIONS[family])
@@ -130,6 +132,20 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         cache.crop(-2)
     with pytest.raises(LeanKError, match="only 1 of 2 layers have full attention"):
         export_onnx(checkpoint.folder, None, tmp_path / "onnx")
+
+
+def test_masks_of_linear_layers_are_measured_not_trained(converted, load):
+    checkpoint = converted("Qwen3Next", WIDTHS, **OPTIONS["qwen3_next"])
+    facts = read_model_facts(open_checkpoint(checkpoint.source).config, origin="config.json")
+    with pytest.raises(LeanKError, match="layers with linear attention, whose state"):
+        check_layers(facts, "model")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
+    assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
+    cache = (
+        load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
+    )
+    with pytest.raises(ValueError, match="state cannot forget a token"):
+        cache.crop(-2)
 
 
 def test_gpt_oss_converts_with_experts_in_four_bits(converted, tmp_path):
