@@ -169,6 +169,18 @@ def _sizes(intermediate: int, vocab: int, positions: int, **others: object) -> d
     }
 
 
+_QWEN_EXPERTS = Experts(
+    ("num_experts", "num_local_experts"),
+    "moe_intermediate_size",
+    beside={
+        "mlp.shared_expert_gate.weight": ("single", "hidden_size"),
+        "mlp.shared_expert.gate_proj.weight": ("shared_size", "hidden_size"),
+        "mlp.shared_expert.up_proj.weight": ("shared_size", "hidden_size"),
+        "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_size"),
+    },
+)
+
+
 def _linear_attention(*projections: str) -> tuple[str, ...]:
     """Tensors of a gated delta net with these projections of its input."""
     weights = (*projections, "conv1d", "norm", "out_proj")
@@ -394,12 +406,51 @@ _ROWS = (
         full_period=(4, None),
         rope_by_kind=True,
         config_defaults=_sizes(11008, 50304, 2048),
-        rope_defaults={"rope_theta": 500000.0},
         layer_tensors={
             **_SPLIT_MLP,
             "post_attention_layernorm.weight": ("hidden_size",),
             "post_feedforward_layernorm.weight": ("hidden_size",),
         },
+    ),
+    Architecture(
+        "qwen3_5_text",
+        "Qwen3_5",
+        is_text_part=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        partial_rotary=True,
+        gated_query=True,
+        other_layers=("linear_attention",),
+        other_tensors=_linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        full_period=(4, "full_attention_interval"),
+        config_defaults=_sizes(12288, 248320, 32768, num_key_value_heads=4, head_dim=256),
+        rope_defaults={"partial_rotary_factor": 0.25},
+    ),
+    Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        is_text_part=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        partial_rotary=True,
+        gated_query=True,
+        other_layers=("linear_attention",),
+        other_tensors=_linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        full_period=(4, "full_attention_interval"),
+        config_defaults=_sizes(
+            5632,
+            248320,
+            32768,
+            num_key_value_heads=2,
+            head_dim=256,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            num_experts=256,
+        ),
+        rope_defaults={"partial_rotary_factor": 0.25},
+        experts=_QWEN_EXPERTS,
     ),
     Architecture(
         "qwen3_next",
@@ -423,16 +474,7 @@ _ROWS = (
             num_experts=512,
         ),
         rope_defaults={"partial_rotary_factor": 0.25},
-        experts=Experts(
-            ("num_experts", "num_local_experts"),
-            "moe_intermediate_size",
-            beside={
-                "mlp.shared_expert_gate.weight": ("single", "hidden_size"),
-                "mlp.shared_expert.gate_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_expert.up_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_size"),
-            },
-        ),
+        experts=_QWEN_EXPERTS,
     ),
     Architecture(
         "gpt_oss",

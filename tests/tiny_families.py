@@ -15,6 +15,13 @@ _MIXED: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "sliding_window": 7,
 }
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 # By `model_type`. Multipliers and biases are such that leaving one out would show.
 OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -45,16 +52,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _MIXED,
-    "qwen3_next": {
-        **_EXPERTS,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_next": {**_LINEAR, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
     "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 20},
 }
 # One row each; a release of transformers may lack a family.
