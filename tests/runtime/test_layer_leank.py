@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from runtime.layer_leank import leank_attention, leank_mask
 class Attention(nn.Module):
     """What an attention function asks of its module."""
 
+    config = SimpleNamespace(leank={})
     num_key_value_groups = 2
     is_causal = True
     layer_idx = 0
