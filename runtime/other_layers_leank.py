@@ -28,12 +28,10 @@ def build_other_layers(config: PreTrainedConfig, pruned: Sequence[int]) -> dict[
 
 
 def other_memory(layer: Any) -> CacheMemory:
-    """Count what such a layer holds."""
+    """Count what such a layer holds of keys and values; a state is neither."""
     keys, values = (
         0 if states is None else states.numel() * states.element_size()
-        for states in (
-            getattr(layer, name, None) for name in ("keys", "values")
-        )  # no layer of a state has some
+        for states in (getattr(layer, name, None) for name in ("keys", "values"))
     )
     return CacheMemory(
         other_keys=RegionBytes(keys, keys),
