@@ -22,6 +22,7 @@ from .other_layers_leank import (
     check_croppable,
     concatenate_other_layers,
     other_memory,
+    reset_other_layer,
 )
 from .rows_leank import RowState
 from .store_leank import CacheMemory, sum_memory
@@ -166,6 +167,13 @@ class LeanKCache(Cache):
     def takes_step(self, num_columns: int) -> bool:
         """Return whether so many columns are a decode step: one or a draft's, on a prompt that is split."""
         return num_columns <= MAX_DRAFT and self.rows.is_split and not self._others
+
+    def known_mask(self, num_columns: int) -> torch.Tensor | None:
+        """Return what is known of padding `[B, columns]`, so many new ones included, if a layer needs a mask.
+
+        None where there is no padding, or all layers are pruned: these know their rows' padding.
+        """
+        return self.rows.extended_padding(None, self.get_seq_length() + num_columns) if self._others else None
 
     def prepare_step(self, num_columns: int) -> None:
         """Make what a decode step of so many columns writes writable, and room for it."""
@@ -378,19 +386,23 @@ class LeanKCache(Cache):
             return
         if count > length:
             raise ValueError(f"crop of {count} tokens from a cache that holds {length}")
-        check_croppable([*self._others.values()])
+        if count < length:
+            check_croppable([*self._others.values()])
         self.rows.crop(count)
-        for layer in self.layers:
-            layer.crop(-count)
         if count == length:
             self.reset()
+            return
+        for layer in self.layers:
+            layer.crop(-count)
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""
         self.graph.forget()
         self.rows.reset()
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.reset()
+        for other in self._others.values():
+            reset_other_layer(other)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""

@@ -219,6 +219,8 @@ class LeanKMixin:
                     f"attention_mask covers {attention_mask.shape[1]} tokens, the cache and the input hold "
                     f"{total}; pass the mask of the whole conversation"
                 )
+        elif hasattr(cache, "known_mask"):  # not what tools pass in a cache's place, of which all is pruned
+            attention_mask = cache.known_mask(tokens.shape[1])
         if cache.takes_step(tokens.shape[1]):
             return self._decode_step(cache, use_cache, attention_mask, inputs, tokens)
         return super().forward(  # type: ignore[misc]

@@ -179,7 +179,7 @@ class RowState:
         if self.is_split and attention_mask is None:
             append = self._append(self.next_valid, num_columns, num_columns)
         else:
-            padding = self._extended_padding(attention_mask, start + num_columns)
+            padding = self.extended_padding(attention_mask, start + num_columns)
             if not self.is_split and (num_decode or split_now or self.prune == "eager"):
                 split = self._split(batch_size, start + num_prefill, padding, device)
             self.padding = padding
@@ -254,7 +254,12 @@ class RowState:
         is_one_column = step is not None and step.append is not None and step.append.columns is None
         self._attended = step if is_one_column else None
 
-    def _extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
+    def extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
+        """Return which of so many columns are real `[B, total]`, as given or known; None without padding.
+
+        Raises:
+            ValueError: If the mask is not one of padding, or of fewer columns.
+        """
         if attention_mask is not None:
             if attention_mask.dtype != torch.bool or attention_mask.ndim not in (2, 4):
                 raise ValueError(
@@ -406,7 +411,7 @@ class RowState:
             ValueError: If a token among them has been pruned: its dropped channels are gone.
         """
         kept = self.num_columns - num_columns
-        padding = self._extended_padding(None, self.num_columns)
+        padding = self.extended_padding(None, self.num_columns)
         if self.is_split:
             old, pruned = self.counters()
             removed: torch.Tensor | int = num_columns
@@ -495,7 +500,7 @@ class RowState:
         return joined
 
     def _left_padded(self, num_columns: int, batch_size: int, device: torch.device) -> torch.Tensor:
-        padding = self._extended_padding(None, self.num_columns)
+        padding = self.extended_padding(None, self.num_columns)
         if padding is None:
             padding = torch.ones(batch_size, self.num_columns, dtype=torch.bool)
         return torch.nn.functional.pad(padding.to(device), (num_columns - self.num_columns, 0))
