@@ -21,7 +21,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.prospect import find_config, inspect_model, render_model
 from leank_convert.whole_cache import describe_layers
@@ -99,7 +99,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
         "model": known.model if known else None,
         "model_type": known.model_type if known else None,
         **_describe_widths(mask.widths, mask.channel_mask.shape[-1], None),
-        **({"pruned_layers": known.layers} if known and known.layers else {}),
+        **_describe_mask_layers(known),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,
@@ -133,6 +133,13 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "head_permutation": leank["head_permutation"],
         "provenance": _describe_provenance(mask),
     }
+
+
+def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
+    if known is None or known.layers is None:
+        return {}
+    sentence = f"{len(known.layers)} of the model's {known.num_hidden_layers}, those with full attention"
+    return {"pruned_layers": known.layers, "layers": sentence}
 
 
 def _describe_layers(facts: ModelFacts, leank: Mapping[str, Any], element_bytes: int) -> str:

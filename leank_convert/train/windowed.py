@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from leank_convert.train.fused import attend, fused_kernel
 
+# Queries of a block: at least so many, and up to four times as many where as many are in a window anyway.
 _BLOCK_SIZE = 256
 
 
@@ -63,8 +64,9 @@ def masked_attention(
     compute = torch.promote_types(query.dtype, torch.float32)
     position = torch.arange(num_keys, device=query.device)
     outputs = []
-    for start in range(num_keys - num_queries, num_keys, _BLOCK_SIZE):
-        stop = min(start + _BLOCK_SIZE, num_keys)
+    size = max(_BLOCK_SIZE, min(window or 0, 4 * _BLOCK_SIZE))
+    for start in range(num_keys - num_queries, num_keys, size):
+        stop = min(start + size, num_keys)
         first = 0 if window is None else max(start - window + 1, 0)
         block = query[:, :, start - num_keys + num_queries : stop - num_keys + num_queries].to(compute)
         folded = block.unflatten(1, (-1, groups))  # type: ignore[no-untyped-call]

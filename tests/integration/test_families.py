@@ -20,6 +20,7 @@ from leank_convert.evaluate.variants import Dense, Masked
 from leank_convert.export import export_checkpoint
 from leank_convert.export.plan import plan_export
 from leank_convert.families import ARCHITECTURES, Architecture
+from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask, all_channels_mask
 from leank_convert.methods.statistics import measure_attention
@@ -125,6 +126,8 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
     ours = load(checkpoint.folder)
     assert ours.config.leank["layers"] == [0]
     assert "prunes 1 of 2 layers" in (checkpoint.folder / "README.md").read_text()
+    told = render_inspection(inspect_artifact(checkpoint.folder / "channel_mask.safetensors"))
+    assert "1 of the model's 2, those with full attention" in told
     cache = ours.generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
     assert cache.layers[1].keys.shape[2] == 6 and "transformers' own cache" in cache.graph.why_eager
     assert cache.memory().other_values.used == 2 * 2 * 6 * 16 * 4  # rows, heads, tokens, channels, bytes
