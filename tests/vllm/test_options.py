@@ -103,3 +103,24 @@ def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely():
     assert other().leank is None  # as transformers builds it to save a difference
     with pytest.raises(ValueError, match=r"'leank_seed_oss': vLLM's model .* llama, mistral, qwen2, qwen3"):
         other(leank={})
+
+
+def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
+    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
+    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    block = {
+        "format_version": 2,
+        "layers": [0],
+        "widths": [[16, 16]],
+        "channel_masks": ["f" * 8],
+        "head_permutation": [[0, 1]],
+        "sink_size": 0,
+        "recent_size": 0,
+        "flush_size": 1,
+        "prune": "eager",
+    }
+    with pytest.raises(
+        ValueError, match=r"`leank.layers` names the layers that are pruned, and vLLM was not"
+    ):
+        own(**sizes, use_sliding_window=True, max_window_layers=1, leank=block)
