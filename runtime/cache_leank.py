@@ -22,7 +22,6 @@ from .other_layers_leank import (
     check_croppable,
     concatenate_other_layers,
     other_memory,
-    reset_other_layer,
 )
 from .rows_leank import RowState
 from .store_leank import CacheMemory, sum_memory
@@ -66,6 +65,7 @@ class LeanKCache(Cache):
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
         scales_of = [None] * len(settings.widths) if scales is None else scales
+        self._empty_others = build_other_layers(config, settings.layers)
         self._set_layers(
             [
                 LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows, kv_dtype, layer_scales)
@@ -73,7 +73,7 @@ class LeanKCache(Cache):
                     settings.layers, settings.channel_masks, settings.widths, scales_of, strict=True
                 )
             ],
-            build_other_layers(config, settings.layers),
+            copy.deepcopy(self._empty_others),
         )
 
     def _set_layers(self, pruned: list[LeanKLayer], others: dict[int, Any]) -> None:
@@ -227,6 +227,7 @@ class LeanKCache(Cache):
         rows = RowState.concatenate([cache.rows for cache in caches], batch_sizes, device, num_reserved)
         joined = cls.__new__(cls)
         joined.rows, joined.graph = rows, DecodeGraph(first.use_graphs)
+        joined._empty_others = first._empty_others
         joined._set_layers(
             [
                 LeanKLayer.concatenate(parts, rows)
@@ -401,8 +402,8 @@ class LeanKCache(Cache):
         self.rows.reset()
         for layer in self.pruned_layers:
             layer.reset()
-        for other in self._others.values():
-            reset_other_layer(other)
+        if self._others:  # those of transformers, emptied, may still want rows as many as they had
+            self._set_layers(self.pruned_layers, copy.deepcopy(self._empty_others))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows for beam search."""

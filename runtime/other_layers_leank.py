@@ -41,13 +41,6 @@ def other_memory(layer: Any) -> CacheMemory:
     )
 
 
-def reset_other_layer(layer: Any) -> None:
-    """Drop what such a layer holds; older releases of transformers keep zeros in its place."""
-    layer.reset()
-    layer.keys = layer.values = None
-    layer.is_initialized = False
-
-
 def check_croppable(layers: Sequence[Any]) -> None:
     """Check that columns can be dropped of such layers.
 

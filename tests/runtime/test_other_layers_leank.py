@@ -46,12 +46,30 @@ def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
 @pytest.mark.parametrize("length", [WINDOW - 2, WINDOW + 5])
 @pytest.mark.parametrize("drop", [LeanKCache.reset, lambda cache: cache.crop(-cache.get_seq_length())])
 def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
-    # Of older releases of transformers, layers keep zeros in the place of what they drop.
+    # transformers' layers keep zeros in the place of what they drop: in older releases, and where they hold a
+    # state, of as many rows as it had.
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(length), past_key_values=cache)
+        model(ids(length).expand(2, -1), past_key_values=cache)
     drop(cache)
     positions = torch.arange(12)[None]
     expected = decoded(model, model.build_cache("deferred"), ids(12, 1), positions)
     assert torch.equal(decoded(model, cache, ids(12, 1), positions), expected)
     assert cache.memory().other_keys.used == 2 * 3 * (WINDOW - 1) * 16 * 4
+
+
+def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_masks):
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8}
+    model = model_pair(some_masks([[0, 3, 16]]), "Qwen3Next", **sizes, **experts, **kinds).leank
+    cache, positions = model.build_cache(), torch.arange(12)[None]
+    decoded(model, cache, ids(12).expand(2, -1), positions)
+    cache.reset()
+    expected = decoded(model, model.build_cache(), ids(12, 1), positions)
+    assert torch.equal(decoded(model, cache, ids(12, 1), positions), expected)
