@@ -68,8 +68,8 @@ def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_
     }
     kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8}
     model = model_pair(some_masks([[0, 3, 16]]), "Qwen3Next", **sizes, **experts, **kinds).leank
-    cache, positions = model.build_cache(), torch.arange(12)[None]
-    decoded(model, cache, ids(12).expand(2, -1), positions)
+    cache, positions, tokens = model.build_cache(), torch.arange(12)[None], ids(12, 1).expand(2, -1)
+    decoded(model, cache, ids(12), positions)
     cache.reset()
-    expected = decoded(model, model.build_cache(), ids(12, 1), positions)
-    assert torch.equal(decoded(model, cache, ids(12, 1), positions), expected)
+    expected = decoded(model, model.build_cache(), tokens, positions)
+    assert torch.equal(decoded(model, cache, tokens, positions), expected)
