@@ -220,7 +220,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         )
     full_layers = _find_full_layers(fields, layers, architecture)
     has_window = len(full_layers) < layers and "sliding_attention" in architecture.other_layers
-    if has_window and values.get("sliding_window") is None:
+    if has_window and "sliding_window" not in values:
         values["sliding_window"] = _DEFAULT_WINDOW
     rope = _read_rope(architecture, values, head_dim, origin)
     for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):

@@ -57,7 +57,8 @@ def test_rows_name_what_transformers_has(row: Any) -> None:
 )
 def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, Any]) -> None:
     family = row.model_type
-    keys = {**keys, "num_hidden_layers": 6, "sliding_window": None, "max_position_embeddings": 300}
+    window = 64 if "sliding_attention" in row.other_layers else None
+    keys = {**keys, "num_hidden_layers": 6, "sliding_window": window, "max_position_embeddings": 300}
     if row.experts is not None:
         keys[row.experts.count_keys[0]] = 4
     config = AutoConfig.for_model(family, **keys)
@@ -264,6 +265,12 @@ def test_sliding_window_layers_are_refused(config: dict[str, Any]) -> None:
 def test_layers_beside_full_attention_are_left_alone(changes: dict[str, Any]) -> None:
     facts = read_model_facts({**QWEN2, **changes}, origin="config.json")
     assert facts.is_mixed and facts.layers == (0,) and facts.mask_shape == (1, 2, 8)
+
+
+def test_layers_with_a_window_need_its_size() -> None:
+    config = {**QWEN2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}
+    with pytest.raises(LeanKError, match="`sliding_window` is None, not a whole number"):
+        read_model_facts(config, origin="config.json")
 
 
 def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden() -> None:
