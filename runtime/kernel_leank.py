@@ -23,7 +23,8 @@ registers of a thread for each eight of them. Query number q is of group q % G a
 What is compiled depends on `KernelShape` alone; batch, columns, lengths, widths, pages and the number of
 instances are data or dynamic. The macros fill two small arrays, `seg` (one head of one row) and `tile`; the
 numbers below name their places. They are variables, not expressions, on purpose: TileLang's simplifier takes
-minutes over inlined arithmetic. The attention bodies are in kernel_attention_leank.
+minutes over inlined arithmetic. The attention bodies are in kernel_hopper_leank and
+kernel_generic_leank.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
