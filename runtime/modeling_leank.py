@@ -31,12 +31,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
 from .configuration_leank import check_kv_dtype, check_prune, config_class_of, read_settings, stock_class
 from .fp8_leank import SCALE_NAMES, Scales, check_scales
 from .fused_step_leank import own_storages
 from .graph_leank import GraphMemory
-from .layer_leank import ATTENTION_NAME
 
 logger = logging.get_logger(__name__)
 

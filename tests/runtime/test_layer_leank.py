@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.layer_leank import leank_attention, leank_mask
+from runtime.attention_leank import leank_attention, leank_mask
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime import store_leank
-from runtime.layer_leank import AttentionHandle
+from runtime.attention_leank import AttentionHandle
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}

@@ -1,0 +1,164 @@
+"""The attention function through which transformers reaches the cache.
+
+transformers' attention modules pass whatever `past_key_values.update(k, v)` returned straight to the
+registered attention function. A LeanK layer returns an `AttentionHandle` in place of both tensors: the
+function sees either tensors (no cache: plain SDPA) or a handle, which knows what to do by itself. So two
+checkpoints loaded in one process, two copies of these files over one registry, do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from .sinks_leank import dense_attention
+
+if TYPE_CHECKING:
+    from .layer_leank import LeanKLayer
+
+ATTENTION_NAME = "leank"
+
+
+class AttentionHandle:
+    """Stands for the keys and values of one layer in one forward pass.
+
+    Attributes:
+        layer: The layer of the cache.
+        start: Columns it held before this pass.
+        key: New keys, after rotary embedding `[B, H_kv, Q, D]`.
+        value: New values `[B, H_kv, Q, D]`.
+    """
+
+    __slots__ = ("key", "layer", "start", "value")
+
+    def __init__(self, layer: LeanKLayer, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.layer = layer
+        self.start = start
+        self.key = key
+        self.value = value
+
+    # torch.compile runs this as it is: what it does depends on counters that change with every token.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend, and put the new tokens into the cache.
+
+        Prompt columns attend densely to the prompt so far; when it is complete (at once in `eager` mode)
+        it is split; later columns decode against the pruned cache.
+
+        Args:
+            module: The attention module, for SDPA's grouped-query settings.
+            query: `[B, H, Q, D]`.
+            attention_mask: What `leank_mask` made of the model's padding mask.
+            scaling: Factor on the logits; 1/√D if None.
+            s_aux: Logits of the heads' attention sinks `[H]`, by transformers' name for them.
+            **kwargs: Passed on to SDPA.
+
+        Returns:
+            Output `[B, Q, H, D]` and no attention weights.
+        """
+        batch_size, _, num_columns, head_dim = query.shape
+        step = self.layer.rows.step(self.start, batch_size, num_columns, attention_mask, query.device)
+        # Only now, so that a refused step leaves the layer as it was.
+        self.layer.num_columns = self.start + num_columns
+        prompt = step.num_prefill
+        outputs = []
+        if prompt:
+            keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
+            if attention_mask is not None:
+                attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
+            dense, _ = dense_attention(
+                module,
+                query[:, :, :prompt],
+                keys,
+                values,
+                attention_mask,
+                s_aux=s_aux,
+                scaling=scaling,
+                **kwargs,
+            )
+            outputs.append(dense)
+            del keys, values
+        if step.split is not None:
+            self.layer.split(step)
+            if not step.num_decode:
+                self.layer.choose_kernels(query[:, :, :1], s_aux)  # for the steps to come
+        if step.num_decode:
+            scale = head_dim**-0.5 if scaling is None else scaling
+            decoded = self.layer.decode(
+                query[:, :, prompt:], self.key[:, :, prompt:], self.value[:, :, prompt:], step, scale, s_aux
+            )
+            outputs.append(decoded.transpose(1, 2))
+        del self.key, self.value  # a prompt's whole keys end here, not with the layer's forward pass
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return out.contiguous(), None
+
+
+def leank_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | AttentionHandle,
+    value: torch.Tensor | AttentionHandle,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend through the LeanK cache, or with plain SDPA in other layers and where there is no cache.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, Q, D]`.
+        key: `[B, H_kv, Q, D]`, or the handle that the cache returned.
+        value: As `key`.
+        attention_mask: What `leank_mask` returned.
+        **kwargs: `scaling`, `dropout` and whatever else the model passes to attention functions.
+
+    Raises:
+        ValueError: If keys come from a cache that is not LeanK's.
+    """
+    # No isinstance of our own class: another checkpoint in this process has its own copy of it.
+    if not isinstance(key, torch.Tensor):
+        attended: tuple[torch.Tensor, None] = key.attend(module, query, attention_mask, **kwargs)
+        return attended
+    if key.shape[2] != query.shape[2] and _is_pruned(module):
+        raise ValueError(
+            f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
+            "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
+        )
+    return dense_attention(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+
+
+def _is_pruned(module: Any) -> bool:
+    """Return whether an attention module's layer is one of those that are pruned."""
+    layers = module.config.leank.get("layers")
+    return layers is None or module.layer_idx in layers
+
+
+def leank_mask(
+    *, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make SDPA's mask for prompt columns, and hand the padding mask through for decoding.
+
+    Args:
+        kv_length: Keys that SDPA will see; the LeanK cache reports 0 while decoding.
+        attention_mask: Real columns `[B, columns]`, bool; None without padding.
+        **kwargs: The other arguments of transformers' mask functions.
+    """
+    if kv_length == 0:
+        return attention_mask
+    mask: torch.Tensor | None = sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return mask
+
+
+AttentionInterface.register(ATTENTION_NAME, leank_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, leank_mask)
