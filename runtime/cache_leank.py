@@ -321,7 +321,7 @@ class LeanKCache(Cache):
         value: torch.Tensor,
         softmax_scale: float | None = None,
     ) -> torch.Tensor:
-        """Append one token to one layer without a model, and attend with it.
+        """Append one token to one pruned layer without a model, and attend with it, attention sinks left out.
 
         Args:
             layer_idx: A layer that is split, see `fill_layer`.
@@ -350,7 +350,7 @@ class LeanKCache(Cache):
     def attend_layer(
         self, layer_idx: int, query: torch.Tensor, softmax_scale: float | None = None
     ) -> torch.Tensor:
-        """Attend with the last token of one layer again; changes nothing.
+        """Attend with the last token of one pruned layer again, attention sinks left out; changes nothing.
 
         Args:
             layer_idx: A layer that is split.
