@@ -5,6 +5,9 @@ loss. Retrieval circuits do not form on long documents from the start: the lengt
 time the loss at the present length falls under a threshold; names of two words join once names of one word
 are retrieved from 256 tokens. The last length leaves room behind a document as long as that of a prompt of
 2048 tokens, so that the longest prompts asked of the model lie inside what it was trained on.
+
+With `--layers sliding,full` layers take these kinds in turn, and the model is a Qwen3: a Llama that norms
+queries and keys, of which transformers knows layers with a sliding window. Such a model is not shipped.
 """
 
 from __future__ import annotations
@@ -20,15 +23,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from bin.testbed.held_out import exact_match, measure_all, render_table
 from bin.testbed.tokenizer import save_tokenizer
+from bin.testbed.windowed import ATTENTION_NAME
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -61,6 +71,8 @@ class TrainingPlan:
     head_dim: int = 64
     hidden_size: int = 256
     intermediate_size: int = 512
+    layers: str = "full"
+    sliding_window: int = 128
     steps: int = 12000
     tokens_per_step: int = 131072
     learning_rate: float = 1.2e-3
@@ -71,6 +83,12 @@ class TrainingPlan:
     question_share: float = 0.3
     two_word_share: float = 0.5
     seed: int = 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What attention each layer has, by transformers' names: the kinds of `layers` in turn."""
+        kinds = itertools.cycle(self.layers.split(","))
+        return [f"{kind}_attention" for kind in itertools.islice(kinds, self.num_hidden_layers)]
 
     def learning_rate_at(self, step: int) -> float:
         """Rise over `warmup_steps`, hold, and fall to zero over the last `decay_share` of the steps."""
@@ -169,7 +187,7 @@ def training_sequence(
     return [IDS[word] for word in words] + [IDS[PAD]] * (length - len(words)), answered
 
 
-def _answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+def _answer_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Mean cross entropy over the answer tokens; logits exist for those positions alone."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state.flatten(0, 1)
     # Not `hidden[...]`, whose backward pass sorts the positions.
@@ -177,27 +195,34 @@ def _answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.float(), batch.answer_ids)
 
 
-def _build_model(plan: TrainingPlan) -> LlamaForCausalLM:
+def _build_model(plan: TrainingPlan) -> PreTrainedModel:
     torch.manual_seed(plan.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=plan.hidden_size,
-            intermediate_size=plan.intermediate_size,
-            num_hidden_layers=plan.num_hidden_layers,
-            num_attention_heads=plan.num_attention_heads,
-            num_key_value_heads=plan.num_key_value_heads,
-            head_dim=plan.head_dim,
-            max_position_embeddings=MAX_TOKENS,
-            bos_token_id=IDS[BEGIN],
-            eos_token_id=IDS[END],
-            pad_token_id=IDS[PAD],
-            tie_word_embeddings=False,
-        )
-    )
+    config: dict[str, Any] = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": plan.hidden_size,
+        "intermediate_size": plan.intermediate_size,
+        "num_hidden_layers": plan.num_hidden_layers,
+        "num_attention_heads": plan.num_attention_heads,
+        "num_key_value_heads": plan.num_key_value_heads,
+        "head_dim": plan.head_dim,
+        "max_position_embeddings": MAX_TOKENS,
+        "bos_token_id": IDS[BEGIN],
+        "eos_token_id": IDS[END],
+        "pad_token_id": IDS[PAD],
+        "tie_word_embeddings": False,
+    }
+    if "sliding_attention" not in plan.layer_types:
+        return LlamaForCausalLM(LlamaConfig(**config))
+    config |= {
+        "layer_types": plan.layer_types,
+        "use_sliding_window": True,
+        "sliding_window": plan.sliding_window,
+        "attn_implementation": ATTENTION_NAME,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**config))
 
 
-def _fit(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, float]]:
+def _fit(model: PreTrainedModel, plan: TrainingPlan) -> list[dict[str, float]]:
     """Train `model` in place (fp32 weights, bf16 arithmetic) and return the curve."""
     device = model.device
     if device.type == "cuda":
@@ -292,6 +317,13 @@ def main() -> None:
         )
     arguments = vars(parser.parse_args())
     out = arguments.pop("out")
+    unknown = set(arguments["layers"].split(",")) - {"full", "sliding"}
+    if unknown:
+        parser.error(f"--layers: `{min(unknown)}` is neither `full` nor `sliding`")
+    if "sliding" in arguments["layers"] and out == MODEL_DIR:
+        parser.error(
+            "--layers: a model with sliding layers takes the shipped one's place: name another --out"
+        )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     train_testbed(TrainingPlan(**arguments), out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -115,13 +116,21 @@ def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
     assert 0 < rates[-1] < 0.01
 
 
-def test_a_short_run_writes_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("layers", ["full", "sliding,full"])
+def test_a_short_run_writes_a_model_folder(layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(train, "_HELD_OUT_COUNT", 1)
     monkeypatch.setattr(held_out, "HELD_OUT_LENGTHS", (256,))
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    count = len(layers.split(","))
+    shape = {"num_hidden_layers": count, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     plan = TrainingPlan(
-        **shape, hidden_size=64, steps=20, tokens_per_step=256, learning_rate=2e-2, warmup_steps=1
+        **shape,
+        layers=layers,
+        hidden_size=64,
+        steps=20,
+        tokens_per_step=256,
+        learning_rate=2e-2,
+        warmup_steps=1,
     )
     train.train_testbed(plan, tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
@@ -132,3 +141,23 @@ def test_a_short_run_writes_a_model_folder(tmp_path: Path, monkeypatch: pytest.M
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    kinds = getattr(model.config, "layer_types", ["full_attention"])
+    assert kinds == plan.layer_types
+
+
+def test_layers_take_their_kinds_in_turn():
+    plan = replace(PLAN, num_hidden_layers=5, layers="sliding,sliding,full")
+    assert [kind.removesuffix("_attention") for kind in plan.layer_types] == [
+        "sliding",
+        "sliding",
+        "full",
+        "sliding",
+        "sliding",
+    ]
+
+
+def test_a_mixed_model_does_not_take_the_shipped_one_s_place(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--layers", "sliding,full"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "name another --out" in capsys.readouterr().err
