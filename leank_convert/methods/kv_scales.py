@@ -94,7 +94,7 @@ def _choose_recipe(
 @torch.no_grad()
 def _largest(model: PreTrainedModel, input_ids: Tensor, facts: ModelFacts) -> list[Tensor]:
     """The largest absolute keys and values of a prompt [N], each [L, H_kv, D] on the CPU."""
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)  # linear layers keep a state of their own in it
     device = next(model.parameters()).device
     # transformers has no sinks in its SDPA.
     with attention_of(model, "eager" if facts.architecture.sinks else "sdpa"), uncompiled():
