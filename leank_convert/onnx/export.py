@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import CONFIG_NAME, ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.export import (
     MaskLike,
@@ -38,7 +40,7 @@ from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
 from leank_convert.onnx.leank_onnx import MODEL_FILE
 from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
-from leank_convert.onnx.pruned_model import PrunedModel, load_pruned
+from leank_convert.onnx.pruned_model import PrunedModel, check_traceable, load_pruned, refuse_quantized
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 
@@ -108,6 +110,10 @@ def export_onnx(
         refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)
     else:
         choice = choose(model, mask, out, prune="deferred", **choices)
+        # Before a checkpoint is written, which may be large.
+        config = apply_config_overrides(read_config(checkpoint), choice.config_overrides or {})
+        refuse_quantized(config, checkpoint)
+        check_traceable(read_model_facts(config, origin=str(checkpoint / CONFIG_NAME)), checkpoint)
         check_exportable(model, out, config_overrides=choice.config_overrides, overwrite=overwrite)
         refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
     with staged_folder(out, overwrite=overwrite) as partial:

@@ -117,11 +117,7 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     Raises:
         LeanKError: If its weights are quantized.
     """
-    if config.get("quantization_config") is not None:
-        raise LeanKError(
-            f"`{folder}`: its weights are quantized (`quantization_config`); a graph is made of plain ones",
-            hint="make it of the model that it was quantized from; `--weights int8` quantizes a graph's",
-        )
+    refuse_quantized(config, folder)
     stock: Any = getattr(transformers, architecture.causal_lm_class)
 
     class Stock(stock):  # type: ignore[misc]
@@ -135,6 +131,19 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
         dtype=DTYPES[dtype],
     )
     return model.eval()
+
+
+def refuse_quantized(config: Mapping[str, Any], origin: object) -> None:
+    """Refuse quantized weights.
+
+    Raises:
+        LeanKError: If config.json tells of any.
+    """
+    if config.get("quantization_config") is not None:
+        raise LeanKError(
+            f"`{origin}`: its weights are quantized (`quantization_config`); a graph is made of plain ones",
+            hint="make it of the model that it was quantized from; `--weights int8` quantizes a graph's",
+        )
 
 
 def check_traceable(facts: ModelFacts, origin: object) -> None:

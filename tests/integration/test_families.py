@@ -23,8 +23,10 @@ from leank_convert.families import ARCHITECTURES, Architecture
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask, all_channels_mask
+from leank_convert.methods.kv_scales import measure_kv_scales
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
+from leank_convert.recipe import Recipe
 from leank_convert.train.passes import check_layers
 from leank_convert.verify import verify_checkpoint
 from tests.tiny_families import FAMILIES, OPTIONS
@@ -144,6 +146,13 @@ def test_masks_of_linear_layers_are_measured_not_trained(converted, load):
         check_layers(facts, "model")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
+    recipe = Recipe(
+        windows={"sink_size": 4, "recent_size": 16, "flush_size": 4},
+        width_multiple=4,
+        data={"wording": "testbed", "min_length": 200, "max_length": 280},
+        held_out_samples=0,
+    )
+    assert measure_kv_scales(checkpoint.source, recipe).keys.shape == facts.mask_shape
     cache = (
         load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
     )
@@ -217,5 +226,8 @@ def test_a_graph_of_it_answers_as_its_source(family: str, converted, tmp_path):
 
 def test_a_mixture_of_experts_is_refused_as_a_graph(converted, tmp_path):
     checkpoint = converted("Mixtral", WIDTHS, **OPTIONS["mixtral"])
-    with pytest.raises(LeanKError, match="mixture of experts"):
-        export_onnx(checkpoint.folder, None, tmp_path / "onnx")
+    for model, mask in ((checkpoint.folder, None), (checkpoint.source, ChannelMask(checkpoint.channel_mask))):
+        with pytest.raises(
+            LeanKError, match=f"^`{model}`: .*mixture of experts"
+        ):  # before weights are copied
+            export_onnx(model, mask, tmp_path / "onnx")
