@@ -24,7 +24,7 @@ from leank_convert.checkpoint_io import (
 from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.families import Architecture
-from leank_convert.kv_scales import SCALE_NAMES
+from leank_convert.kv_scales import SCALE_NAMES, check_scale_tensors
 from leank_convert.leank_block import read_windows
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
@@ -58,7 +58,9 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
     # Names a damaged shard better than loading does.
-    masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
+    opened = open_checkpoint(checkpoint)
+    masks = read_channel_masks(opened, facts, leank)
+    check_scale_tensors(opened, facts, leank)
     tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
     return EvaluatedModel(
@@ -77,7 +79,7 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ImportError as error:  # of what reads quantized weights
         raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # a tensor of another shape is a RuntimeError
         raise LeanKError(
             f"`{folder}` cannot be loaded: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong with a checkpoint",

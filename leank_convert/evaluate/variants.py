@@ -191,8 +191,8 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
             raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(OTHERS)}")
         if "layers" in evaluated.leank and name.removeprefix("leank+") in ("int4", "kivi", "quest", "snapkv"):
             raise LeanKError(
-                f"`{name}` is not known beside layers that are not pruned, as this model has some",
-                hint=f"take one of {WINDOW}, {THINK}, fp8, leank+fp8",
+                f"`{name}` is not known of a model with layers that are not pruned, as this one has",
+                hint=f"take one of {WINDOW}, {THINK}, {PER_HEAD_BUDGET}, fp8, leank+fp8",
             )
     return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
 

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from leank_convert import kv_scales
 from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.evaluated import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.hub import resolve_model
@@ -197,6 +199,9 @@ def test_hostile_scales_are_one_sentence(exported, edit, message):
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     failed = {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
     assert message in failed["cache scales"] and "\n" not in failed["cache scales"]
+    with pytest.raises(LeanKError) as caught:  # and before anything is answered
+        load_evaluated(out, torch.device("cpu"))
+    assert message in str(caught.value)
     assert run("verify", out).exit_code == run("verify", _other_failure(out)).exit_code
 
 
