@@ -18,6 +18,7 @@ from leank_convert.checkpoint_io import (
     read_leank_facts,
 )
 from leank_convert.errors import LeanKError
+from leank_convert.families import LEANK_PREFIX
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
@@ -201,13 +202,24 @@ def _describe_widths(
 def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     # Imports torch, which masks and checkpoints were read with.
     from leank_convert.vllm.capacity import count_dense, count_pruned
+    from leank_convert.vllm.configs import FAMILIES
     from leank_convert.vllm.pages import BLOCK_SIZE
     from leank_convert.vllm.rule import WindowSizes
 
     if facts["kind"] == "onnx":
         raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")
     if facts["kind"] == "model":
-        raise LeanKError(f"`{facts['path']}` is not converted; how many requests are held, its mask decides")
+        raise LeanKError(
+            f"`{facts['path']}` is not converted; how many requests are held, its mask decides",
+            hint="name a checkpoint or a mask; `leank-convert masks` lists the packaged ones",
+        )
+    family = (facts["model_type"] or "").removeprefix(LEANK_PREFIX)
+    if "pruned_layers" in facts or (family and family not in FAMILIES):
+        raise LeanKError(
+            f"`{facts['path']}`: vLLM serves no `{family}` model with a LeanK cache"
+            + (", nor any of which some layers are not pruned" if "pruned_layers" in facts else ""),
+            hint=f"served are {', '.join(FAMILIES)}, with full attention in every layer",
+        )
     kv_dtype = load.kv_dtype or facts.get("kv_dtype")
     windows = facts["windows"] or asdict(Windows())  # as an export has them
     sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))

@@ -15,7 +15,14 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.files import read_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
-from leank_convert.hub import TESTBED, fetch_config, is_hub_id, resolve_model
+from leank_convert.hub import (
+    TESTBED,
+    fetch_config,
+    hub_name,
+    is_hub_id,
+    name_in_config,
+    resolve_model,
+)
 from leank_convert.recipe_file import load_recipe, packaged_recipe
 from leank_convert.whole_cache import count_row_bytes, describe_layers
 from leank_convert.windows import Windows
@@ -54,7 +61,9 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     """
     config = read_json(config_file)
     facts = read_model_facts(config, origin=str(config_file))
-    name = packaged_recipe(str(path))
+    folder = config_file.parent
+    known = hub_name(path if str(path) == TESTBED else folder) or name_in_config(folder)
+    name = None if known is None else packaged_recipe(known)
     ratio, windows = _PRUNING_RATIO, Windows()
     if name is not None:
         recipe = load_recipe(name)
@@ -114,23 +123,29 @@ def render_model(facts: Mapping[str, Any]) -> str:
         *([("layers", facts["layers"])] if facts["layers"] else []),
         ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
         ("bytes per number", f"{facts['element_bytes']}{assumed}"),
-        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
+        (
+            "windows",
+            f"{', '.join(f'{key} {size}' for key, size in windows.items())}: tokens that keep everything",
+        ),
+        (
+            "bytes per token",
+            f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"
+            + (", of layers with full attention" if facts["layers"] else ""),
+        ),
         (
             "",
             f"at pruning ratio {ratio} K {cache['key_pruned']:,}, V at most as before: at least "
             f"{cache['saved']:.1%} saved",
         ),
     ]
-    whole = sum(windows.values())
     for length, row in facts["bytes_per_row"].items():
-        rows.append(
-            (
-                f"{int(length):,} tokens",
-                f"dense {row['dense'] / 2**30:.2f} GiB, pruned at most {row['pruned'] / 2**30:.2f} GiB, "
-                f"{whole:,} tokens whole",
-            )
-        )
+        dense, pruned = (_write_size(row[side]) for side in ("dense", "pruned"))
+        rows.append((f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"))
     size = max(len(label) for label, _ in rows)
     lines = [f"{label:<{size}}  {text}" for label, text in rows]
     # What a file says must not move a terminal's cursor.
     return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
+
+
+def _write_size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -193,7 +193,7 @@ def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], C
 
     def build(folder: Path) -> ChannelMask:
         facts = read_model_facts(json.loads((folder / "config.json").read_text()), origin="config.json")
-        return ChannelMask(ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim))
+        return ChannelMask(ragged_mask(*facts.mask_shape))
 
     return build
 

@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,8 +247,29 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
     whole, rest = 128 + 1024 + 32, 32768 - (128 + 1024 + 32)
     assert facts["bytes_per_row"]["32768"] == {"dense": 192 * 32768, "pruned": 192 * whole + 125 * rest}
     assert "at least 34.9% saved" in render_inspection(facts)
+    assert "dense 6.0 MiB, pruned at most 4.0 MiB" in render_inspection(facts)
     with pytest.raises(LeanKError, match="is not converted"):
         inspect_artifact(config, Load(10**9, 100))
+    config.write_text(json.dumps({**edited, "_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}))
+    for known in (config, config.parent):  # as `train` and `export` know it
+        assert inspect_artifact(known)["recipe"] == "qwen2.5-7b-instruct"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("olmo2", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2})],
+)
+def test_requests_of_models_that_no_engine_serves_are_not_counted(
+    family: str,
+    options: dict[str, Any],
+    source_model: Callable[..., Path],
+    fitting_mask: Callable[[Path], ChannelMask],
+    tmp_path: Path,
+) -> None:
+    source = source_model(family, **options)
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
+    with pytest.raises(LeanKError, match=f"vLLM serves no `{family}` model with a LeanK cache"):
+        inspect_artifact(out, Load(1 << 30, 8192))
 
 
 def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> None:
