@@ -348,11 +348,12 @@ def _find_full_layers(fields: Fields, layers: int, architecture: Architecture) -
     if len(full) == layers or (full and known_alone):
         return tuple(full)
     others = [layer for layer in range(layers) if layer not in full]
+    slide = kinds is None or all(kinds[layer] == "sliding_attention" for layer in others)
+    what = "layers attend within a sliding window only" if slide else "layers have no full attention"
     raise LeanKError(
-        f"`{fields.origin}`: {len(others)} of {layers} layers attend within a sliding window only "
-        f"(`{cause}`: {cut(values.get(cause))}, first such layer {others[0]}); only full attention can "
-        "be pruned",
-        hint=_sliding_hint(fields.values),
+        f"`{fields.origin}`: {len(others)} of {layers} {what} (`{cause}`: {cut(values.get(cause))}, "
+        f"first such layer {others[0]}); only full attention can be pruned",
+        hint=_sliding_hint(fields.values) if slide else f"kinds known of this family: {', '.join(known)}",
     )
 
 

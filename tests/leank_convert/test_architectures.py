@@ -246,13 +246,19 @@ def test_activations_are_those_of_transformers_that_have_no_weights() -> None:
         {**LLAMA, "model_type": "mistral", "sliding_window": 4096},
         {**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
         {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]},
-        {**QWEN2, "layer_types": ["full_attention", "linear_attention"]},
     ],
-    ids=["mistral-default", "mistral", "qwen2", "unmixed-family", "unknown-kind"],
+    ids=["mistral-default", "mistral", "qwen2", "unmixed-family"],
 )
 def test_sliding_window_layers_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(LeanKError, match="of 2 layers attend within a sliding window only"):
         read_model_facts(config, origin="config.json")
+
+
+def test_layers_of_a_kind_that_the_family_does_not_know_are_not_called_sliding() -> None:
+    config = {**QWEN2, "layer_types": ["full_attention", "linear_attention"]}
+    with pytest.raises(LeanKError, match="1 of 2 layers have no full attention") as caught:
+        read_model_facts(config, origin="config.json")
+    assert caught.value.hint == "kinds known of this family: full_attention, sliding_attention"
 
 
 @pytest.mark.parametrize(
