@@ -352,7 +352,8 @@ class _Inputs:
         count = inputs.num_columns
         self.tokens[:, :count] = inputs.tokens
         if inputs.position_ids is None:
-            torch.arange(length, length + self.num_columns, out=self.position_ids[0])
+            positions = self.position_ids[0]
+            torch.arange(length, length + self.num_columns, out=positions, device=positions.device)
         else:
             self.position_ids[:, :count] = inputs.position_ids
         if self.valid is not None:

@@ -35,7 +35,7 @@ PLACE_SIZE = 6
 
 def padded_chunks(shape: KernelShape) -> int:
     """Chunks of a head that fill threads evenly, which TileLang finds no layout without."""
-    step = max(WARPGROUP // shape.chunk_size, 1)
+    step = max(shape.head_threads // shape.chunk_size, 1)
     return -(-shape.max_chunks // step) * step
 
 
@@ -124,7 +124,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    threads = {} if cpu else {"threads": shape.head_threads}
 
     @T.prim_func
     def leank_append(
@@ -174,7 +174,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     `projected` holds the query heads, then those of K, then those of V.
     """
     d, e, dtype = shape.head_dim, shape.chunk_size, shape.dtype
-    padded = -(-d // WARPGROUP) * WARPGROUP  # a reduction takes part of every thread
+    padded = -(-d // shape.head_threads) * shape.head_threads  # a reduction takes part of every thread
     most_parts, tokens, vectors = T.dynamic("most_parts, tokens, vectors")
     batch, columns = T.dynamic("batch, columns")
     query_heads, positions = T.dynamic("query_heads, positions")
@@ -183,7 +183,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": WARPGROUP}
+    threads = {} if cpu else {"threads": shape.head_threads}
 
     @T.prim_func
     def leank_rope_append(

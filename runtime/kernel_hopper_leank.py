@@ -136,6 +136,11 @@ def hopper_attention(shape: KernelShape) -> Any:
             T.wgmma_gemm(k[c][stage, :, :], q[c], scores, transpose_B=True, policy=FULL_ROW)
 
     @T.macro
+    def wait() -> None:
+        if shape.begins_early:
+            T.pdl_sync()
+
+    @T.macro
     def look_up(
         pages: Any, tile: Any, seg: Any, ahead: Any, page_table: Any, window_table: Any, kept_keys: Any,
         window_keys: Any, sink_size: Any,
@@ -208,12 +213,12 @@ def hopper_attention(shape: KernelShape) -> Any:
             phase = T.alloc_var("int32", init=0)
             num_heads = table_rows - 1
             if early == 0:
-                T.pdl_sync()
+                wait()
             T.pdl_trigger()  # the merge may be launched, and waits for the parts where it needs them
             stretch_bounds(span, program, programs, num_heads, table, plan, batch)
             find_segments(segments, span, begin, batch, num_heads, table, plan, False)
             if segments[1] == 0:
-                T.pdl_sync()  # no kernel may end before the one ahead of it
+                wait()  # no kernel may end before the one ahead of it
             if T.get_thread_binding() >= WARPGROUP:
                 for s in T.serial(segments[1]):
                     locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
@@ -222,7 +227,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                     look_up(
                         next_pages, tile, seg, 0, page_table, window_table, kept_keys, window_keys, sink_size
                     )
-                    T.pdl_sync()  # launched while the append still ran; tables are older
+                    wait()  # launched while the append still ran; tables are older
                     for t in T.serial(seg[STOP] - seg[FIRST]):
                         if t % WARP == 0:
                             T.copy(next_pages, lane_pages)
@@ -294,7 +299,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                 for s in T.serial(segments[1]):
                     locate_segment(seg, segments[0] + s, span, begin, num_heads, table, seen, plan)
                     find_limits(T.Parallel, limits, seg, seen, pruned, first, columns, sink_size, g)
-                    T.pdl_sync()
+                    wait()
                     load_query(
                         T.Parallel, chunks, q, seg, chunk, query, index, table, num_heads, first, columns, g,
                         lane_of, key_scale if fp8 else None, scalar,

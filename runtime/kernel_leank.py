@@ -103,6 +103,19 @@ class KernelShape:
         return "float16" if self.is_fp8 and self.dtype != "float32" else self.dtype
 
     @property
+    def head_threads(self) -> int:
+        """Threads of a block that works on one head: TileLang finds no layout where they leave a rest of it."""
+        return min(self.head_dim & -self.head_dim, WARPGROUP) if self.head_dim > WARPGROUP else WARPGROUP
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether attention is launched while the kernel ahead of it still runs.
+
+        A third instance then finds its place late: multiprocessors hold one or two as long as these run.
+        """
+        return self.num_instances < 3
+
+    @property
     def value_size(self) -> int:
         """Channels of V in shared memory: rows of the second product come in 64."""
         return -(-self.head_dim // 64) * 64
@@ -491,7 +504,7 @@ def merge_parts(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
     fragment = T.alloc_local if cpu else T.alloc_fragment
     parallel = T.grid if cpu else T.Parallel
-    threads = {} if cpu else {"threads": min(d, WARPGROUP)}
+    threads = {} if cpu else {"threads": min(d, shape.head_threads)}
 
     @T.macro
     def add_parts(

@@ -160,3 +160,11 @@ def test_which_models_are_captured(model_pair, some_masks):
     model = model_pair(masks).leank
     model.hf_quantizer = object()
     assert ModelState(model, cpu).why_eager == "the model is quantized"
+
+
+def test_inputs_take_no_notice_of_torchs_default_device():
+    inputs = graph_leank._Inputs("input_ids", torch.tensor([[7], [8]]), None, None)
+    memory = inputs.buffers()
+    with torch.device("meta"):
+        memory.fill(inputs, 5)
+    assert memory.tokens.tolist() == [[7], [8]] and memory.position_ids.tolist() == [[5]]

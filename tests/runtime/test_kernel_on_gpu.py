@@ -132,7 +132,7 @@ def test_every_layer_of_a_real_mask(path, cache_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_head_sizes_and_dtypes(head_dim, dtype):
     check(random_mask(4, head_dim, 1), 4, dtype)
     if dtype == torch.bfloat16:

@@ -260,12 +260,8 @@ def test_fused_kernels_are_as_exact_as_plain_torch_in_their_dtype(
         return output.double(), query.grad.double(), factors.grad.double()
 
     def naive(windows, sees, scaling, tensors):
-        device = torch.get_default_device()
-        torch.set_default_device("cuda")
-        try:
+        with torch.device("cuda"):
             return case.naive(windows, sees, scaling, tensors)
-        finally:
-            torch.set_default_device(device)
 
     exact = run(naive, torch.float64)
     own = run(naive, torch.bfloat16)
