@@ -104,7 +104,7 @@ class KernelShape:
 
     @property
     def head_threads(self) -> int:
-        """Threads of a block that works on one head: TileLang finds no layout where they leave a rest of it."""
+        """Threads of a block that works on one head, which they may not leave a rest of."""
         return min(self.head_dim & -self.head_dim, WARPGROUP) if self.head_dim > WARPGROUP else WARPGROUP
 
     @property
