@@ -33,7 +33,7 @@ class KVScales:
     """Scales of a model, and what they were measured on.
 
     Attributes:
-        keys: float32 [L, H_kv, D], in the model's own head order; one for both channels of a RoPE pair.
+        keys: float32 [L, H_kv, D], in the model's own head order; one for channels i and i + D/2.
         values: float32 [L, H_kv, D].
         num_tokens: How many were measured.
         tasks: The recipe's, whose data they are of.
