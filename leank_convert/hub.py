@@ -105,6 +105,11 @@ def name_in_config(folder: Path) -> str | None:
     return noted if is_repository(noted) else None
 
 
+def known_name(model: str | Path) -> str | None:
+    """What the hub calls a model, else what a folder's config.json says; None where neither is known."""
+    return hub_name(model) or name_in_config(Path(model).expanduser())
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form `owner/name` of a repository on the hub."""
     return "/" in name and _HUB_ID.fullmatch(name) is not None

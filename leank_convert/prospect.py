@@ -18,9 +18,8 @@ from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.hub import (
     TESTBED,
     fetch_config,
-    hub_name,
     is_hub_id,
-    name_in_config,
+    known_name,
     resolve_model,
 )
 from leank_convert.recipe_file import load_recipe, packaged_recipe
@@ -61,8 +60,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     """
     config = read_json(config_file)
     facts = read_model_facts(config, origin=str(config_file))
-    folder = config_file.parent
-    known = hub_name(path if str(path) == TESTBED else folder) or name_in_config(folder)
+    known = known_name(TESTBED if str(path) == TESTBED else config_file.parent)
     name = None if known is None else packaged_recipe(known)
     ratio, windows = _PRUNING_RATIO, Windows()
     if name is not None:

@@ -296,14 +296,6 @@ class Recipe(_Section):
         """Keep what `text` and `derivation` give."""
         self._text, self._derivation = text, derivation
 
-    @property
-    def given_windows(self) -> dict[str, int]:
-        """The `windows` keys that the file, an override or a flag gave, with their values; no defaults.
-
-        What was not given may yield to a mask's own window sizes. A resolved recipe (`to_yaml`) gives all.
-        """
-        return self.windows.model_dump(exclude_unset=True)
-
     def to_yaml(self) -> str:
         """The resolved recipe, every key spelt out; of a derived one, below how it was derived."""
         keys = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)

@@ -21,8 +21,6 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-MAX_FP8 = 448.0
-
 # Arrays of operands are in the order that TileLang gives registers of A in wgmma.
 WIDEN_SOURCE = r"""
 // Both halves of a word at once: a shift in place of the second name would be an instruction of its own.

@@ -13,7 +13,7 @@ from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.data import SampleSource
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.hub import hub_name, name_in_config
+from leank_convert.hub import known_name
 from leank_convert.kv_scales import KVScales
 from leank_convert.methods.statistics import attention_of
 from leank_convert.recipe import Recipe
@@ -86,7 +86,7 @@ def _choose_recipe(
     if recipe is None and trained is not None and trained.exists():
         recipe = trained
     if recipe is None:
-        known = hub_name(model) or name_in_config(Path(model).expanduser())
+        known = known_name(model)
         recipe = None if known is None else packaged_recipe(known)
     return derive_recipe(model, (), device=device) if recipe is None else load_recipe(recipe)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from leank_convert.checkpoint_io import TRAINING_FOLDER
-from leank_convert.hub import hub_name, name_in_config
+from leank_convert.hub import known_name
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import RUN_RECIPE_NAME, load_recipe, packaged_recipe
 
@@ -48,7 +48,7 @@ def choose_training_recipe(
         LeanKError: As `load_recipe` and `derive_recipe`.
     """
     if name is None:
-        known = hub_name(model) or name_in_config(Path(model).expanduser())
+        known = known_name(model)
         name = None if known is None else packaged_recipe(known)
     if name is None and out is not None and resume:
         before = out / TRAINING_FOLDER / RUN_RECIPE_NAME

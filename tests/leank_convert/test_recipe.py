@@ -167,15 +167,6 @@ def test_haystack_keys_that_nothing_reads_are_refused(write):
     assert load_recipe(write("data: {haystack: {column: text, split: train}}")).data.haystack.source is None
 
 
-def test_given_windows_are_those_of_file_overrides_and_flags(write):
-    path = write("windows: {sink_size: 128}")
-    assert load_recipe(path).given_windows == {"sink_size": 128}  # the default, but given
-    recipe = load_recipe(path, ["windows.recent_size=8"], flags={"windows.flush_size": 16})
-    assert recipe.given_windows == {"sink_size": 128, "recent_size": 8, "flush_size": 16}
-    assert load_recipe(write("seed: 1")).given_windows == {}
-    assert Recipe().given_windows == {}
-
-
 def test_defaults_yield_to_the_file_and_the_file_to_overrides_and_the_last_override_wins(write):
     path = write("stage1: {steps: 7}\nwidth_multiple: 16\n")
     recipe = load_recipe(path, ["stage1.steps=8", "stage1.steps=9", "windows.sink_size=4"])

@@ -1,23 +1,15 @@
 """The cache of compared methods: without a method it computes and counts what a LeanK cache does."""
 
-import pytest
 import torch
 
 from leank_convert.evaluate.compared_cache import Compared, ComparedLayer, used_bytes
-from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prefill import decode_token
 from leank_convert.evaluate.variants import Dense, Masked
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (40, 25, 5)
 NUM_STEPS = 70  # more than room is made for at a time
 FLOAT32 = 1e-4  # what sums of another order may differ by
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated):
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
 
 
 def decode(variant, prefill):

@@ -9,19 +9,12 @@ import torch
 from leank_convert.evaluate import int4
 from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.int4 import Int4Layer, assign_chunks, hadamard, quantise
-from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prefill import decode_token
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (30, 12)
 NUM_STEPS = 3
 CHUNK = 6  # of 16 channels, so that heads have several and chunks have sizes that are no powers of two
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated):
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
 
 
 @pytest.fixture(autouse=True)

@@ -7,18 +7,11 @@ import torch
 
 from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.kivi import KiviLayer, quantise
-from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prefill import decode_token
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (380, 100)
 NUM_STEPS = 6  # the longer row's K is rounded up to 256, and at the fourth step to 384
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated):
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
 
 
 def first_layer(prefill, make_layer, masks=EVERY_CHANNEL, num_steps=NUM_STEPS):

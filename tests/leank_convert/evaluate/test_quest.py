@@ -5,7 +5,7 @@ import torch
 
 from leank_convert.evaluate import quest
 from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
-from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+from leank_convert.evaluate.prefill import decode_token
 from leank_convert.evaluate.quest import QuestLayer, page_scores
 from leank_convert.windows import Windows
 
@@ -13,13 +13,6 @@ EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (60, 41, 7)
 BUDGET, PAGE = 16, 4
 NO_WINDOW = Windows(sink_size=0, recent_size=0, flush_size=1)
-
-
-@pytest.fixture(scope="module")
-def prefill(evaluated):
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
-    return run_prefill(evaluated.model, *pad_left(prompts, torch.device("cpu")))
 
 
 @pytest.fixture(autouse=True)
