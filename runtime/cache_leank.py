@@ -16,6 +16,7 @@ from .fp8_leank import Scales
 from .graph_leank import DecodeGraph
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
+from .memory_leank import CacheMemory, sum_memory
 from .other_layers_leank import (
     WHY_EAGER,
     build_other_layers,
@@ -24,7 +25,6 @@ from .other_layers_leank import (
     other_memory,
 )
 from .rows_leank import RowState
-from .store_leank import CacheMemory, sum_memory
 
 
 class LeanKCache(Cache):
@@ -39,7 +39,8 @@ class LeanKCache(Cache):
             cache of a long prompt never exists for all layers. `deferred` keeps the input whole until
             decoding begins, so a prompt in chunks gives what it gives in one piece. Default: the config's.
         use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
-        kv_dtype: `fp8` stores keys and values in eight bits, `auto` as they come. Default: the config's.
+        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four, `auto` as they come. Default:
+            the config's.
         scales: The model's scales for FP8, layer by layer; None: every row's prompt gives its own.
 
     Attributes:
@@ -100,7 +101,7 @@ class LeanKCache(Cache):
 
     @property
     def kv_dtype(self) -> str:
-        """`auto` or `fp8`; may be set while the cache holds nothing but pending input."""
+        """`auto`, `fp8` or `int4`; may be set while the cache holds nothing but pending input."""
         return self.pruned_layers[0].kv_dtype
 
     @kv_dtype.setter

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 FORMAT_VERSION = 2
 PRUNE_MODES = ("eager", "deferred")
-KV_DTYPES = ("auto", "fp8")
+KV_DTYPES = ("auto", "fp8", "int4")
 MAX_SIZE = 1 << 24
 """Most tokens that sink_size, recent_size, flush_size and what is reserved may be."""
 
@@ -31,7 +31,7 @@ class LeanKSettings:
         recent_size: Latest tokens that keep every channel.
         flush_size: Tokens that leave the full-width part at a time while decoding.
         prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
-        kv_dtype: What keys and values are stored in: `auto` as they come, or `fp8`.
+        kv_dtype: What keys and values are stored in: `auto` as they come, `fp8` or `int4`.
         has_scales: Whether the checkpoint holds scales for FP8.
     """
 

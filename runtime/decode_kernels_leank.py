@@ -271,7 +271,7 @@ class DecodeKernels:
             seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
             valid: Columns that are no padding `[B, d]`, bool; None if all are.
         """
-        _append(self._handle, keys, values, *store, seen, valid)
+        _append(self._handle, keys, values, *store[:_NUM_TENSORS], seen, valid)
 
     def attend(
         self,
@@ -307,7 +307,7 @@ class DecodeKernels:
         output: torch.Tensor = _attend(
             self._handle,
             query,
-            *store,
+            *store[:_NUM_TENSORS],
             seen,
             pruned,
             plan,
@@ -592,8 +592,9 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-# torch's operators take tensors one by one: this is the one place where the store's are written out.
-_NUM_TENSORS = len(StoreTensors._fields)
+# torch's operators take tensors one by one: this is the one place where the store's are written out. Those of
+# int4, the last field, are no kernel's.
+_NUM_TENSORS = len(StoreTensors._fields) - 1
 
 
 @torch.library.custom_op(

@@ -75,6 +75,8 @@ def _unsupported(key: KernelKey) -> str | None:
     """Return why no kernel can serve a shape, None if one can."""
     if key.dtype not in KERNEL_DTYPES:
         return f"kernels serve bfloat16 and float16, not {str(key.dtype).removeprefix('torch.')}"
+    if key.cache_dtype == torch.uint8:
+        return "no kernels serve an int4 cache"
     if key.cache_dtype not in (None, torch.float8_e4m3fn):
         return f"no kernels serve a cache of {str(key.cache_dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("tilelang") is None:
@@ -280,7 +282,7 @@ def make_case(
         keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         valid=valid,
-        store=StoreTensors._make([*memory, index, table, *tables, random_scale(), random_scale()]),
+        store=StoreTensors._make([*memory, index, table, *tables, random_scale(), random_scale(), None]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
         sinks=random(num_heads * num_groups) if has_sinks else None,

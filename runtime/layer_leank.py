@@ -12,10 +12,11 @@ from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
 from .find_kernels_leank import find_kernels
 from .fp8_leank import Scales, choose_scales
 from .layout_leank import ChunkLayout, order_channels
+from .memory_leank import CacheMemory, pending_memory
 from .reference_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Split, Step
-from .store_leank import CacheMemory, ChunkStore, pending_memory, store_memory
+from .store_leank import ChunkStore, store_memory
 from .turns_leank import attend_turn
 
 
@@ -26,7 +27,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows: Lengths of the rows, shared by all layers.
         num_columns: Columns seen, padding included.
         model_mask: Channels that the model keeps `[1, H_kv, D]`, bool, on the CPU.
-        kv_dtype: `auto` for keys and values as they come, or `fp8`.
+        kv_dtype: `auto` for keys and values as they come, `fp8` or `int4`.
         model_scales: The model's scales for FP8; None: every row's prompt gives its own.
         channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
         layout: How they are cut into chunks.
@@ -168,7 +169,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         scales = None
         if self.kv_dtype == "fp8":
             scales = self._scales(keys, values, step.split)
-        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, scales)
+        in_int4 = self.kv_dtype == "int4"
+        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, scales, in_int4)
         self.store.write_prompt(keys, values, step.split)
 
     def _scales(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> Scales:
@@ -219,8 +221,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store.append(key, value, append)
             return self._attend(query, append, softmax_scale, sinks, None)
         # Several tokens attend before they are stored: among more than a draft's some are pruned at once.
-        key, value = store.rounded(key, value)
-        out = self.attend_turn(query, key, value, append, softmax_scale, sinks)
+        out = self.attend_turn(query, *store.rounded(key, value), append, softmax_scale, sinks)
         store.append(key, value, append)
         return out
 
@@ -284,7 +285,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def kernels_for(self, query: torch.Tensor, sinks: torch.Tensor | None = None) -> DecodeKernels | None:
         """Return the kernels that can serve a query `[B, H, d, D]`; None means plain torch."""
         assert self.store is not None
-        num_columns = query.shape[2]
+        num_columns, cache_dtype = query.shape[2], self.store.kept_keys.dtype
         wants_gradients = torch.is_grad_enabled() and query.requires_grad
         if wants_gradients or num_columns > MAX_DRAFT or query.dtype != self.store.dtype:
             return None
@@ -296,7 +297,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             chunk_size=self.layout.chunk_size,
             max_chunks=self.layout.max_chunks,
             num_columns=num_columns,
-            cache_dtype=None if self.store.scales is None else self.store.kept_keys.dtype,
+            cache_dtype=None if cache_dtype == self.store.dtype else cache_dtype,
             has_sinks=sinks is not None,
         )
 

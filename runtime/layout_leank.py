@@ -11,12 +11,15 @@ its dropped channels fill chunks of their own, and which head a chunk belongs to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .fp8_leank import as_bytes
+from .int4_leank import Groups, widen
 
 
 class StoreTensors(NamedTuple):
@@ -38,6 +41,9 @@ class StoreTensors(NamedTuple):
         key_scale: What stored keys are multiplied by, per channel `[1 or B, H_kv, D]`, fp32; None: they are
             what they are.
         value_scale: The same of V.
+        int4: Of a store of int4, whose pools hold `⌈E/2⌉` or `⌈D/2⌉` bytes in the place of E or D numbers: of
+            every pool, by its name, least numbers and steps `[pages, G, P, 2]`, and of what these are. No
+            kernel takes them.
     """
 
     kept_keys: torch.Tensor
@@ -50,10 +56,25 @@ class StoreTensors(NamedTuple):
     window_table: torch.Tensor
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    int4: Mapping[str, tuple[torch.Tensor, Groups]] | None = None
+
+    def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `pick` takes of a pool: its numbers, without scales per channel.
+
+        Args:
+            name: The pool's.
+            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        """
+        pool: torch.Tensor = getattr(self, name)
+        if self.int4 is None:
+            return pick(as_bytes(pool)).view(pool.dtype)
+        extremes, groups = self.int4[name]
+        return widen(pick(pool), pick(extremes), groups)
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""
-        return self._replace(**{name: change(getattr(self, name)) for name in self._fields[:4]})
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in self._fields[:4]}
+        return self._replace(**changed)
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ class LeanKMixin:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
             use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
             kv_dtype: `fp8` stores keys and values in eight bits, by the checkpoint's scales where it has
-                some, else by those of every row's prompt; `auto` stores them as they come. Default: the
-                config's.
+                some, else by those of every row's prompt; `int4` in four bits; `auto` as they come. Default:
+                the config's.
 
         Raises:
             ValueError: If one is not known, or the checkpoint's scales are wrong.
@@ -354,7 +354,7 @@ class LeanKForCausalLMMixin(LeanKMixin):
             *args: As in the stock class.
             prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
                 the generation config's, else the config's `leank.prune`.
-            kv_dtype: `auto` or `fp8`, see `build_cache`. Default: as for `prune`.
+            kv_dtype: `auto`, `fp8` or `int4`, see `build_cache`. Default: as for `prune`.
             **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
-from .store_leank import CacheMemory, RegionBytes
+from .memory_leank import CacheMemory, RegionBytes
 
 WHY_EAGER = "layers that are not pruned keep transformers' own cache, which no captured step can grow"
 

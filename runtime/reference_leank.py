@@ -10,7 +10,6 @@ import functools
 
 import torch
 
-from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
 from .pages_leank import PageList
 from .step_leank import StoredView, view_tables
@@ -55,9 +54,9 @@ def decode_attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     if view is None:
         view = view_tables(store, seen, pruned, sink_size, max_length)
-    stored_k, stored_v = (_pages(pool, view.kept, dtype) for pool in (store.kept_keys, store.values))
+    stored_k, stored_v = (_pages(store, name, view.kept, dtype) for name in ("kept_keys", "values"))
     window_k, window_v = (
-        _pages(pool, view.window, dtype) for pool in (store.window_keys, store.window_values)
+        _pages(store, name, view.window, dtype) for name in ("window_keys", "window_values")
     )
 
     scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
@@ -72,6 +71,8 @@ def decode_attention(
     )
 
     columns = chunks.flatten(2, 3)  # [B, C + C_dropped, G * Q, E]
+    if store.int4 is not None and layout.has_padded_lanes:  # whose keys are not zero
+        columns = columns.masked_fill((store.chunk_index < 0)[:, :, None], 0)
     kept, dropped = columns[:, : layout.num_kept_chunks], columns[:, layout.num_kept_chunks :]
     window_scores = _page_scores(dropped, window_k, view.window, layout, kept=False)
     scores = _page_scores(kept, stored_k, view.kept, layout, kept=True)
@@ -93,11 +94,12 @@ def decode_attention(
     return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
 
 
-def _pages(pool: torch.Tensor, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
-    """Take pages `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
-    if listed.pages is None:
-        return pool[: listed.count].to(dtype)
-    return as_bytes(pool).index_select(0, listed.pages).view(pool.dtype).to(dtype)
+def _pages(store: StoreTensors, name: str, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
+    """Take pages of a pool `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
+    pages = listed.pages
+    if pages is None:
+        return store.read(name, lambda pool: pool[: listed.count]).to(dtype)
+    return store.read(name, lambda pool: pool.index_select(0, pages)).to(dtype)
 
 
 def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:

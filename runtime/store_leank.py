@@ -1,14 +1,16 @@
-"""Memory of one layer: pages for kept channels of all tokens, a window for dropped ones, byte counts."""
+"""Memory of one layer: pages for kept channels of all tokens, a window for dropped ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 
 import torch
 
-from .fp8_leank import FP8, Scales, as_bytes, quantise
+from .fp8_leank import FP8, Scales, as_bytes
+from .fp8_leank import quantise as quantise_fp8
+from .int4_leank import Groups, group_chunks, group_heads, quantise, widen
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from .memory_leank import CacheMemory, RegionBytes
 from .pages_leank import PageTables, page_sources
 from .rows_leank import is_writable, new_address
 from .step_leank import Append, Split
@@ -16,6 +18,7 @@ from .step_leank import Append, Split
 # A prompt is brought into chunk order so many numbers at a time (32 MB in half precision).
 _BLOCK_SIZE = 1 << 24
 _POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
+_EXTREMES = "_extremes"  # of int4, beside each pool
 
 
 class ChunkStore:
@@ -35,6 +38,8 @@ class ChunkStore:
         chunk_index: Channel of every lane.
         head_table: Where every head's chunks lie.
         scales: What keys and values are multiplied by, in a store of FP8; else None.
+        groups: In a store of int4, what of every pool has a least number and a step, which lie in pools of
+            their own; else empty.
         dtype: Of keys and values as they come.
         addresses: A new number whenever one of these becomes another tensor.
     """
@@ -46,6 +51,7 @@ class ChunkStore:
         tables: PageTables,
         dtype: torch.dtype,
         scales: Scales | None = None,
+        in_int4: bool = False,
     ) -> None:
         """Allocate an empty store.
 
@@ -55,6 +61,7 @@ class ChunkStore:
             tables: Pages of the rows.
             dtype: Of keys and values.
             scales: Given, they are stored in FP8.
+            in_int4: Whether they are stored in int4.
         """
         self.layout = layout
         self.chunk_index = index
@@ -63,25 +70,44 @@ class ChunkStore:
         self.scales = scales
         device, size, head_dim = index.device, layout.chunk_size, layout.head_dim
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
-        self._value_heads = torch.tensor(layout.value_heads, dtype=torch.long, device=device)
-        self._window_heads = torch.tensor(layout.window_heads, dtype=torch.long, device=device)
+        num_kept = layout.num_kept_chunks
+        self._lanes = {"kept_keys": slice(num_kept), "window_keys": slice(num_kept, None)}
+        self._heads = {
+            name: torch.tensor(heads, dtype=torch.long, device=device)
+            for name, heads in (("values", layout.value_heads), ("window_values", layout.window_heads))
+        }
         pages, window_pages = map(sum, tables.pool_runs)
-        page = tables.page_size
+
+        stored, per_element = (dtype if scales is None else FP8, 1) if not in_int4 else (torch.uint8, 2)
 
         def pool(num_pages: int, num_rows: int, width: int) -> torch.Tensor:
-            shape = (num_pages, num_rows, page, width)
-            return torch.zeros(shape, dtype=dtype if scales is None else FP8, device=device)
+            shape = (num_pages, num_rows, tables.page_size, -(-width // per_element))
+            return torch.zeros(shape, dtype=stored, device=device)
 
         self.kept_keys = pool(pages, layout.num_kept_chunks, size)
         self.values = pool(pages, len(layout.value_heads), head_dim)
         self.window_keys = pool(window_pages, layout.num_dropped_chunks, size)
         self.window_values = pool(window_pages, len(layout.window_heads), head_dim)
+        self._pools: tuple[tuple[str, ...], ...] = _POOLS
+        self.groups: dict[str, Groups] = {}
+        if in_int4:
+            self._pools = tuple((*names, *(name + _EXTREMES for name in names)) for names in _POOLS)
+            self.groups = {
+                "kept_keys": group_chunks(layout.kept_chunks, size, device),
+                "values": group_heads(len(layout.value_heads), head_dim, device),
+                "window_keys": group_chunks(layout.dropped_chunks, size, device),
+                "window_values": group_heads(len(layout.window_heads), head_dim, device),
+            }
+            for name, groups in self.groups.items():
+                shape = (len(getattr(self, name)), groups.count, tables.page_size, 2)
+                setattr(self, name + _EXTREMES, torch.zeros(shape, dtype=dtype, device=device))
         self.addresses = new_address()
         tables.on(device)  # now, as it must not be while a step is captured
 
     @property
     def tensors(self) -> StoreTensors:
         """What append and attention take, as of now: growth makes others."""
+        key_scale, value_scale = (None, None) if self.scales is None else self.scales
         return StoreTensors(
             self.kept_keys,
             self.values,
@@ -90,7 +116,9 @@ class ChunkStore:
             self.chunk_index,
             self.head_table,
             *self.tables.on(self.kept_keys.device),
-            *(self.scales or (None, None)),
+            key_scale,
+            value_scale,
+            {name: (getattr(self, name + _EXTREMES), groups) for name, groups in self.groups.items()} or None,
         )
 
     @property
@@ -120,7 +148,9 @@ class ChunkStore:
         in_place = tables is self.tables
         pools = [
             (name, _taken(getattr(self, name), source))
-            for names, runs, old_runs in zip(_POOLS, tables.pool_runs, self.tables.pool_runs, strict=True)
+            for names, runs, old_runs in zip(
+                self._pools, tables.pool_runs, self.tables.pool_runs, strict=True
+            )
             for source in (page_sources(runs, old_runs, rows),)
             for name in names
         ]
@@ -144,38 +174,29 @@ class ChunkStore:
         # Block by block, so that no second copy of a long prompt's keys exists.
         per_page = keys.shape[1] * keys.shape[3] * self.tables.page_size
         pages_per_block = max(_BLOCK_SIZE // per_page, 1)
-        num_kept, kept_pages = self.layout.num_kept_chunks, split.kept_pages
+        kept_pages = split.kept_pages
         if split.order is None and self.tables.is_even:
             num_full = keys.shape[2] // self.tables.page_size
             step = max(_BLOCK_SIZE // (per_page * keys.shape[0]), 1)
             for start in range(0, num_full, step):
                 self._write_full_pages(keys, values, start, min(start + step, num_full))
             kept_pages = kept_pages.view(3, keys.shape[0], -1)[:, :, num_full:].flatten(1)
-        for names, filled, lanes, heads in (
-            (_POOLS[0], kept_pages, slice(num_kept), self._value_heads),
-            (_POOLS[1], split.window_pages, slice(num_kept, None), self._window_heads),
-        ):
-            stored_keys, stored_values = (as_bytes(getattr(self, name)) for name in names)
+        for names, filled in zip(_POOLS, (kept_pages, split.window_pages), strict=True):
             for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
-                if stored_keys.shape[1]:
-                    new = self._stored_keys(self._page_tokens(keys, split, rows, numbers), rows)
-                    new = self._to_chunks(new, lanes, rows)
-                    stored_keys.index_copy_(0, pages, new.transpose(1, 2))
-                if stored_values.shape[1]:
-                    new = self._stored_values(self._page_tokens(values, split, rows, numbers), rows)
-                    stored_values.index_copy_(0, pages, new.index_select(2, heads).transpose(1, 2))
+                for name, states in zip(names, (keys, values), strict=True):
+                    if getattr(self, name).shape[1]:
+                        tokens = self._page_tokens(states, split, rows, numbers)
+                        for pool, part in self._stored(name, tokens, rows):
+                            pool.index_copy_(0, pages, part.transpose(1, 2))
 
     def _write_full_pages(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         """Fill pages `start` to `stop` of every row, where all rows have as many, and all tokens are real."""
         size, batch_size = self.tables.page_size, keys.shape[0]
-        tokens = slice(start * size, stop * size)
-        new_keys = self._stored_keys(keys[:, :, tokens].transpose(1, 2))
-        new_keys = self._to_chunks(new_keys, slice(self.layout.num_kept_chunks))
-        new_values = self._stored_values(values[:, :, tokens].transpose(1, 2))
-        new_values = new_values.index_select(2, self._value_heads)
-        for pool, new in ((self.kept_keys, new_keys), (self.values, new_values)):
-            pages = as_bytes(pool).view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
-            pages.copy_(new.view(batch_size, stop - start, size, *new.shape[2:]).transpose(2, 3))
+        for name, states in zip(_POOLS[0], (keys, values), strict=True):
+            tokens = states[:, :, start * size : stop * size].transpose(1, 2)
+            for pool, part in self._stored(name, tokens):
+                pages = pool.view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
+                pages.copy_(part.view(batch_size, stop - start, size, *part.shape[2:]).transpose(2, 3))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, append: Append) -> None:
         """Add tokens behind each row's last one; there must be room.
@@ -185,32 +206,41 @@ class ChunkStore:
             values: `[B, H_kv, d, D]`, zero at padding.
             append: Where every column goes.
         """
-        num_kept = self.layout.num_kept_chunks
-        lanes = self._to_chunks(self._stored_keys(keys.transpose(1, 2)), slice(None))
-        tokens = self._stored_values(values.transpose(1, 2))
+        tokens = keys.transpose(1, 2), values.transpose(1, 2)
         page, window_page, place = append.places
-        as_bytes(self.kept_keys)[page, :, place] = lanes[:, :, :num_kept]
-        as_bytes(self.values)[page, :, place] = tokens.index_select(2, self._value_heads)
-        lanes, tokens = lanes[:, :, num_kept:], tokens.index_select(2, self._window_heads)
-        if append.columns is not None and append.columns.window_columns is not None:
-            rows, columns = append.columns.window_columns
-            lanes, tokens, window_page, place = (
-                part[rows, columns] for part in (lanes, tokens, window_page, place)
-            )
-        as_bytes(self.window_keys)[window_page, :, place] = lanes
-        as_bytes(self.window_values)[window_page, :, place] = tokens
+        for name, states in zip(_POOLS[0], tokens, strict=True):
+            for pool, part in self._stored(name, states):
+                pool[page, :, place] = part
+        in_window = None if append.columns is None else append.columns.window_columns
+        chosen = ... if in_window is None else tuple(in_window)
+        for name, states in zip(_POOLS[1], tokens, strict=True):
+            for pool, part in self._stored(name, states):
+                pool[window_page[chosen], :, place[chosen]] = part[chosen]
 
     def rounded(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return new tokens' keys and values `[B, H_kv, d, D]` as they will be read once they are stored."""
-        if self.scales is None:
+        if self.scales is not None:
+            of_keys, of_values = (scale[:, :, None] for scale in self.scales)
+            return (
+                (quantise_fp8(keys, of_keys).float() * of_keys).to(keys.dtype),
+                (quantise_fp8(values, of_values).float() * of_values).to(values.dtype),
+            )
+        if not self.groups:
             return keys, values
-        stored = (self._stored_keys(keys.transpose(1, 2)), self._stored_values(values.transpose(1, 2)))
-        read = (
-            (states.view(FP8).float() * scale[:, None]).transpose(1, 2)
-            for states, scale in zip(stored, self.scales, strict=True)
-        )
-        new_keys, new_values = (states.to(keys.dtype) for states in read)
-        return new_keys, new_values
+        tokens = keys.transpose(1, 2), values.transpose(1, 2)
+        read = [states.new_empty(states.shape) for states in tokens]
+        for name, groups in self.groups.items():
+            place = 0 if name in self._lanes else 1
+            codes, extremes = (part.flatten(0, 1) for _, part in self._stored(name, tokens[place]))
+            numbers = widen(codes, extremes, groups)
+            numbers = numbers.view(*tokens[0].shape[:2], *numbers.shape[1:])
+            if place:
+                read[1].index_copy_(2, self._heads[name], numbers)
+            else:
+                channels = self._channels(name).flatten(1).long()[:, None]
+                channels = channels.expand(*numbers.shape[:2], -1)
+                read[0].flatten(2).scatter_(2, channels, numbers.flatten(2))
+        return read[0].transpose(1, 2), read[1].transpose(1, 2)
 
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
         """Keep rows, see `RowState.select`; in place if the tables stay.
@@ -249,11 +279,11 @@ class ChunkStore:
             tables: Tables of the result.
             scales: Scales of the result.
         """
-        joined = cls(stores[0].layout, index, tables, stores[0].dtype, scales)
+        joined = cls(stores[0].layout, index, tables, stores[0].dtype, scales, bool(stores[0].groups))
         row, first = 0, [0, 0]
         for store in stores:
             stop = row + len(store.tables.runs)
-            for pool, names in enumerate(_POOLS):
+            for pool, names in enumerate(joined._pools):
                 runs = tables.pool_runs[pool][row:stop]
                 source = page_sources(runs, store.tables.pool_runs[pool])
                 pages = slice(first[pool], first[pool] + len(source))
@@ -263,35 +293,66 @@ class ChunkStore:
             row = stop
         return joined
 
-    def _stored_keys(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return keys `[N, S, H_kv, D]` as they are stored, FP8 as bytes; N are rows, or pages of these."""
-        return self._stored(states, None if self.scales is None else self.scales.keys, rows)
-
-    def _stored_values(self, states: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """The same of values."""
-        return self._stored(states, None if self.scales is None else self.scales.values, rows)
+    def count(self, name: str, num_tokens: int, num_channels: int) -> RegionBytes:
+        """Count the bytes of a pool, in which so many tokens have so many channels each."""
+        pool = getattr(self, name)
+        if not self.groups:
+            return RegionBytes(num_tokens * num_channels * pool.itemsize, pool.nbytes)
+        extremes = getattr(self, name + _EXTREMES)
+        used = (
+            -(-num_tokens * num_channels // 2) + num_tokens * self.groups[name].count * 2 * extremes.itemsize
+        )
+        return RegionBytes(used, pool.nbytes + extremes.nbytes)
 
     def _stored(
-        self, states: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        if scale is None:
-            return states.to(self.dtype)
-        if rows is not None and len(scale) > 1:
-            scale = scale[rows]
-        return as_bytes(quantise(states, scale[:, None]))
+        self, name: str, states: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys or values `[N, S, H_kv, D]` as a pool takes them, beside the tensors it is made of.
 
-    def _to_chunks(
-        self, states: torch.Tensor, lanes: slice, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Bring keys `[N, S, H_kv, D]` into the order of some of the chunks `[N, S, chunks, E]`.
+        Args:
+            name: The pool's.
+            states: Of N rows, or of pages of these `rows`.
+            rows: See `states`.
 
-        N are the rows, or pages of these `rows`. Lanes of padding become zero.
+        Returns:
+            Pages of bytes or numbers `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
         """
-        index = self.chunk_index[:, lanes]
+        if self.scales is None:
+            states = states.to(self.dtype)
+        else:
+            scale = self.scales.keys if name in self._lanes else self.scales.values
+            own = scale[rows] if rows is not None and len(scale) > 1 else scale
+            states = as_bytes(quantise_fp8(states, own[:, None]))
+        if name in self._heads:
+            states = states.index_select(2, self._heads[name])
+        else:
+            states = self._to_chunks(states, name, rows)
+        pool = as_bytes(getattr(self, name))
+        if not self.groups:
+            return [(pool, states)]
+        codes, extremes = quantise(states, self.groups[name])
+        return [(pool, codes), (getattr(self, name + _EXTREMES), extremes)]
+
+    def _to_chunks(self, states: torch.Tensor, name: str, rows: torch.Tensor | None) -> torch.Tensor:
+        """Bring keys `[N, S, H_kv, D]` into the order of a pool's chunks `[N, S, chunks, E]`.
+
+        N are the rows, or pages of these `rows`. Lanes of padding become zero, but for those of int4.
+        """
+        index = self._channels(name)
         if rows is not None and index.shape[0] > 1:
             index = index[rows]
         chunks = gather_lanes(states.flatten(2), index)
-        return chunks.masked_fill((index < 0)[:, None], 0) if self.layout.has_padded_lanes else chunks
+        if self.groups or not self.layout.has_padded_lanes:
+            return chunks
+        return chunks.masked_fill((index < 0)[:, None], 0)
+
+    def _channels(self, name: str) -> torch.Tensor:
+        """Return the channel of every lane of a pool `[1 or B, chunks, E]`, -1 of padding.
+
+        In int4 that of its chunk's first lane instead: a zero would count among the numbers of its group.
+        """
+        index = self.chunk_index[:, self._lanes[name]]
+        return torch.where(index < 0, index[..., :1], index) if self.groups else index
 
     def _page_tokens(
         self, states: torch.Tensor, split: Split, rows: torch.Tensor, numbers: torch.Tensor
@@ -316,78 +377,6 @@ def _taken(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return taken.view(pool.dtype)
 
 
-@dataclass(frozen=True)
-class RegionBytes:
-    """Bytes of one region of the cache.
-
-    Attributes:
-        used: Channels of tokens that are there, without padding and free capacity.
-        allocated: Everything held.
-    """
-
-    used: int
-    allocated: int
-
-    def __add__(self, other: RegionBytes) -> RegionBytes:
-        return RegionBytes(self.used + other.used, self.allocated + other.allocated)
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """What a cache, or one layer of it, holds, by region.
-
-    Attributes:
-        kept_keys: Kept channels of all tokens.
-        kept_values: V of heads that see pruned tokens, all tokens.
-        window_keys: Dropped channels of sink and recent tokens.
-        window_values: V of heads of width 0, sink and recent tokens.
-        pending_keys: Whole K that waits to be split (`prune="deferred"`).
-        pending_values: Whole V that waits to be split.
-        other_keys: K of layers that are not pruned.
-        other_values: V of the same.
-        dense_keys: K bytes that a dense cache uses for the same tokens. Padding is left out, except in input
-            that waits to be split: how much of that is padding is not known yet.
-        dense_values: V bytes of the same.
-    """
-
-    kept_keys: RegionBytes = RegionBytes(0, 0)
-    kept_values: RegionBytes = RegionBytes(0, 0)
-    window_keys: RegionBytes = RegionBytes(0, 0)
-    window_values: RegionBytes = RegionBytes(0, 0)
-    pending_keys: RegionBytes = RegionBytes(0, 0)
-    pending_values: RegionBytes = RegionBytes(0, 0)
-    other_keys: RegionBytes = RegionBytes(0, 0)
-    other_values: RegionBytes = RegionBytes(0, 0)
-    dense_keys: int = 0
-    dense_values: int = 0
-
-    @property
-    def keys(self) -> RegionBytes:
-        """K of all regions."""
-        return self.kept_keys + self.window_keys + self.pending_keys + self.other_keys
-
-    @property
-    def values(self) -> RegionBytes:
-        """V of all regions."""
-        return self.kept_values + self.window_values + self.pending_values + self.other_values
-
-    @property
-    def total(self) -> RegionBytes:
-        """All regions."""
-        return self.keys + self.values
-
-
-def pending_memory(keys: torch.Tensor, values: torch.Tensor) -> CacheMemory:
-    """Count whole input that waits to be split; its padding counts, as it is held."""
-    key_bytes, value_bytes = (states.numel() * states.element_size() for states in (keys, values))
-    return CacheMemory(
-        pending_keys=RegionBytes(key_bytes, key_bytes),
-        pending_values=RegionBytes(value_bytes, value_bytes),
-        dense_keys=key_bytes,
-        dense_values=value_bytes,
-    )
-
-
 def store_memory(store: ChunkStore, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
     """Count a layer's store.
 
@@ -399,27 +388,14 @@ def store_memory(store: ChunkStore, num_tokens: int, num_whole_tokens: int) -> C
     layout = store.layout
     all_channels = len(layout.widths) * layout.head_dim
     kept_channels = sum(layout.widths)
-    size = store.kept_keys.element_size()
-
-    def region(tensor: torch.Tensor, used: int) -> RegionBytes:
-        return RegionBytes(used * size, tensor.numel() * size)
-
+    value_channels, window_channels = (
+        len(heads) * layout.head_dim for heads in (layout.value_heads, layout.window_heads)
+    )
     return CacheMemory(
-        kept_keys=region(store.kept_keys, num_tokens * kept_channels),
-        kept_values=region(store.values, num_tokens * len(layout.value_heads) * layout.head_dim),
-        window_keys=region(store.window_keys, num_whole_tokens * (all_channels - kept_channels)),
-        window_values=region(
-            store.window_values, num_whole_tokens * len(layout.window_heads) * layout.head_dim
-        ),
+        kept_keys=store.count("kept_keys", num_tokens, kept_channels),
+        kept_values=store.count("values", num_tokens, value_channels),
+        window_keys=store.count("window_keys", num_whole_tokens, all_channels - kept_channels),
+        window_values=store.count("window_values", num_whole_tokens, window_channels),
         dense_keys=num_tokens * all_channels * store.dtype.itemsize,
         dense_values=num_tokens * all_channels * store.dtype.itemsize,
     )
-
-
-def sum_memory(parts: Iterable[CacheMemory]) -> CacheMemory:
-    """Add up layers."""
-    total = CacheMemory()
-    for part in parts:
-        names = [entry.name for entry in fields(CacheMemory)]
-        total = CacheMemory(**{name: getattr(total, name) + getattr(part, name) for name in names})
-    return total

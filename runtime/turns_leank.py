@@ -15,7 +15,6 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels
-from .fp8_leank import as_bytes
 from .layout_leank import ChunkLayout, StoreTensors, head_index
 from .sinks_leank import add_sink_token
 
@@ -193,30 +192,33 @@ class StoredRow:
     def copy_all_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy heads that see pruned tokens, into `[length, heads, D]`."""
         dense = keys.new_zeros(self.length, len(self.layout.widths), self.layout.head_dim)
-        self._put(dense, slice(None), self._in_order(self.store.kept_keys), kept=True)
-        self._put(dense, self.whole, self._in_window(self.store.window_keys), kept=False)
+        self._put(dense, slice(None), self._in_order("kept_keys"), kept=True)
+        self._put(dense, self.whole, self._in_window("window_keys"), kept=False)
         keys.copy_(dense[:, select])
-        values.copy_(self._in_order(self.store.values))
+        values.copy_(self._in_order("values"))
         self._widen(select, keys, values)
 
     def copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy heads of width 0, into `[whole tokens, heads, D]`."""
         dense = keys.new_zeros(len(self.whole), len(self.layout.widths), self.layout.head_dim)
-        self._put(dense, slice(None), self._in_window(self.store.window_keys), kept=False)
+        self._put(dense, slice(None), self._in_window("window_keys"), kept=False)
         keys.copy_(dense[:, select])
-        values.copy_(self._in_window(self.store.window_values))
+        values.copy_(self._in_window("window_values"))
         self._widen(select, keys, values)
 
-    def _in_order(self, pool: torch.Tensor) -> torch.Tensor:
+    def _in_order(self, name: str) -> torch.Tensor:
         """Copy the row's pages of a pool `[pages, m, P, n]`, token after token `[length, m, n]`."""
-        pages = self.store.page_table[self.row, : -(-self.length // pool.shape[2])].long()
-        taken = as_bytes(pool).index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
-        return taken.view(pool.dtype)
+        pages = self.store.page_table[self.row, : -(-self.length // self.store.kept_keys.shape[2])].long()
 
-    def _in_window(self, pool: torch.Tensor) -> torch.Tensor:
+        def pick(pool: torch.Tensor) -> torch.Tensor:
+            return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
+
+        return self.store.read(name, pick)
+
+    def _in_window(self, name: str) -> torch.Tensor:
         """Copy the row's whole tokens of a pool of the window `[w, m, n]`."""
         pages, places = self._window
-        return as_bytes(pool)[pages, :, places].view(pool.dtype)
+        return self.store.read(name, lambda pool: pool[pages, :, places])
 
     def _widen(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Multiply heads' K and V `[n, heads, D]` by the row's scales, if it has some."""

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from runtime.store_leank import CacheMemory
+from runtime.memory_leank import CacheMemory
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}

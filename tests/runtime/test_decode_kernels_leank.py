@@ -35,6 +35,7 @@ def find(dtype=torch.bfloat16, device="cuda:0", **change):
         ({"chunk_size": 8}, "chunks of 16 or 32"),
         ({"num_groups": 32}, "at most 16 query heads"),
         ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
+        ({"cache_dtype": torch.uint8}, "no kernels serve an int4 cache"),
     ],
     ids=str,
 )

@@ -15,9 +15,9 @@ from runtime.configuration_leank import read_settings
 from runtime.fp8_leank import FP8, SCALE_NAMES, quantise, scale_of
 from runtime.layer_leank import LeanKLayer
 from tests.tiny_families import FAMILIES, OPTIONS
+from tests.twin_caches import Both, ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
-POOLS = ("kept_keys", "values", "window_keys", "window_values")
 # All numbers that e4m3 has, by the definition of its bits.
 NUMBERS = sorted(
     {0.0}
@@ -28,10 +28,6 @@ NUMBERS = sorted(
         if (exponent, fraction) != (15, 7)
     }
 )
-
-
-def ids(rows, length, seed=0):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def rounded(numbers, scale):
@@ -135,40 +131,6 @@ def twins(model, **kwargs):
         if hasattr(attention.self_attn, "key_scale"):
             layer.static = [getattr(attention.self_attn, name)[None] for name in SCALE_NAMES]
     return [cache, slow]
-
-
-class Both:
-    """Feeds two caches the same, and holds the logits of one to the other's."""
-
-    def __init__(self, model, caches, num_rows):
-        self.model, self.caches = model, caches
-        self.mask, self.seed = torch.zeros(num_rows, 0, dtype=torch.long), 0
-
-    def feed(self, count, padding=None):
-        self.seed += 1
-        new = torch.ones(len(self.mask), count, dtype=torch.long)
-        for row, padded in enumerate(padding or ()):
-            new[row, :padded] = 0
-        self.mask = torch.cat([self.mask, new], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
-        logits = []
-        for cache in self.caches:
-            with torch.no_grad():
-                output = self.model(
-                    ids(len(new), count, self.seed),
-                    attention_mask=None if self.mask.all() else self.mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                )
-            logits.append(output.logits[new.bool()])
-        # Alike but for the order in which a matrix product adds up; a number stored wrongly is 2e-2.
-        assert (logits[0] - logits[1]).abs().max() <= 1e-6 * logits[1].abs().max()
-        for store in (layer.store for layer in self.caches[0].pruned_layers):
-            assert store is None or {getattr(store, name).dtype for name in POOLS} == {FP8}
-
-    def each(self, method, *arguments):
-        for cache in self.caches:
-            getattr(cache, method)(*arguments)
 
 
 def test_what_is_stored_is_clamped_and_rounded_to_the_nearest_even():
@@ -322,13 +284,13 @@ def test_the_config_the_generation_config_and_arguments_choose(model):
 
 def test_what_is_no_dtype_or_does_not_go_together_is_refused(model):
     for refused in (
-        lambda: model.build_cache(kv_dtype="int4"),
-        lambda: model.generate(ids(1, 3), kv_dtype="int4"),
+        lambda: model.build_cache(kv_dtype="int3"),
+        lambda: model.generate(ids(1, 3), kv_dtype="int3"),
         lambda: type(model.config)(
-            **{**model.config.to_dict(), "leank": {**model.config.leank, "kv_dtype": "int4"}}
+            **{**model.config.to_dict(), "leank": {**model.config.leank, "kv_dtype": "int3"}}
         ),
     ):
-        with pytest.raises(ValueError, match=r"kv_dtype` is 'int4', not one of `auto`, `fp8`$"):
+        with pytest.raises(ValueError, match=r"kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`$"):
             refused()
     caches = [model.build_cache(kv_dtype=kv_dtype) for kv_dtype in ("fp8", "auto")]
     for cache in caches:

@@ -32,6 +32,8 @@ def batch() -> dict[str, torch.Tensor]:
         {"prefill_chunk_size": 16},
         {"kv_dtype": "fp8"},
         {"kv_dtype": "fp8", "num_beams": 3},
+        {"kv_dtype": "int4"},
+        {"kv_dtype": "int4", "num_beams": 3},
     ],
     ids=str,
 )
@@ -55,7 +57,7 @@ def test_mixed_layers_generate_what_they_do_on_the_cpu(family, model_pair, some_
 
 # PyTorch calls the mode a prototype when it is switched on.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int4"])
 @pytest.mark.parametrize("padded", [False, True], ids=["one length", "padded"])
 def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS, head_dim=64)).leank.cuda()

@@ -1,0 +1,46 @@
+"""Two caches of one model that are fed the same: one that rounds, and one that is handed what was rounded."""
+
+from __future__ import annotations
+
+import torch
+
+POOLS = ("kept_keys", "values", "window_keys", "window_values")
+
+
+def ids(rows, length, seed=0):
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Both:
+    """Feeds two caches the same, and holds the logits of one to the other's."""
+
+    def __init__(self, model, caches, num_rows):
+        self.model, self.caches = model, caches
+        self.mask, self.seed = torch.zeros(num_rows, 0, dtype=torch.long), 0
+
+    def feed(self, count, padding=None):
+        self.seed += 1
+        new = torch.ones(len(self.mask), count, dtype=torch.long)
+        for row, padded in enumerate(padding or ()):
+            new[row, :padded] = 0
+        self.mask = torch.cat([self.mask, new], 1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
+        logits = []
+        for cache in self.caches:
+            with torch.no_grad():
+                output = self.model(
+                    ids(len(new), count, self.seed),
+                    attention_mask=None if self.mask.all() else self.mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                )
+            logits.append(output.logits[new.bool()])
+        # Alike but for the order in which a matrix product adds up; a number stored wrongly is 2e-2.
+        assert (logits[0] - logits[1]).abs().max() <= 1e-6 * logits[1].abs().max()
+        dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}[self.caches[0].kv_dtype]
+        for store in (layer.store for layer in self.caches[0].pruned_layers):
+            assert store is None or {getattr(store, name).dtype for name in POOLS} == {dtype}
+
+    def each(self, method, *arguments):
+        for cache in self.caches:
+            getattr(cache, method)(*arguments)
