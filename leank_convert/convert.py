@@ -40,7 +40,7 @@ def convert_model(
         resume: Go on with the run in `out`; its checkpoints are replaced.
         mask_only: Stop at the masks.
         base_model: What `model` is called on the hub, for the model cards; by default what is known of it.
-        kv_dtype: `fp8` stores keys and values in eight bits; None as they come.
+        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
         device: Default: CUDA if there is any, else the CPU.
         progress: Whether to draw a progress bar to stderr.
 
@@ -71,7 +71,7 @@ def convert_model(
         if mask_only:
             return [result.mask for result in results]
         # They are the model's, whatever the mask.
-        scales = measure_kv_scales(model, recipe, device=device) if kv_dtype else None
+        scales = measure_kv_scales(model, recipe, device=device) if kv_dtype == "fp8" else None
         return [
             export_checkpoint(
                 model,

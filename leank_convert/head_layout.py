@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "BF16": 2, "F16": 2, "F32": 4, "fp8": 1}
+# Numbers of four bits that have one least number and one step.
+INT4_GROUP_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,20 @@ class BytesPerToken:
     """Bytes per cached token, over all layers and heads.
 
     Attributes:
-        key_dense: K of a token in the dense model; in the sink or the recent window as well, unless that is
-            stored in another dtype.
+        key_dense: K of a token in the dense model.
         value_dense: V of the same.
         key_pruned: K of a token in the pruned region: each head's kept channels.
         value_pruned: V of the same: whole, or nothing for a head of width 0.
+        key_window: K of a token in the sink or the recent window: every channel.
+        value_window: V of the same.
     """
 
     key_dense: int
     value_dense: int
     key_pruned: int
     value_pruned: int
+    key_window: int
+    value_window: int
 
     @property
     def saved(self) -> float:
@@ -67,7 +72,7 @@ class BytesPerToken:
 
 
 def count_cache_bytes(
-    widths: Sequence[Sequence[int]], head_dim: int, element_bytes: int, stored_bytes: int | None = None
+    widths: Sequence[Sequence[int]], head_dim: int, element_bytes: int, kv_dtype: str | None = None
 ) -> BytesPerToken:
     """Count the bytes of one token.
 
@@ -75,14 +80,23 @@ def count_cache_bytes(
         widths: Kept channels `[layer][head]`, in any head order.
         head_dim: D.
         element_bytes: Bytes of one number in the dense cache.
-        stored_bytes: The same in the pruned cache, if it is another.
+        kv_dtype: What the pruned cache is stored in, if it is something else.
     """
-    stored_bytes = stored_bytes or element_bytes
     heads = [width for layer in widths for width in layer]
     dense = len(heads) * head_dim * element_bytes
+
+    def stored(spans: Sequence[int]) -> int:
+        """Count channels that lie together, of so many heads, or of their kept and dropped ones."""
+        if kv_dtype == "int4":
+            groups = sum(-(-span // INT4_GROUP_SIZE) for span in spans)
+            return -(-sum(spans) // 2) + groups * 2 * element_bytes
+        return sum(spans) * (BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else element_bytes)
+
     return BytesPerToken(
         key_dense=dense,
         value_dense=dense,
-        key_pruned=sum(heads) * stored_bytes,
-        value_pruned=sum(width > 0 for width in heads) * head_dim * stored_bytes,
+        key_pruned=stored(heads),
+        value_pruned=stored([head_dim for width in heads if width]),
+        key_window=stored([*heads, *(head_dim - width for width in heads)]),
+        value_window=stored([head_dim for _ in heads]),
     )

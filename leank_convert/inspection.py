@@ -19,7 +19,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.errors import LeanKError
 from leank_convert.families import LEANK_PREFIX
-from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
+from leank_convert.head_layout import BYTES_PER_ELEMENT, INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
@@ -144,9 +144,8 @@ def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
 
 
 def _describe_layers(facts: ModelFacts, leank: Mapping[str, Any], element_bytes: int) -> str:
-    stored_bytes = BYTES_PER_ELEMENT.get(leank.get("kv_dtype") or "")
-    cache = count_cache_bytes(leank["widths"], facts.head_dim, element_bytes, stored_bytes)
-    return describe_layers(facts, cache, read_windows(leank), element_bytes, stored_bytes)
+    cache = count_cache_bytes(leank["widths"], facts.head_dim, element_bytes, leank.get("kv_dtype"))
+    return describe_layers(facts, cache, read_windows(leank), element_bytes)
 
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def _describe_widths(
     widths: Sequence[Sequence[int]], head_dim: int, dtype: str | None, kv_dtype: str | None = None
 ) -> dict[str, Any]:
     element_bytes = BYTES_PER_ELEMENT.get(dtype or "", _ASSUMED_ELEMENT_BYTES)
-    cache = count_cache_bytes(widths, head_dim, element_bytes, BYTES_PER_ELEMENT.get(kv_dtype or ""))
+    cache = count_cache_bytes(widths, head_dim, element_bytes, kv_dtype)
     heads_per_width = Counter(width for layer in widths for width in layer)
     return {
         "num_hidden_layers": len(widths),
@@ -221,6 +220,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             hint=f"served are {', '.join(FAMILIES)}, with full attention in every layer",
         )
     kv_dtype = load.kv_dtype or facts.get("kv_dtype")
+    if kv_dtype == "int4":
+        raise LeanKError(
+            f"`{facts['path']}` keeps its cache in int4, which vLLM does not serve",
+            hint="add `--kv-dtype fp8`, or inspect its mask file for a cache in the model's dtype",
+        )
     windows = facts["windows"] or asdict(Windows())  # as an export has them
     sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
@@ -322,8 +326,10 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         rows.insert(2, ("format", str(facts["format_version"])))
         if facts["kv_dtype"] is not None:
             scales = facts["kv_scales"]
-            origin = f"of {scales['num_tokens']:,} tokens" if scales else "of every prompt"
-            rows.insert(3, ("cache", f"{facts['kv_dtype']}, the window too; scales {origin}"))
+            origin = f"scales of {scales['num_tokens']:,} tokens" if scales else "scales of every prompt"
+            if facts["kv_dtype"] == "int4":
+                origin = f"least number and step of every {INT4_GROUP_SIZE}"
+            rows.insert(3, ("cache", f"{facts['kv_dtype']}, the window too; {origin}"))
     if facts["kind"] == "onnx":
         graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
         if quantization := facts["quantization"]:

@@ -75,12 +75,14 @@ def describe_cache(kv_dtype: str | None, scales: KVScales | None) -> dict[str, A
     """Keys of a `leank` block about a cache of a dtype, with scales or without; none of a cache as it comes.
 
     Raises:
-        LeanKError: If the dtype is not known, or there are scales without one.
+        LeanKError: If the dtype is not known, or there are scales that it has no use for.
     """
     if kv_dtype is None and scales is None:
         return {}
     if kv_dtype not in KV_DTYPES:
         raise LeanKError(f"`kv_dtype` is {kv_dtype!r}, not one of {', '.join(KV_DTYPES)}")
+    if kv_dtype != "fp8" and scales is not None:
+        raise LeanKError(f"`kv_scales` are for `kv_dtype` `fp8`, not `{kv_dtype}`")
     return {"kv_dtype": kv_dtype, "kv_scales": None if scales is None else scales.describe()}
 
 
@@ -114,7 +116,7 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
         for name in names:
             if checkpoint.find(name) is not None:
                 raise LeanKError(f"tensor `{name}` is there, and config.json has no `leank.kv_scales`")
-        return "none, every prompt gives its own" if leank.get("kv_dtype") else "none, none needed"
+        return "none, every prompt gives its own" if leank.get("kv_dtype") == "fp8" else "none, none needed"
     for name in names:
         _check_tensor(checkpoint, name, (facts.num_key_value_heads, facts.head_dim))
     return f"{len(names)} tensors, of {leank['kv_scales']['num_tokens']} tokens"

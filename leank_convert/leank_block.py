@@ -12,7 +12,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.windows import Windows
 
 FORMAT_VERSION = 2
-KV_DTYPES = ("fp8",)
+KV_DTYPES = ("fp8", "int4")
 # Its shards hold the masks as tensors that the source has not.
 FORMAT_WITH_MASK_TENSORS = 1
 LEANK_KEYS = (
@@ -139,3 +139,5 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
     scales = leank.get("kv_scales")
     if scales is not None and not (isinstance(scales, dict) and type(scales.get("num_tokens")) is int):
         raise LeanKError(f"`leank.kv_scales` is {cut(scales)}, no object with `num_tokens`")
+    if scales is not None and leank.get("kv_dtype") == "int4":
+        raise LeanKError("`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none")

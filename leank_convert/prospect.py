@@ -72,7 +72,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
-    cache = BytesPerToken(part, part, pruned, part)
+    cache = BytesPerToken(part, part, pruned, part, part, part)
     default = facts.architecture.config_defaults["max_position_embeddings"]
     positions = int(config.get("max_position_embeddings", default))
     return {

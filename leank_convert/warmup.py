@@ -156,7 +156,10 @@ def find_kernels(
     most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
     # Nor another dtype for the cache.
     more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
-    stored = {"cache_dtype": torch.float8_e4m3fn} if getattr(layers[0], "kv_dtype", "auto") == "fp8" else {}
+    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(
+        getattr(layers[0], "kv_dtype", "auto")
+    )
+    stored = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
     found = [
         find(
             device,

@@ -34,7 +34,6 @@ def count_row_bytes(
     windows: Windows,
     num_tokens: int,
     element_bytes: int,
-    stored_bytes: int | None = None,
 ) -> RowBytes:
     """Count the bytes of a row.
 
@@ -44,7 +43,6 @@ def count_row_bytes(
         windows: Which of the tokens keep every channel.
         num_tokens: Tokens of the row.
         element_bytes: Bytes of one number in the dense cache.
-        stored_bytes: The same in the pruned cache, if it is another.
     """
     dense = cache.key_dense + cache.value_dense
     whole = min(num_tokens, windows.sink_size + windows.recent_size + windows.flush_size)
@@ -53,7 +51,7 @@ def count_row_bytes(
     others = (facts.num_hidden_layers - len(facts.layers)) * per_layer
     return RowBytes(
         dense=dense * num_tokens + others,
-        pruned=rest + dense * (stored_bytes or element_bytes) // element_bytes * whole + others,
+        pruned=rest + (cache.key_window + cache.value_window) * whole + others,
     )
 
 
@@ -62,10 +60,9 @@ def describe_layers(
     cache: BytesPerToken,
     windows: Windows,
     element_bytes: int,
-    stored_bytes: int | None = None,
 ) -> str:
     """Say in one line what is pruned of a mixed model, and what that makes of its whole cache."""
-    row = count_row_bytes(facts, cache, windows, _LENGTH, element_bytes, stored_bytes)
+    row = count_row_bytes(facts, cache, windows, _LENGTH, element_bytes)
     return (
         f"prunes {len(facts.layers)} of {facts.num_hidden_layers} layers, those with full attention; K+V "
         f"bytes per token at 32K: dense {row.dense // _LENGTH:,}, pruned {row.pruned // _LENGTH:,}"

@@ -73,7 +73,7 @@ def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> 
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
     dense = memory.dense_keys + memory.dense_values
     ideal = count_cache_bytes(
-        setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.stored_bytes
+        setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.kv_dtype
     )
     release_memory(model.device)
     return {

@@ -157,17 +157,17 @@ def export(
     for name in given:
         raise click.UsageError(f"--{name} goes with --format onnx")
     options |= {"prune": prune, "base_model": base_model}
-    if kv_dtype is not None:
+    if kv_dtype == "fp8":
         quiet_transformers()
         from leank_convert.convert import export_model
 
         export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
     else:
         if device is not None:
-            raise click.UsageError("--device goes with --kv-dtype, whose scales are measured there")
+            raise click.UsageError("--device goes with --kv-dtype fp8, whose scales are measured there")
         from leank_convert.export import export_checkpoint
 
-        export_checkpoint(model, mask_path, out, **options)
+        export_checkpoint(model, mask_path, out, kv_dtype=kv_dtype, **options)
     finish_export(out, repo_id, private)
 
 

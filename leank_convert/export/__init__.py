@@ -139,8 +139,8 @@ def export_checkpoint(
         prune: `eager` or `deferred`.
         config_overrides: Keys of config.json to replace, such as `rope_parameters`; None for the recipe's.
         base_model: What `model` is called on the hub, for the model card; by default what is known of it.
-        kv_dtype: `fp8` stores keys and values in eight bits; None as they come.
-        kv_scales: Scales for that, as `measure_kv_scales` gives them; None leaves them to every prompt.
+        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
+        kv_scales: Scales for `fp8`, as `measure_kv_scales` gives them; None leaves them to every prompt.
         overwrite: Whether to replace a checkpoint in `out`.
         mask_origin: For messages, the file of a `mask` that has been read.
 
@@ -359,7 +359,7 @@ def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, wind
             mask.widths,
             facts.head_dim,
             element_bytes,
-            BYTES_PER_ELEMENT.get(original.cache.get("kv_dtype", "")),
+            original.cache.get("kv_dtype"),
         ),
         element_bytes=element_bytes,
         leank=original.cache,

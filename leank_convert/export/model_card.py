@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
+from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
@@ -141,8 +141,8 @@ def build_model_card(
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         cache=cache,
-        **_describe_stored(leank, cache, element_bytes),
-        **_describe_layers(facts, leank, cache, windows, element_bytes),
+        **_describe_stored(leank, cache),
+        **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
         accuracy=_describe_accuracy(held_out, known, given_name, noted_name),
@@ -150,28 +150,30 @@ def build_model_card(
     )
 
 
-def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken, element_bytes: int) -> dict[str, Any]:
+def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken) -> dict[str, Any]:
     """What the table says of the window, and of what the pruned cache is stored in."""
     kv_dtype, scales = leank.get("kv_dtype"), leank.get("kv_scales")
-    share = BYTES_PER_ELEMENT[kv_dtype] / element_bytes if kv_dtype else 1
+    share = (cache.key_window + cache.value_window) / (cache.key_dense + cache.value_dense)
     stored = ""
     if kv_dtype:
         origin = f"measured on {scales['num_tokens']:,} tokens" if scales else "that every prompt gives"
-        stored = f" Window and pruned region are stored in {kv_dtype}, with scales per channel {origin}."
+        how = f"scales per channel {origin}"
+        if kv_dtype == "int4":
+            how = f"a least number and a step for every {INT4_GROUP_SIZE} of a token"
+        stored = f" Window and pruned region are stored in {kv_dtype}, with {how}."
     return {
-        "window": f"{cache.key_dense * share:,.0f} | {cache.value_dense * share:,.0f} | {1 - share:.0%}",
+        "window": f"{cache.key_window:,} | {cache.value_window:,} | {1 - share:.0%}",
         "stored": stored,
     }
 
 
 def _describe_layers(
-    facts: ModelFacts, leank: Mapping[str, Any], cache: BytesPerToken, windows: Windows, element_bytes: int
+    facts: ModelFacts, cache: BytesPerToken, windows: Windows, element_bytes: int
 ) -> dict[str, str]:
     """What the card says of layers that are not pruned, if there are some."""
     if not facts.is_mixed:
         return {"pruned_layers": "", "layers": ""}
-    stored_bytes = BYTES_PER_ELEMENT.get(leank.get("kv_dtype") or "")
-    sentence = describe_layers(facts, cache, windows, element_bytes, stored_bytes)
+    sentence = describe_layers(facts, cache, windows, element_bytes)
     return {
         "pruned_layers": "pruned ",
         "layers": f"\n\nThis checkpoint {sentence}. The other layers keep the cache that they have in the "

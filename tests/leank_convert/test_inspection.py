@@ -37,6 +37,8 @@ def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path: Path, mask: torch.T
         "value_dense": 288,
         "key_pruned": 36,
         "value_pruned": 96,
+        "key_window": 288,
+        "value_window": 288,
         "saved": pytest.approx(1 - 132 / 576),
     }
     assert facts["model"] is None and facts["windows"] is None and facts["provenance"] is None

@@ -227,7 +227,8 @@ def _other_failure(out: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of fp8"),
+        ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of fp8, int4"),
+        ({"kv_dtype": "int4"}, "`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none"),
         ({"kv_scales": [1]}, "`leank.kv_scales` is [1], no object with `num_tokens`"),
         ({"kv_scales": None}, "is there, and config.json has no `leank.kv_scales`"),
     ],
@@ -248,6 +249,8 @@ def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
         "value_dense": 2048,
         "key_pruned": 304,
         "value_pruned": 768,
+        "key_window": 1024,
+        "value_window": 1024,
         "saved": 1 - (304 + 768) / 4096,
     }
     assert "cache             fp8, the window too; scales of 4,096 tokens" in run("inspect", testbed).stdout
@@ -256,7 +259,8 @@ def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
     assert "stored in fp8, with scales per channel measured on 4,096 tokens." in card
 
 
-def test_a_token_beyond_the_window_takes_at_most_29_hundredths_of_a_dense_one():
+@pytest.mark.parametrize(("kv_dtype", "share"), [("fp8", 0.29), ("int4", 0.18)])
+def test_a_token_beyond_the_window_takes_at_most_so_much_of_a_dense_one(kv_dtype, share):
     """Of Llama 3.1 8B with its packaged mask, all that is allocated."""
     path = find_by_name("llama-3.1-8b-instruct-70")
     mask = load_file(path)["channel_mask"].bool()
@@ -281,7 +285,7 @@ def test_a_token_beyond_the_window_takes_at_most_29_hundredths_of_a_dense_one():
     )
     allocated, dense = [], []
     for length in (2048, 4096):
-        cache = LeanKCache(config, kv_dtype="fp8")
+        cache = LeanKCache(config, kv_dtype=kv_dtype)
         cache.reserve(length)
         states = torch.zeros(1, 8, length, 128, dtype=torch.bfloat16)
         for layer in range(32):
@@ -290,7 +294,7 @@ def test_a_token_beyond_the_window_takes_at_most_29_hundredths_of_a_dense_one():
         allocated.append(memory.total.allocated)
         dense.append(memory.dense_keys + memory.dense_values)
     assert dense[1] - dense[0] == 2048 * 2 * 32 * 8 * 128 * 2
-    assert (allocated[1] - allocated[0]) / (dense[1] - dense[0]) <= 0.29
+    assert (allocated[1] - allocated[0]) / (dense[1] - dense[0]) <= share
 
 
 def _pack(mask: torch.Tensor) -> list[int]:
@@ -303,7 +307,7 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
             ("export", "testbed", "--format", "onnx", "--kv-dtype", "fp8"),
             "--kv-dtype goes with checkpoints; ",
         ),
-        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype"),
+        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype fp8"),
         (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
         (
             ("export", "--from-checkpoint", testbed, "--kv-dtype", "fp8"),
@@ -335,7 +339,7 @@ def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
         kv_scales.LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"
     ):
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
-    with pytest.raises(kv_scales.LeanKError, match=r"^`kv_dtype` is None, not one of fp8$"):
+    with pytest.raises(kv_scales.LeanKError, match=r"^`kv_dtype` is None, not one of fp8, int4$"):
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_scales=random_scales())
 
 

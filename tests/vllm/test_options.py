@@ -37,6 +37,7 @@ def options(**changes):
         ({"cache_config__cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"cache_config__cache_dtype": "fp8"}, "`leank-convert export --kv-dtype fp8`"),
         ({"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
+        ({"model_config__hf_config__leank": {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),

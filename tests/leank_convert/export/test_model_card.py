@@ -55,10 +55,15 @@ def card(name: str = "owner/model", *, mask_model: str | None = None, about: Any
 
 def test_bytes_of_a_token_are_counted_by_head() -> None:
     cache = count_cache_bytes([[8, 0], [0, 4]], 8, 2)
-    assert cache == BytesPerToken(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32)
+    whole = {"key_window": 64, "value_window": 64}
+    assert cache == BytesPerToken(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32, **whole)
     assert cache.saved == pytest.approx(1 - 56 / 128)
     assert count_cache_bytes([[8, 8]], 8, 4).saved == 0
     assert count_cache_bytes([[0, 0]], 8, 4).saved == 1
+    # In four bits, with two numbers of two bytes for every 32, kept and dropped ones apart.
+    cache = count_cache_bytes([[48, 0], [33, 80]], 80, 2, "int4")
+    assert (cache.key_pruned, cache.value_pruned) == (81 + (2 + 2 + 3) * 4, 120 + 9 * 4)
+    assert (cache.key_window, cache.value_window) == (160 + (7 + 1 + 3 + 2) * 4, 160 + 12 * 4)
 
 
 def test_the_card_calls_no_choice_learned_and_names_its_method() -> None:
