@@ -273,6 +273,11 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
             "its cache holds one compressed vector of a token for all heads (MLA, `kv_lora_rank`), so no "
             "head has K channels of its own to prune"
         )
+    if config.get("attn_logit_softcapping") is not None:
+        return (
+            "its attention bends every logit by a tanh (`attn_logit_softcapping`), and no fused kernel does "
+            "so here"
+        )
     if isinstance(config.get("text_config"), Mapping):
         return "its text model is part of a larger one (`text_config`); only text models are converted"
     kinds = config.get("layer_types")

@@ -301,6 +301,10 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
     ("keys", "reason"),
     [
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        (
+            {"model_type": "gemma2", "sliding_window": 4096, "attn_logit_softcapping": 50.0},
+            "bends every logit",
+        ),
         ({"model_type": "gemma3", "text_config": {}}, "part of a larger one"),
         (
             {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]},
