@@ -18,7 +18,7 @@ from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
 from .memory_leank import CacheMemory, sum_memory
 from .other_layers_leank import (
-    WHY_EAGER,
+    OtherLayers,
     build_other_layers,
     check_croppable,
     concatenate_other_layers,
@@ -46,7 +46,8 @@ class LeanKCache(Cache):
     Attributes:
         rows: Lengths of the rows, shared by all layers.
         graph: The captured decode step, and how often it served.
-        pruned_layers: The layers that are pruned; `layers` are all, the others transformers' own.
+        pruned_layers: The layers that are pruned; `layers` are all.
+        other_layers: The others, transformers' own.
     """
 
     layers: list[Any]
@@ -77,13 +78,11 @@ class LeanKCache(Cache):
             copy.deepcopy(self._empty_others),
         )
 
-    def _set_layers(self, pruned: list[LeanKLayer], others: dict[int, Any]) -> None:
-        """Hold these layers, the others by their number."""
-        self.pruned_layers, self._others = pruned, others
-        by_number = {layer.layer_idx: layer for layer in pruned} | others
+    def _set_layers(self, pruned: list[LeanKLayer], others: OtherLayers) -> None:
+        """Hold these layers."""
+        self.pruned_layers, self.other_layers = pruned, others
+        by_number = {layer.layer_idx: layer for layer in pruned} | others.by_number
         Cache.__init__(self, layers=[by_number[number] for number in range(len(by_number))])
-        if others:
-            self.graph.why_eager = WHY_EAGER
 
     @property
     def prune(self) -> str:
@@ -167,17 +166,30 @@ class LeanKCache(Cache):
 
     def takes_step(self, num_columns: int) -> bool:
         """Return whether so many columns are a decode step: one or a draft's, on a prompt that is split."""
-        return num_columns <= MAX_DRAFT and self.rows.is_split and not self._others
+        if num_columns > MAX_DRAFT or not self.rows.is_split:
+            return False
+        why_eager = self.other_layers.why_eager(num_columns)
+        if why_eager is not None:
+            self.graph.why_eager = why_eager
+        return why_eager is None
 
     def known_mask(self, num_columns: int) -> torch.Tensor | None:
         """Return what is known of padding `[B, columns]`, so many new ones included, if a layer needs a mask.
 
         None where there is no padding, or all layers are pruned: these know their rows' padding.
         """
-        return self.rows.extended_padding(None, self.get_seq_length() + num_columns) if self._others else None
+        if not self.other_layers:
+            return None
+        return self.rows.extended_padding(None, self.get_seq_length() + num_columns)
 
-    def prepare_step(self, num_columns: int) -> None:
-        """Make what a decode step of so many columns writes writable, and room for it."""
+    def prepare_step(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
+        """Make what a decode step writes writable, and room for it.
+
+        Args:
+            num_columns: Columns of the step.
+            attention_mask: Real columns `[B, columns]`, these among them; None if all are.
+        """
+        self.other_layers.prepare_step(attention_mask)
         self.rows.counters()
         self.rows.make_room(num_columns)
         for layer in self.pruned_layers:
@@ -189,6 +201,7 @@ class LeanKCache(Cache):
         A negative number takes back what was counted of columns that were none.
         """
         self.rows.advance(num_columns)
+        self.other_layers.advance(num_columns)
         for layer in self.pruned_layers:
             layer.num_columns += num_columns
 
@@ -196,6 +209,7 @@ class LeanKCache(Cache):
         """Return numbers of which one changes whenever a tensor of the cache becomes another one."""
         return (
             self.rows.addresses,
+            *self.other_layers.addresses(),
             *(layer.store.addresses if layer.store else 0 for layer in self.pruned_layers),
         )
 
@@ -234,10 +248,12 @@ class LeanKCache(Cache):
                 LeanKLayer.concatenate(parts, rows)
                 for parts in zip(*(cache.pruned_layers for cache in caches), strict=True)
             ],
-            {
-                number: concatenate_other_layers([cache.layers[number] for cache in caches])
-                for number in first._others
-            },
+            OtherLayers(
+                {
+                    number: concatenate_other_layers([cache.layers[number] for cache in caches])
+                    for number in first.other_layers.by_number
+                }
+            ),
         )
         for cache in caches:
             cache.reset()
@@ -368,7 +384,7 @@ class LeanKCache(Cache):
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
         pruned = [layer.memory() for layer in self.pruned_layers]
-        return sum_memory([*pruned, *map(other_memory, self._others.values())])
+        return sum_memory([*pruned, *map(other_memory, self.other_layers)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens at the end, as far as they still have all channels.
@@ -389,7 +405,7 @@ class LeanKCache(Cache):
         if count > length:
             raise ValueError(f"crop of {count} tokens from a cache that holds {length}")
         if count < length:
-            check_croppable([*self._others.values()])
+            check_croppable(self.other_layers)
         self.rows.crop(count)
         if count == length:
             self.reset()
@@ -403,7 +419,7 @@ class LeanKCache(Cache):
         self.rows.reset()
         for layer in self.pruned_layers:
             layer.reset()
-        if self._others:  # those of transformers, emptied, may still want rows as many as they had
+        if self.other_layers:  # those of transformers, emptied, may still want rows as many as they had
             self._set_layers(self.pruned_layers, copy.deepcopy(self._empty_others))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -423,8 +439,7 @@ class LeanKCache(Cache):
             self._select(torch.arange(batch_size)[indices.cpu()])
 
     def _select(self, rows: torch.Tensor) -> None:
-        for other in self._others.values():
-            other.reorder_cache(rows)
+        self.other_layers.select(rows)
         rows = self.rows.select(rows)
         for layer in self.pruned_layers:
             layer.select(rows)

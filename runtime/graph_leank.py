@@ -244,9 +244,11 @@ def _why_model_is_eager(
             return f"module {type(module).__name__} is not of the stock model"
         if "forward" in vars(module):
             return f"module {type(module).__name__} has a forward of its own, as accelerate's hooks give it"
+        # Where kinds of layers have rotary embeddings of their own, one of each.
         rope_type = getattr(module, "rope_type", "default")
-        if "dynamic" in rope_type or rope_type == "longrope":
-            return f"rotary embedding of type {rope_type!r} changes with the length"
+        for kind in rope_type.values() if isinstance(rope_type, dict) else (rope_type,):
+            if "dynamic" in kind or kind == "longrope":
+                return f"rotary embedding of type {kind!r} changes with the length"
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
         return "weights are a tensor subclass"
     if any(tensor.device != device for tensor in tensors):
@@ -499,10 +501,11 @@ class DecodeGraph:
     def _has_kernels(self, model: Any, cache: LeanKCache, device: torch.device) -> bool:
         """Return whether kernels serve all layers; those of several columns are compiled here."""
         if self._num_columns == 1:
-            return all(layer.kernels is not None for layer in cache.layers)
-        shape = (0, model.config.num_attention_heads, self._num_columns, cache.layers[0].layout.head_dim)
+            return all(layer.kernels is not None for layer in cache.pruned_layers)
+        head_dim = cache.pruned_layers[0].layout.head_dim
+        shape = (0, model.config.num_attention_heads, self._num_columns, head_dim)
         query = torch.empty(shape, dtype=model.dtype, device=device)
-        return all(layer.kernels_for(query) is not None for layer in cache.layers)
+        return all(layer.kernels_for(query) is not None for layer in cache.pruned_layers)
 
     def _capture(
         self,
@@ -609,7 +612,7 @@ def _asked_for(name: str, tensor: torch.Tensor, inputs: dict[str, Any], given: _
 
 def _host_state(cache: LeanKCache) -> list[tuple[Any, dict[str, Any]]]:
     """Return what the host knows of a cache; tensors in it by reference."""
-    parts = [cache.rows, *cache.layers, *(layer.store for layer in cache.layers)]
+    parts = [cache.rows, *cache.layers, *(layer.store for layer in cache.pruned_layers)]
     return [(part, dict(vars(part))) for part in parts]
 
 

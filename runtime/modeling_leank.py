@@ -239,12 +239,17 @@ class LeanKMixin:
         stock_forward = super().forward  # type: ignore[misc]
 
         def forward(arguments: dict[str, Any]) -> Any:
-            return stock_forward(past_key_values=cache, use_cache=use_cache, attention_mask=None, **arguments)
+            others = cache.other_layers
+            output = stock_forward(
+                past_key_values=cache, use_cache=use_cache, attention_mask=others.step_mask, **arguments
+            )
+            others.settle()
+            return output
 
         valid = None
         if attention_mask is not None:
             valid = attention_mask[:, -tokens.shape[1] :].expand(tokens.shape[:2])
-        cache.prepare_step(tokens.shape[1])
+        cache.prepare_step(tokens.shape[1], attention_mask)
         try:
             output = cache.graph.run(self, cache, inputs, valid, forward)
         finally:

@@ -2,29 +2,137 @@
 
 What they hold is bounded already, by a window or as a state. Here is what a `LeanKCache` needs of them beyond
 what their classes do by themselves.
+
+A decode step can be captured as a graph once windows are full: what such a layer holds then keeps its shape.
+The layer's own `update` runs as ever; what it puts in the place of its tensors is then copied into them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from .memory_leank import CacheMemory, RegionBytes
+from .rows_leank import is_writable
 
-WHY_EAGER = "layers that are not pruned keep transformers' own cache, which no captured step can grow"
+_STATES = ("keys", "values", "conv_states", "recurrent_states")
 
 
-def build_other_layers(config: PreTrainedConfig, pruned: Sequence[int]) -> dict[int, Any]:
-    """Return transformers' cache layers of a model's layers but the pruned ones, by number."""
+class OtherLayers:
+    """The layers of a cache that are not pruned, and what decode steps want of them.
+
+    Args:
+        layers: transformers' cache layers by number.
+    """
+
+    def __init__(self, layers: Mapping[int, Any]) -> None:
+        self.by_number = dict(layers)
+        # What stays where it is for captured steps: what layers hold, and which of the last tokens a step's
+        # column sees [B, 1, 1, window].
+        self._own: list[torch.Tensor | None] = []
+        self._seen: torch.Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.by_number.values())
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+    @property
+    def _window(self) -> int:
+        """Tokens that a layer with a window attends to, 0 without such layers; all have the same."""
+        return max((getattr(layer, "sliding_window", 0) for layer in self), default=0)
+
+    def why_eager(self, num_columns: int) -> str | None:
+        """Return why a decode step of so many columns runs as any other input does; None if it need not."""
+        if not self:
+            return None
+        if num_columns > 1:
+            return "several columns beside layers that are not pruned"
+        if torch.is_grad_enabled():
+            return "gradients are enabled"
+        for layer in self:
+            if getattr(layer, "record_past", False):
+                return "layers that are not pruned keep what a crop would want back"
+            window = getattr(layer, "sliding_window", None)
+            if window is not None and (layer.keys is None or layer.keys.shape[2] != window - 1):
+                return f"a window of {window} tokens, in layers that are not pruned, is not full"
+        return None
+
+    def prepare_step(self, attention_mask: torch.Tensor | None) -> None:
+        """Make what layers hold, and which columns are real, lie where captured steps find it.
+
+        Args:
+            attention_mask: Real columns `[B, columns]`, the step's among them; None if all are.
+        """
+        self.settle()
+        if not self._window:
+            return
+        keys = next(layer.keys for layer in self if hasattr(layer, "sliding_window"))
+        shape = (len(keys), 1, 1, self._window)
+        if self._seen is None or self._seen.shape != shape or self._seen.device != keys.device:
+            with torch.inference_mode(False):
+                self._seen = torch.ones(shape, dtype=torch.bool, device=keys.device)
+        self._seen[:, 0, 0] = True if attention_mask is None else attention_mask[:, -self._window :]
+
+    @property
+    def step_mask(self) -> dict[str, torch.Tensor | None] | None:
+        """What a model takes as a prepared step's mask: one of its kinds of layers, where it has windows."""
+        return {"full_attention": None, "sliding_attention": self._seen} if self._window else None
+
+    def settle(self) -> None:
+        """Copy what layers have put in the place of their tensors into these, where shapes are the same."""
+        places = self._places()
+        if len(self._own) != len(places):
+            self._own = [None] * len(places)
+        for index, (holder, key) in enumerate(places):
+            held, own = holder[key], self._own[index]
+            if own is None or own.shape != held.shape or own.device != held.device or not is_writable(own):
+                # Not `held` itself: a prompt's last tokens are a part of all its tokens.
+                own = held.clone(memory_format=torch.contiguous_format)
+            elif own is not held:
+                own.copy_(held)
+            holder[key] = self._own[index] = own
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where a prepared step finds what layers hold."""
+        seen = () if self._seen is None else (self._seen.data_ptr(),)
+        return (*seen, *(holder[key].data_ptr() for holder, key in self._places()))
+
+    def advance(self, num_columns: int) -> None:
+        """Count columns that a replayed step has added."""
+        for layer in self:
+            if hasattr(layer, "sliding_window"):
+                layer.cumulative_length += num_columns
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep the given rows, in that order, repeats allowed."""
+        for layer in self:
+            layer.reorder_cache(rows)
+
+    def _places(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Return every dictionary that holds a tensor of a layer, and its key there."""
+        places = []
+        for layer in self:
+            for name in _STATES:
+                held = vars(layer).get(name)
+                # In newer releases of transformers a layer may have several states of a kind.
+                holder, keys = (held, [*held]) if isinstance(held, dict) else (vars(layer), [name])
+                places += [(holder, key) for key in keys if isinstance(holder.get(key), torch.Tensor)]
+        return places
+
+
+def build_other_layers(config: PreTrainedConfig, pruned: Sequence[int]) -> OtherLayers:
+    """Return transformers' cache layers of a model's layers but the pruned ones."""
     num_layers = int(config.num_hidden_layers)
     if len(pruned) == num_layers:
-        return {}
+        return OtherLayers({})
     layers = DynamicCache(config=config).layers
-    return {index: layers[index] for index in range(num_layers) if index not in pruned}
+    return OtherLayers({index: layers[index] for index in range(num_layers) if index not in pruned})
 
 
 def other_memory(layer: Any) -> CacheMemory:
@@ -41,7 +149,7 @@ def other_memory(layer: Any) -> CacheMemory:
     )
 
 
-def check_croppable(layers: Sequence[Any]) -> None:
+def check_croppable(layers: OtherLayers) -> None:
     """Check that columns can be dropped of such layers.
 
     Raises:

@@ -524,7 +524,6 @@ class PlainKernels:
         return torch.nn.functional.linear(states, weight, bias)
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
-        assert sinks is None
         seen = plan - pruned  # a plan of another step shows
         batch, num_columns = seen.shape
         if store.key_scale is not None:
@@ -565,7 +564,10 @@ class PlainKernels:
             counted = whole if value_row < 0 else visible
             own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
             scores = scores.masked_fill(~counted[:, None], -torch.inf)
-            out = scores.softmax(-1) @ own_values[:, None]
+            if sinks is not None:  # one more logit, without a value
+                own = sinks[head * self.num_groups :][: self.num_groups]
+                scores = torch.cat([scores, own[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+            out = scores.softmax(-1)[..., : own_values.shape[1]] @ own_values[:, None]
             outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
         return torch.cat(outputs, 1)
 

@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from runtime.cache_leank import LeanKCache
+from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
 LENGTHS = [20, 4]
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+}
 
 
 @pytest.fixture
 def model(model_pair, some_masks):
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    sliding = {"layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True}
-    return model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), "Qwen3", **sliding).leank
+    return model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), "Qwen3", **SLIDING).leank
 
 
 def ids(length: int, seed: int = 0) -> torch.Tensor:
@@ -73,3 +77,87 @@ def test_a_state_that_was_emptied_takes_another_number_of_rows(model_pair, some_
     cache.reset()
     expected = decoded(model, model.build_cache(), tokens, positions)
     assert torch.equal(decoded(model, cache, tokens, positions), expected)
+
+
+def fed(model, cache, turns, mask=None, rows=2):
+    """Feed rows turn by turn; logits of all columns."""
+    tokens, logits, start = ids(sum(turns), 5).expand(rows, -1), [], 0
+    for count in turns:
+        stop = start + count
+        positions = torch.arange(start, stop)[None]
+        if mask is not None:
+            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+        masks = {} if mask is None else {"attention_mask": mask[:, :stop]}
+        logits.append(decoded(model, cache, tokens[:, start:stop], positions, **masks))
+        start = stop
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("padding", [None, 3, 12])
+@pytest.mark.parametrize("architecture", [row for row in FAMILIES if row.values[0].other_layers])
+def test_steps_are_captured_once_windows_are_full(
+    architecture, padding, graphs, model_pair, some_masks, assert_close
+):
+    options = dict(OPTIONS.get(architecture.model_type, SLIDING))
+    model = model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), architecture.stem, **options).leank
+    if architecture.experts is not None:
+        model.config._experts_implementation = "grouped_mm"  # others ask the device for lengths
+    turns, mask = [4, *[1] * 20, 3, *[1] * 5], None
+    if padding is not None:
+        turns[0], mask = 14, torch.ones(2, sum(turns) + 10, dtype=torch.long)
+        mask[1, :padding] = 0
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = fed(model, cache, turns, mask), fed(model, plain, turns, mask)
+    real = slice(None) if mask is None else mask[:, : sum(turns)].bool()
+    assert_close(model, ours[real], eager[real])
+    assert cache.get_seq_length() == plain.get_seq_length() == sum(turns)
+    assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
+    slides = "sliding_attention" in model.config.layer_types
+    assert cache.graph.num_replays == (22 if slides and padding is None else 24)
+
+
+def test_beams_move_rows_within_a_captured_step(graphs, model):
+    settings = {"do_sample": False, "num_beams": 3, "min_new_tokens": 16, "max_new_tokens": 16}
+    settings |= {"pad_token_id": 0, "attention_mask": torch.ones(1, 20)}
+    caches = model.build_cache(), model.build_cache(use_graphs=False)
+    ours, eager = (model.generate(ids(20), past_key_values=cache, **settings) for cache in caches)
+    assert torch.equal(ours, eager)
+    assert caches[0].graph.num_captures == 1 and caches[0].graph.num_replays >= 12
+
+
+def test_modes_may_change_between_steps(graphs, model, assert_close):
+    cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
+    positions = torch.arange(30)[None]
+    for step, mode in enumerate(
+        [torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad] * 2
+    ):
+        span = slice(0, 20) if step == 0 else slice(19 + step, 20 + step)
+        with mode():
+            ours, eager = (
+                model(ids(30)[:, span], position_ids=positions[:, span], past_key_values=each).logits
+                for each in (cache, plain)
+            )
+        assert_close(model, ours, eager)
+    assert cache.graph.num_replays > 0
+
+
+def test_why_a_step_is_not_captured(graphs, model):
+    cache = prefilled(model, WINDOW - 3)
+    reasons = []
+    for count in (1, 1, 1, 2):
+        decoded(model, cache, ids(count), torch.arange(count)[None] + cache.get_seq_length())
+        reasons.append(cache.graph.why_eager)
+    model(ids(1), position_ids=torch.tensor([[cache.get_seq_length()]]), past_key_values=cache)
+    assert [*reasons, cache.graph.why_eager] == [
+        *["a window of 7 tokens, in layers that are not pruned, is not full"] * 2,
+        "the first step of its kind",
+        "several columns beside layers that are not pruned",
+        "gradients are enabled",
+    ]
+
+
+def test_a_step_lets_go_of_the_prompt(model):
+    cache = prefilled(model, 20)
+    decoded(model, cache, ids(1), torch.tensor([[20]]))
+    for layer in cache.other_layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
