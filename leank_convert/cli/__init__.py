@@ -73,6 +73,8 @@ def _restate_file_error(error: Exception) -> LeanKError | None:
     """Say in one sentence what a full disk or a file that may not be read leads to; None of other errors."""
     if not isinstance(error, OSError):
         return None
+    if error.errno is None:  # a library's, whose sentence it is
+        return LeanKError(first_line(error))
     name = str(error.filename or "output")
     name = cut(name) if error.errno == errno.ENAMETOOLONG else f"`{name}`"
     return LeanKError(f"{name}: {error.strerror or first_line(error)}")

@@ -79,7 +79,7 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ImportError as error:  # of what reads quantized weights
         raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
-    except (ValueError, RuntimeError) as error:  # a tensor of another shape is a RuntimeError
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # by what it is that is damaged
         raise LeanKError(
             f"`{folder}` cannot be loaded: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong with a checkpoint",

@@ -65,14 +65,24 @@ def test_debug_shows_the_traceback(run, tmp_path):
     assert type(result.exception).__name__ == "LeanKError"
 
 
-def test_full_disk_is_told_in_one_line(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            (errno.ENOSPC, "No space left on device", "out/leank/log.jsonl"),
+            "`out/leank/log.jsonl`: No space left on device",
+        ),
+        (("a library found no file\nand says more",), "a library found no file"),
+    ],
+)
+def test_a_full_disk_or_a_missing_file_is_told_in_one_line(given, told, run, tmp_path, monkeypatch):
     def fill(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device", "out/leank/log.jsonl")
+        raise OSError(*given)
 
     monkeypatch.setattr("leank_convert.convert.train_masks", fill)
     result = run("train", "testbed", "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert result.stderr == "error: `out/leank/log.jsonl`: No space left on device\n"
+    assert result.stderr == f"error: {told}\n"
 
 
 def test_misspelt_recipe_key_is_answered_with_the_right_one(run, tmp_path):

@@ -14,8 +14,17 @@ def test_the_dense_twin_holds_the_very_parameters(evaluated):
     assert all(weight is ours[name] for name, weight in twins.items())
 
 
-def test_weights_of_another_shape_are_one_sentence(source_model, edit_json):
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("config.json", {"intermediate_size": 40}),
+        ("config.json", {"model_type": "leank_llama", "auto_map": {"AutoConfig": "none_leank.Config"}}),
+        ("generation_config.json", {"max_new_tokens": "many"}),
+    ],
+    ids=["weights of another shape", "a missing file", "nonsense beside the weights"],
+)
+def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model, edit_json):
     source = source_model()
-    edit_json(source / "config.json", intermediate_size=40)
+    edit_json(source / file, **keys)
     with pytest.raises(LeanKError, match=f"`{source}` cannot be loaded: "):
-        load_model(source, torch.device("cpu"), trust_remote_code=False)
+        load_model(source, torch.device("cpu"), trust_remote_code=True)
