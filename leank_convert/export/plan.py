@@ -20,6 +20,7 @@ from leank_convert.export.quantized import (
     FLOAT_DTYPES,
     check_cache_scales,
     check_quantization,
+    check_scaled,
     find_moving_scales,
     is_quantized,
 )
@@ -133,6 +134,7 @@ def plan_layer(
         if not order or not is_quantized(checkpoint, name):
             _expect(checkpoint, name, shape)
         else:
+            check_scaled(checkpoint, name)
             moving += find_moving_scales(checkpoint, name, shape, dim, len(order))
             _check_shape(checkpoint, name, shape)
         if order:
@@ -234,6 +236,7 @@ def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
     """Check a tensor that stays as it is, or is plain; of a quantized one any layout will do."""
     if is_quantized(checkpoint, name):
+        check_scaled(checkpoint, name)
         return
     found = checkpoint.find(name)
     if found is None:

@@ -86,7 +86,23 @@ def is_quantized(checkpoint: Checkpoint, weight: str) -> bool:
         return found.dtype not in FLOAT_DTYPES or bool(_beside(checkpoint, weight))
     stem = weight.removesuffix(".weight")
     packed = (name for name in checkpoint.names_in(stem.rpartition(".")[0]) if name.startswith(f"{stem}_"))
-    return any(not name.endswith("bias") for name in (*_beside(checkpoint, weight), *packed))
+    others = {*_beside(checkpoint, weight), *packed} - {*_SCALES, *_NUMBERS}
+    return any(not name.endswith("bias") for name in others)
+
+
+def check_scaled(checkpoint: Checkpoint, weight: str) -> None:
+    """Check that a weight in one byte an element has a scale, where the layout is known to give it one.
+
+    Raises:
+        LeanKError: If it has none.
+    """
+    found, method = checkpoint.find(weight), _method(checkpoint) or ""
+    known = _LAYOUTS.get(method, "") is None and found is not None and found.dtype in _BYTE_DTYPES
+    if known and not {*_beside(checkpoint, weight)} & {*_SCALES}:
+        raise LeanKError(
+            f"`{checkpoint.folder}`: tensor `{weight}` is quantized by `{method}`, and its scale is missing",
+            hint="download the model again",
+        )
 
 
 def find_moving_scales(
@@ -107,12 +123,11 @@ def find_moving_scales(
     method = _method(checkpoint) or ""
     layout = _LAYOUTS.get(method, "stores weights in a layout that is not known here")
     found, others = checkpoint.find(weight), _beside(checkpoint, weight)
-    if layout is None:
-        if found is None or found.dtype not in (*_BYTE_DTYPES, *FLOAT_DTYPES):
-            names = ", ".join(f"`{name}`" for name in others[:4])
-            layout = f"stores it as {names}, several elements to a number"
-        elif found.dtype in _BYTE_DTYPES and not {*others} & {*_SCALES}:
-            layout = "has no scale beside it"
+    if layout is None and found is None:
+        names = ", ".join(f"`{name}`" for name in others[:4])
+        layout = f"stores it as {names}, several elements to a number"
+    elif layout is None and found is not None and found.dtype not in (*_BYTE_DTYPES, *FLOAT_DTYPES):
+        layout = f"stores it in {found.dtype}, several elements to a number"
     if layout is not None:
         raise _refused(weight, method, layout)
     moving = []

@@ -261,7 +261,20 @@ REFUSED: dict[str, tuple[Scheme, dict[str, Any], dict[str, Tensor | None], str]]
         {f"{ATTENTION}.k_proj.weight": None, f"{ATTENTION}.k_proj.weight_packed": torch.ones(32, 8).int()},
         "which stores it as `weight_packed`, `weight_scale`, several elements to a number",
     ),
-    "no scale": (ROWS, {}, {f"{ATTENTION}.v_proj.weight_scale": None}, "which has no scale beside it"),
+    "no scale": (ROWS, {}, {f"{ATTENTION}.v_proj.weight_scale": None}, "and its scale is missing"),
+    "no scale of what stays": (
+        ROWS,
+        {},
+        {"model.layers.0.mlp.up_proj.weight_scale": None},
+        "`model.layers.0.mlp.up_proj.weight` is quantized by `compressed-tensors`, and its scale is missing",
+    ),
+    "no weight": (ROWS, {}, {f"{ATTENTION}.v_proj.weight": None}, "v_proj.weight` is missing"),
+    "a dtype of another layout": (
+        ROWS,
+        {},
+        {f"{ATTENTION}.k_proj.weight": torch.ones(32, 32, dtype=torch.uint8)},
+        "which stores it in U8, several elements to a number",
+    ),
     "an order of inputs": (
         ROWS,
         {},
