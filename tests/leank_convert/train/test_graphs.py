@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from leank_convert.data import SampleSource
 from leank_convert.methods.make import train_masks
@@ -36,12 +37,37 @@ class Rerun:
         return self._function()
 
 
+@pytest.fixture
+def mixed_folder(tmp_path, testbed_tokenizer):
+    """A model of random weights that speaks the testbed's language; half of its layers have a window."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=len(testbed_tokenizer),
+        max_position_embeddings=1024,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=30,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "mixed")
+    testbed_tokenizer.save_pretrained(tmp_path / "mixed")
+    return tmp_path / "mixed"
+
+
 @pytest.mark.parametrize("captures_context", [True, False])
+@pytest.mark.parametrize("folder", ["retriever_folder", "mixed_folder"])
 def test_what_is_recorded_serves_all_samples_and_students_of_its_size(
-    captures_context, short_recipe, retriever_folder, monkeypatch
+    folder, captures_context, short_recipe, request, monkeypatch
 ):
     recipe = short_recipe()
-    loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+    files = find_model(request.getfixturevalue(folder), recipe)
+    loaded = load_model(files, recipe, torch.device("cpu"))
     longest = recipe.data.max_length
     source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
     written, captured = (Gradients(loaded.model, loaded.facts, longest) for _ in range(2))
@@ -99,8 +125,16 @@ def test_graphs_are_bounded_and_a_context_that_overflowed_leaves_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["leank", "duo-attention", "duo-attention+leank"])
-def test_captured_steps_learn_what_steps_as_written_learn(method, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("testbed", "leank"),
+        ("testbed", "duo-attention"),
+        ("testbed", "duo-attention+leank"),
+        ("mixed", "leank"),
+    ],
+)
+def test_captured_steps_learn_what_steps_as_written_learn(model, method, mixed_folder, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(_SETTINGS)
     recipe = load_recipe(tmp_path / "recipe.yaml", [f"method={method}", "heads.steps=24"])
     launches, launch = [], graphs._Graph.launch
@@ -112,7 +146,8 @@ def test_captured_steps_learn_what_steps_as_written_learn(method, tmp_path, monk
         if folder == "written":
             monkeypatch.setattr(graphs, "rotates_by_length", lambda *_: True)
         launches.clear()
-        masks.append(train_masks("testbed", tmp_path / folder, recipe=recipe, device="cuda", progress=False))
+        source = mixed_folder if model == "mixed" else model
+        masks.append(train_masks(source, tmp_path / folder, recipe=recipe, device="cuda", progress=False))
         logs.append(read_log(tmp_path / folder / "leank" / "log.jsonl"))
         assert (len(launches) > 10) == (folder != "written")
     *ours, written = logs
