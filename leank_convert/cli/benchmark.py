@@ -276,7 +276,13 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 
 @benchmark.command()
 @case_options(stored=True)
-@_size_option("--case cases", "prompt x new", "Repeatable. Default: 8kx512.", many=True)
+@_size_option(
+    "--case cases",
+    "prompt x new",
+    "Such as 8kx512, or 32kx128x16 for one run of 16 requests sent at once; repeatable. Default: 8kx512.",
+    many=True,
+    further="requests",
+)
 @click.option("--requests", type=click.IntRange(1, MAX_COUNT), help="Sent all at once. Default: 256.")
 @click.option(
     "--concurrency",

@@ -15,6 +15,7 @@ import os
 
 def test_all_sides_are_measured_on_as_much_memory():
     options = ("--device", "cpu", "--kv-dtype", "fp8", "--options", "--enforce-eager --block-size 32")
+    options += ("--case", "96x8", "--case", "64x6x3")
     done = subprocess.run(
         [sys.executable, "-m", "leank_convert", "benchmark", "serve", *options],
         env={**os.environ, **ENVIRONMENT},
@@ -34,6 +35,8 @@ def test_all_sides_are_measured_on_as_much_memory():
     assert whole["blocks"] == dense["blocks"]
     for side in (ours, whole, dense):
         assert side["block_size"] == 32
-        assert [run["concurrency"] for run in side["runs"]] == [None, 2]
+        assert [run["concurrency"] for run in side["runs"]] == [None, 2, None]
+        assert [run["requests"] for run in side["runs"]] == [6, 4, 3]
         assert all(run["output_tokens_per_second"] > 0 for run in side["runs"])
     assert "serve, prompt 96, 8 new tokens, 4 requests, 2 at a time" in done.stderr
+    assert "dense: vLLM's own LlamaForCausalLM and attention, cache in fp8" in done.stderr
