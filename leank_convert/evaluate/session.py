@@ -110,6 +110,9 @@ def evaluate_checkpoint(
         raise LeanKError("RULER's `tasks` and `lengths` go together, `haystack` and `questions` with them")
     if published is not None and (haystack or questions):
         raise LeanKError(f"`{published}` takes neither `haystack` nor `questions`")
+    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise LeanKError(f"`{name}` is {value}, and at least 1 is needed")
     checkpoint, out = Path(checkpoint), None if out is None else Path(out)
     if out is not None:
         check_folder(out)

@@ -108,6 +108,12 @@ def test_prompts_within_the_window_prove_nothing_and_are_refused(convert):
         compare(convert("all", recent_size=400))
 
 
+@pytest.mark.parametrize("name", ["num_samples", "batch_size"])
+def test_no_prompts_are_no_evaluation(name, convert):
+    with pytest.raises(LeanKError, match=f"`{name}` is 0, and at least 1 is needed"):
+        evaluate_checkpoint(convert("half"), recipe=RECIPE, **{name: 0})
+
+
 def test_some_prompts_within_the_window_are_counted(convert, caplog):
     result = compare(convert("all", recent_size=300))
     assert 0 < result.num_whole < result.total.n
