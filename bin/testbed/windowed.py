@@ -1,6 +1,6 @@
 """Attention of a model with mixed layers while it is trained: a sliding window costs what is in it.
 
-A mask over all pairs would make layers that see 128 tokens slower than those that see everything. So the
+A mask over all pairs would make layers that see 32 tokens slower than those that see everything. So the
 sequence is cut into blocks as long as the window: each sees itself and the one before.
 """
 
