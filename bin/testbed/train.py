@@ -7,8 +7,8 @@ are retrieved from 256 tokens. The last length leaves room behind a document as 
 2048 tokens, so that the longest prompts asked of the model lie inside what it was trained on.
 
 With `--layers sliding,full` layers take these kinds in turn, and the model is a Qwen3: a Llama that norms
-queries and keys, of which transformers knows layers with a sliding window. It is shorter than any document, so
-that nothing learns to retrieve there first. Such a model is not shipped.
+queries and keys, of which transformers knows layers with a sliding window. That is shorter than any document,
+so that nothing learns to retrieve there first. Such a model is not shipped.
 """
 
 from __future__ import annotations
