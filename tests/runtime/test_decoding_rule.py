@@ -9,7 +9,6 @@ import torch
 
 from tests.tiny_families import FAMILIES, OPTIONS
 
-FULL = 16
 WIDTHS = {
     "mixed widths": [[0, 3, 16], [4, 8, 8]],
     "one bucket": [[8, 8, 8], [8, 8, 8]],
