@@ -216,7 +216,8 @@ def used_bytes(cache: Any) -> UsedBytes:
         memory = cache.memory()
         held = memory.keys.used + memory.values.used
     else:
-        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        # States of linear attention are neither.
+        tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
         held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return UsedBytes(held, held)
 

@@ -164,7 +164,7 @@ def check_layers(facts: ModelFacts, name: str) -> None:
         raise LeanKError(
             f"model `{name}` has layers with linear attention, whose state of a context several questions "
             "cannot share: it cannot be trained on",
-            hint="take a method that trains nothing (`method`), with `held_out_samples: 0`",
+            hint="take a method that trains nothing: `--method static-norm --set held_out_samples=0`",
         )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.compared_cache import used_bytes
 from leank_convert.evaluate.prefill import decode_token, run_prefill
 from leank_convert.evaluate.variants import Dense, Masked
 from leank_convert.export import export_checkpoint
@@ -114,6 +115,9 @@ def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(famil
             answers.append(token)
         expected = model.generate(**batch(), **GREEDY)[:, 23:]
         assert torch.cat(answers, dim=1).tolist() == expected.tolist()
+        if isinstance(variant, Dense):  # K and V, layers, heads, channels, bytes, rows, columns
+            held, full = used_bytes(cache).held, 2 * 2 * 2 * 16 * 4 * 2 * (23 + 15)
+            assert held == full if family == "qwen3_next" else held > full
 
 
 def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp_path):
