@@ -20,11 +20,12 @@ _CARD = """\
 {front_matter}
 ---
 
-# {name}, K cache pruned by {ratio:.1%} (LeanK)
+# {name}, K cache{of_layers} pruned by {ratio:.1%} (LeanK)
 
 {name} with a static choice of which channels of each KV head's cached key are kept. The weights are
 the original ones with the KV heads of each layer in another order, which changes nothing the model computes;
-the cache keeps {kept:.1%} of the key channels of all tokens but the first {sink} and the last {recent}.
+the cache{of_layers} keeps {kept:.1%} of the key channels of all tokens but the first {sink} and the last
+{recent}.
 
 | | |
 |---|---|
@@ -73,6 +74,11 @@ When the mask was made, {held_out.num_answers} questions on {held_out.num_contex
 {tokens}| whole answers, right in every token | {held_out.dense:.1%} | {held_out.pruned:.1%} |
 
 So few samples find what is broken, not what is lost: measure on your own task."""
+_IN_OWN_DTYPE = """\
+With the cache in the model's own dtype, for in {kv_dtype} nothing was measured when this checkpoint
+was written:
+
+"""
 _TOKENS = """\
 | {tokens.count} answer tokens, each given those before it | {tokens.dense:.1%} | {tokens.pruned:.1%} |
 """
@@ -124,10 +130,11 @@ def build_model_card(
     # Of another model or other windows it says nothing about this checkpoint.
     if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
         held_out = None
+    kv_dtype = leank.get("kv_dtype")
     given_name, name, mask_model = name, _clean(name), _clean(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     return _CARD.format(
-        front_matter=_build_front_matter(name, base_model, licence or {}, held_out),
+        front_matter=_build_front_matter(name, base_model, licence or {}, None if kv_dtype else held_out),
         name=name,
         ratio=mask.pruning_ratio,
         kept=1 - mask.pruning_ratio,
@@ -145,7 +152,8 @@ def build_model_card(
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         causal_lm_class=facts.architecture.causal_lm_class,
-        accuracy=_describe_accuracy(held_out, known, given_name, noted_name),
+        accuracy=(_IN_OWN_DTYPE.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
+        + _describe_accuracy(held_out, known, given_name, noted_name),
         recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
 
@@ -172,9 +180,10 @@ def _describe_layers(
 ) -> dict[str, str]:
     """What the card says of layers that are not pruned, if there are some."""
     if not facts.is_mixed:
-        return {"pruned_layers": "", "layers": ""}
+        return {"of_layers": "", "pruned_layers": "", "layers": ""}
     sentence = describe_layers(facts, cache, windows, element_bytes)
     return {
+        "of_layers": f" of {len(facts.layers)} of {facts.num_hidden_layers} layers",
         "pruned_layers": "pruned ",
         "layers": f"\n\nThis checkpoint {sentence}. The other layers keep the cache that they have in the "
         f"dense model{f', at most {facts.window:,} tokens of a row' if facts.window else ''}.",

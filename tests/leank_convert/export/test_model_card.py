@@ -125,6 +125,9 @@ def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -
     for other in ({"sink_size": 5}, {"recent_size": 8}):
         text = card(**{"held_out": HELD_OUT, **other})
         assert "Not measured" in text and "model-index" not in text
+    text = card(held_out=HELD_OUT, about={"leank": {"kv_dtype": "int4"}})
+    assert "own dtype, for in int4 nothing was measured" in text and "model-index" not in text
+    assert "| 100.0% | 68.8% |" in text
     text = card(held_out=replace(HELD_OUT, tokens=None))
     assert "answer tokens" not in text and "| 100.0% | 68.8% |" in text
     assert ModelCard(text).data.eval_results[0].metric_type == "exact_match"
