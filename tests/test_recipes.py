@@ -56,6 +56,7 @@ def test_recipe_is_valid(path):
 def test_recipe_opens_with_purpose_command_and_expectation(path):
     opening = path.read_text(encoding="utf-8").partition("\n\n")[0]
     assert all(line.startswith("#") for line in opening.splitlines())
+    assert opening.splitlines()[0].endswith(".")  # `recipes --json` gives it as the summary
     model = load_recipe(path).model.id
     assert f"#   leank-convert train {model} --recipe {path.stem} -o out/" in opening
     assert "# Expect: " in opening
