@@ -213,10 +213,11 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             hint="name a checkpoint or a mask; `leank-convert masks` lists the packaged ones",
         )
     family = (facts["model_type"] or "").removeprefix(LEANK_PREFIX)
-    if "pruned_layers" in facts or (family and family not in FAMILIES):
+    mixed = "pruned_layers" in facts
+    if mixed or (family and family not in FAMILIES):
+        what = "model with layers that are not pruned" if mixed else f"`{family}` model"
         raise LeanKError(
-            f"`{facts['path']}`: vLLM serves no `{family}` model with a LeanK cache"
-            + (", nor any of which some layers are not pruned" if "pruned_layers" in facts else ""),
+            f"`{facts['path']}`: vLLM serves no {what} with a LeanK cache",
             hint=f"served are {', '.join(FAMILIES)}, with full attention in every layer",
         )
     kv_dtype = load.kv_dtype or facts.get("kv_dtype")

@@ -60,7 +60,8 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     """
     config = read_json(config_file)
     facts = read_model_facts(config, origin=str(config_file))
-    known = known_name(TESTBED if str(path) == TESTBED else config_file.parent)
+    is_local = str(path) != TESTBED and Path(path).exists()
+    known = known_name(config_file.parent if is_local else path)
     name = None if known is None else packaged_recipe(known)
     ratio, windows = _PRUNING_RATIO, Windows()
     if name is not None:

@@ -258,19 +258,27 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [("olmo2", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2})],
+    ("family", "options", "told"),
+    [
+        ("olmo2", {}, "`olmo2` model"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            "model with layers that are not pruned",
+        ),
+    ],
 )
 def test_requests_of_models_that_no_engine_serves_are_not_counted(
     family: str,
     options: dict[str, Any],
+    told: str,
     source_model: Callable[..., Path],
     fitting_mask: Callable[[Path], ChannelMask],
     tmp_path: Path,
 ) -> None:
     source = source_model(family, **options)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
-    with pytest.raises(LeanKError, match=f"vLLM serves no `{family}` model with a LeanK cache"):
+    with pytest.raises(LeanKError, match=f"vLLM serves no {told} with a LeanK cache"):
         inspect_artifact(out, Load(1 << 30, 8192))
 
 
