@@ -87,6 +87,8 @@ def choose(
         if is_packaged(path):
             origin = path.stem
             _logger.info("%s", describe_packaged(path.stem, taken, model))
+        elif mask is None:
+            _logger.info("mask `%s`, which prunes %.1f%%", path, 100 * taken.pruning_ratio)
     given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
     set_keys = [override.partition("=")[0].strip() for override in overrides]
     sizes = _choose_sizes(given, set_keys, taken, chosen)

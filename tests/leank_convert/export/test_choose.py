@@ -1,5 +1,6 @@
 """What an export takes: arguments before overrides, then the mask's training, then a recipe."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ def test_sizes_are_arguments_then_overrides_then_trainings_then_the_recipes(
 
 
 def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
-    source: Path, trained: ChannelMask, recipe: Path, tmp_path: Path
+    source: Path, trained: ChannelMask, recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="leank_convert")
     out, files = tmp_path / "out", [tmp_path / f"{name}.safetensors" for name in ("given", "recipes")]
     for number, path in enumerate(files):
         save_mask(ChannelMask(trained.channel_mask.roll(number, -1)), path)
@@ -73,7 +75,10 @@ def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
     save_mask(trained, out / "channel_mask.safetensors")
     kept = choose(source, None, out, recipe=recipe, overrides=overrides)
     assert kept.mask_origin == str(out / "channel_mask.safetensors")
+    assert caplog.messages[-1] == f"mask `{kept.mask_origin}`, which prunes {trained.pruning_ratio:.1%}"
+    caplog.clear()
     given = choose(source, files[0], out, recipe=recipe, overrides=overrides)
+    assert not caplog.messages  # it was named
     assert given.mask.channel_mask.equal(trained.channel_mask)
     assert choose(source, None, out, all_channels=True).mask.pruning_ratio == 0
     with pytest.raises(LeanKError, match="`mask` and `all_channels` exclude each other"):
