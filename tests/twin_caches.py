@@ -44,3 +44,38 @@ class Both:
     def each(self, method, *arguments):
         for cache in self.caches:
             getattr(cache, method)(*arguments)
+
+    def take_turns(self):
+        """Decode tokens, drafts and turns of three rows with padding between, past flushes and a crop."""
+        for count, padding in (
+            (90, (0, 47, 88)),
+            (1, None),
+            (1, (0, 1, 0)),
+            (5, (0, 2, 4)),
+            (40, (3, 0, 30)),
+        ):
+            self.feed(count, padding)
+        for _ in range(30):
+            self.feed(1)
+        self.each("crop", -3)
+        self.mask = self.mask[:, :-3]
+        for count in (1, 70, 1):
+            self.feed(count)
+
+    def move_rows(self):
+        """Decode two rows of a prompt in parts, and reorder, repeat and select them."""
+        self.feed(1)  # too short to prune
+        self.feed(50, (0, 40))
+        self.feed(1)
+        for method, rows in (
+            ("reorder_cache", torch.tensor([1, 0])),
+            ("reorder_cache", torch.tensor([1, 1])),
+            ("batch_repeat_interleave", 2),
+            ("batch_select_indices", torch.tensor([3, 0, 2])),
+        ):
+            self.each(method, rows)
+            self.mask = self.mask[:1].expand(self.caches[0].rows.batch_size, -1)
+            self.feed(1)
+            self.feed(3)
+        self.each("reserve", 400)
+        self.feed(1)

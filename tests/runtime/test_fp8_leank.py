@@ -156,34 +156,11 @@ def test_scales_leave_room_for_numbers_twice_as_large():
 
 
 def test_decoding_turns_and_drafts_are_those_of_rounded_keys_and_values(model):
-    both = Both(model, twins(model), 3)
-    for count, padding in ((90, (0, 47, 88)), (1, None), (1, (0, 1, 0)), (5, (0, 2, 4)), (40, (3, 0, 30))):
-        both.feed(count, padding)
-    for _ in range(30):
-        both.feed(1)
-    both.each("crop", -3)
-    both.mask = both.mask[:, :-3]
-    for count in (1, 70, 1):
-        both.feed(count)
+    Both(model, twins(model), 3).take_turns()
 
 
 def test_rows_that_move_take_their_scales_along(model):
-    both = Both(model, twins(model, prune="deferred"), 2)
-    both.feed(1)  # too short to prune
-    both.feed(50, (0, 40))
-    both.feed(1)
-    for method, rows in (
-        ("reorder_cache", torch.tensor([1, 0])),
-        ("reorder_cache", torch.tensor([1, 1])),
-        ("batch_repeat_interleave", 2),
-        ("batch_select_indices", torch.tensor([3, 0, 2])),
-    ):
-        both.each(method, rows)
-        both.mask = both.mask[:1].expand(both.caches[0].rows.batch_size, -1)
-        both.feed(1)
-        both.feed(3)
-    both.each("reserve", 400)
-    both.feed(1)
+    Both(model, twins(model, prune="deferred"), 2).move_rows()
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])

@@ -83,6 +83,10 @@ def test_numbers_are_rounded_as_evaluate_rounds_them(dtype, head_dim, chunk_size
     states[1, 3, 0, 1], states[1, 4, 0, 1], states[1, 5, 1, 0] = torch.nan, torch.inf, -torch.inf
     states[2, 7] = 0
     states[2, 7, 0, 0] = torch.finfo(dtype).tiny
+    # Least steps are rounded most: to 1 in the place of 1.4, and to 0.
+    states[2, 8:10] = 0
+    states[2, 8, 0, 0] = 21 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    states[2, 9, 0, 0] = 5 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     expected = emulate(states.transpose(1, 2), assign_chunks(torch.ones(2, head_dim, dtype=torch.bool)))
     num_chunks = head_dim // chunk_size
     chunks = states.reshape(3, 70, 2 * num_chunks, chunk_size)
@@ -116,33 +120,11 @@ def test_what_is_stored_of_a_prompt_and_of_later_tokens_is_bit_for_bit_the_same(
 
 
 def test_decoding_turns_and_drafts_are_those_of_rounded_keys_and_values(model):
-    both = Both(model, twins(model), 3)
-    for count, padding in ((90, (0, 47, 88)), (1, None), (1, (0, 1, 0)), (5, (0, 2, 4)), (40, (3, 0, 30))):
-        both.feed(count, padding)
-    for _ in range(30):
-        both.feed(1)
-    both.each("crop", -3)
-    both.mask = both.mask[:, :-3]
-    for count in (1, 70, 1):
-        both.feed(count)
+    Both(model, twins(model), 3).take_turns()
 
 
 def test_rows_that_move_take_their_numbers_along(model):
-    both = Both(model, twins(model, prune="deferred"), 2)
-    both.feed(1)  # too short to prune
-    both.feed(50, (0, 40))
-    both.feed(1)
-    for method, rows in (
-        ("reorder_cache", torch.tensor([1, 0])),
-        ("batch_repeat_interleave", 2),
-        ("batch_select_indices", torch.tensor([3, 0, 2])),
-    ):
-        both.each(method, rows)
-        both.mask = both.mask[:1].expand(both.caches[0].rows.batch_size, -1)
-        both.feed(1)
-        both.feed(3)
-    both.each("reserve", 400)
-    both.feed(1)
+    Both(model, twins(model, prune="deferred"), 2).move_rows()
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
