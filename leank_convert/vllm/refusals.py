@@ -41,15 +41,17 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield f"--kv-cache-dtype {cache.cache_dtype}: channels are stored as they come, or in `fp8` (e4m3)"
     block = vllm_config.model_config.hf_config.leank or {}
     wanted = choose_cache_dtype(vllm_config)
+    # Of the dtypes that pages may have, the model's: kernels serve no other.
+    plain = "float16" if str(vllm_config.model_config.dtype) == "torch.float16" else "bfloat16"
     if wanted == "int4":
         yield (
             "this checkpoint's cache is int4, which `generate` alone decodes from: add --kv-cache-dtype "
-            "bfloat16, or export it with `--kv-dtype fp8`"
+            f"{plain}, or export it with `--kv-dtype fp8`"
         )
     if wanted in FP8_NAMES and block.get("kv_scales") is None:
         yield (
             f"a cache in {wanted} needs measured scales, as requests share pages, and this checkpoint has "
-            "none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype bfloat16"
+            f"none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype {plain}"
         )
     if cache.kv_cache_dtype_skip_layers:
         yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from leank_convert.vllm import configs, refusals
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
@@ -18,7 +19,9 @@ def options(**changes):
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
-        model_config=SimpleNamespace(attention_chunk_size=None, hf_config=SimpleNamespace(leank={})),
+        model_config=SimpleNamespace(
+            dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
+        ),
         device_config=SimpleNamespace(device_type="cuda"),
         **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
     )
@@ -38,6 +41,14 @@ def options(**changes):
         ({"cache_config__cache_dtype": "fp8"}, "`leank-convert export --kv-dtype fp8`"),
         ({"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}, "needs measured scales"),
         ({"model_config__hf_config__leank": {"kv_dtype": "int4"}}, "cache is int4, which `generate` alone"),
+        (
+            {"model_config__hf_config__leank": {"kv_dtype": "int4"}, "model_config__dtype": torch.float16},
+            "add --kv-cache-dtype float16, ",
+        ),
+        (
+            {"model_config__hf_config__leank": {"kv_dtype": "fp8"}, "model_config__dtype": torch.float16},
+            "add --kv-cache-dtype float16",
+        ),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
