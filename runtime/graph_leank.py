@@ -613,7 +613,11 @@ def _asked_for(name: str, tensor: torch.Tensor, inputs: dict[str, Any], given: _
 def _host_state(cache: LeanKCache) -> list[tuple[Any, dict[str, Any]]]:
     """Return what the host knows of a cache; tensors in it by reference."""
     parts = [cache.rows, *cache.layers, *(layer.store for layer in cache.pruned_layers)]
-    return [(part, dict(vars(part))) for part in parts]
+    # Layers of transformers may hold their states in dictionaries.
+    return [
+        (part, {name: dict(held) if isinstance(held, dict) else held for name, held in vars(part).items()})
+        for part in parts
+    ]
 
 
 def _restore(saved: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -91,7 +91,7 @@ class OtherLayers:
             self._own = [None] * len(places)
         for index, (holder, key) in enumerate(places):
             held, own = holder[key], self._own[index]
-            if own is None or own.shape != held.shape or own.device != held.device or not is_writable(own):
+            if own is None or _kind(own) != _kind(held) or not is_writable(own):
                 # Not `held` itself: a prompt's last tokens are a part of all its tokens.
                 own = held.clone(memory_format=torch.contiguous_format)
             elif own is not held:
@@ -124,6 +124,10 @@ class OtherLayers:
                 holder, keys = (held, [*held]) if isinstance(held, dict) else (vars(layer), [name])
                 places += [(holder, key) for key in keys if isinstance(holder.get(key), torch.Tensor)]
         return places
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def build_other_layers(config: PreTrainedConfig, pruned: Sequence[int]) -> OtherLayers:
