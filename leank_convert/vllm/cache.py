@@ -52,14 +52,23 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the pages that no query behind the processed tokens sees."""
+        """Give back the pages that no query behind the processed tokens sees.
+
+        Raises:
+            ValueError: If a prompt grew after pages were given back, which its new part needs.
+        """
         spec = self.kv_cache_spec
         assert isinstance(spec, LeanKWindowSpec) and num_prompt_tokens is not None
         sink = spec.sizes.sink
+        first = cdiv(sink, self.block_size)
+        held = self.req_to_blocks.get(request_id, ())
+        if processed_computed_tokens < num_prompt_tokens and len(held) > first and held[first].is_null:
+            raise ValueError(
+                f"request {request_id}: a LeanK cache cannot read more of a prompt once it was answered: "
+                "send the whole of it as a new request, not as streamed input"
+            )
         pruned = pruned_tokens_of(processed_computed_tokens + 1, num_prompt_tokens, spec.sizes)
-        self._remove_blocks_in_range(
-            request_id, cdiv(sink, self.block_size), (sink + pruned) // self.block_size
-        )
+        self._remove_blocks_in_range(request_id, first, (sink + pruned) // self.block_size)
 
     @classmethod
     def find_longest_cache_hit(

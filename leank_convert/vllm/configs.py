@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from leank_convert._runtime import configuration_leank as runtime
-from leank_convert.families import ARCHITECTURES, Architecture
+from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 
 SERVED = ("0.32", "0.33")
 FAMILIES = (
@@ -22,7 +22,17 @@ FAMILIES = (
     "glm4_moe",
     "mixtral",
     "granite",
+    "ministral3",
+    "ernie4_5",
 )
+_TRANSFORMERS_OWN = "vLLM has no model of it, and runs that of transformers, whose attention is another"
+_REASONS = {
+    "smollm3": _TRANSFORMERS_OWN,
+    "seed_oss": _TRANSFORMERS_OWN,
+    "olmo2": _TRANSFORMERS_OWN,
+    "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
+    "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
+}
 
 
 class _ServedConfig:
@@ -30,12 +40,14 @@ class _ServedConfig:
 
     leank: dict[str, Any] | None
     architectures: list[str] | None
+    rope_parameters: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Check the version of vLLM, then the `leank` block.
 
         Raises:
-            ValueError: If the installed vLLM is another, or not all layers are pruned.
+            ValueError: If the installed vLLM is another, not all layers are pruned, or there are biases that
+                vLLM's model lacks.
         """
         check_version()
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -45,6 +57,20 @@ class _ServedConfig:
                 "LeanK cache beside a sliding window; decode with transformers, or serve the original model "
                 "densely"
             )
+        if self.leank is not None and getattr(self, "use_bias", False):
+            raise ValueError(
+                "config.json: `use_bias` is true, and vLLM's model of the family has no biases; decode with "
+                "transformers"
+            )
+
+    @property
+    def llama_4_scaling(self) -> dict[str, Any] | None:
+        """What vLLM's Mistral scales queries by; transformers has it among the rope's parameters."""
+        rope = self.rope_parameters or {}
+        if "llama_4_scaling_beta" not in rope:
+            return None
+        key = "original_max_position_embeddings"
+        return {key: rope[key], "beta": rope["llama_4_scaling_beta"]}
 
     # vLLM tells metadata builders the prompts' lengths (`CommonAttentionMetadata.rswa_prefix_lens`) where a
     # model has such a window. Nothing else reads it of layers that bring their own backend.
@@ -68,10 +94,13 @@ class _RefusedConfig:
             ValueError: If there is a `leank` block.
         """
         if self.leank is not None:
+            reason = _REASONS.get(
+                self.model_type.removeprefix(LEANK_PREFIX),
+                "vLLM was not run with a LeanK cache beside its layers of other kinds",
+            )
             raise ValueError(
-                f"config.json: `model_type` {self.model_type!r}: vLLM's model of it was not run with "
-                f"a LeanK cache, only those of {', '.join(FAMILIES)}; decode with transformers, or serve "
-                "the original model densely"
+                f"config.json: `model_type` {self.model_type!r}: {reason}; served are {', '.join(FAMILIES)}: "
+                "decode with transformers, or serve the original model densely"
             )
         super().__post_init__(**kwargs)  # type: ignore[misc]
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from leank_convert.vllm import BACKEND, FP8_NAMES
+from leank_convert.vllm.pages import STEP
 
 # Drafts that no model makes.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
@@ -57,14 +58,22 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill: no layer's keys are another's; leave it out"
+    if cache.user_specified_block_size and cache.block_size % STEP:
+        yield f"--block-size {cache.block_size}: pages are of a multiple of {STEP} tokens"
+    # Before the next, which vLLM asks for itself with some connectors.
+    if vllm_config.kv_transfer_config is not None:
+        yield (
+            "--kv-transfer-config, or --kv-offloading-size: no connector moves pages of two groups; leave it "
+            "out"
+        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "--disable-hybrid-kv-cache-manager: a LeanK cache is two groups; leave it out"
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, option)
         if size > 1:
             yield f"--{option.replace('_', '-')} {size}: use --tensor-parallel-size instead"
-    if vllm_config.kv_transfer_config is not None:
-        yield "--kv-transfer-config: no connector moves pages of two groups; leave it out"
+    if parallel.use_ubatching:
+        yield "--enable-dbo, or --ubatch-size: halves of a batch are not told their prompts' lengths"
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name != BACKEND:
         yield f"--attention-backend {backend.name} reads another cache; leave it out"
@@ -72,8 +81,12 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if drafts is not None and drafts.method not in _DRAFTS:
         yield f"speculative method `{drafts.method}`: drafts come from n-grams alone (method `ngram`)"
     ranks = parallel.tensor_parallel_size
-    if ranks > 1 and vllm_config.lora_config is not None:
-        yield f"--enable-lora with {ranks} ranks of tensor parallelism: adapters know no order of heads"
+    reordered = any(order != sorted(order) for order in block.get("head_permutation", ()))
+    if vllm_config.lora_config is not None and (ranks > 1 or reordered):
+        yield (
+            "--enable-lora: heads are in another order than in the model that an adapter was made for; merge "
+            "it into that model's weights, then convert them"
+        )
     if ranks > 1 and vllm_config.quant_config is not None:
         yield f"quantized weights with {ranks} ranks of tensor parallelism: scales know no order of heads"
     found = _version_of("tilelang")

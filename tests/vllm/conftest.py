@@ -76,6 +76,10 @@ def random_checkpoint(
             "pad_token_id": 0,
         }
         own = {**OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
+        if model_type == "ernie4_5":
+            own["use_bias"] = False  # vLLM's model has none
+        if model_type == "ministral3":  # vLLM has a table of as many positions as the rope says
+            own["rope_parameters"] = {**own["rope_parameters"], "factor": 64.0}
         torch.manual_seed(0)
         model = getattr(transformers, family.causal_lm_class)(
             getattr(transformers, family.config_class)(**sizes, **own)

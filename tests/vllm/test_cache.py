@@ -48,6 +48,15 @@ def test_pages_of_a_prompt_stay_until_it_is_read_then_the_middle_goes():
     assert pool.get_num_free_blocks() == free
 
 
+def test_a_prompt_that_grows_after_its_window_went_is_refused():
+    """As vLLM's sessions of streamed input do; its new part would attend to pages that are gone."""
+    manager = make_manager()
+    manager.allocate_new_blocks("r", 1000, 1000)
+    manager.remove_skipped_blocks("r", 1000, 1000)
+    with pytest.raises(ValueError, match="request r: a LeanK cache cannot read more of a prompt once it was"):
+        manager.remove_skipped_blocks("r", 1004, 1100)
+
+
 def test_pages_held_while_decoding_are_few_and_hold_all_that_is_whole():
     manager = make_manager()
     for total in range(301, 1500):

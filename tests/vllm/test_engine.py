@@ -115,6 +115,15 @@ def test_a_cache_in_fp8_with_drafts(checkpoint, in_fp8):
     assert said["blocks"] == (16 << 20) // pages.numbers_per_block(32)
 
 
+def test_a_cache_in_fp8_whose_requests_are_preempted(in_fp8):
+    """A prompt is read again at once, as it comes, and its answer's tokens attend to pages as before."""
+    load = {"lengths": tuple(range(90, 106, 2)), "new": 60}
+    small = {"num_gpu_blocks_override": 34, "max_model_len": 256, "enable_prefix_caching": False}
+    said = run_engine(in_fp8, **load, **small)
+    assert said["answers"] == [answers_of(in_fp8, **load)]
+    assert said["preemptions"][0] > 1
+
+
 def test_a_cache_in_fp8_of_two_ranks(in_fp8):
     said = run_engine(in_fp8, kv_cache_dtype="fp8", tensor_parallel_size=2, processes=True)
     assert said["answers"] == [answers_of(in_fp8)]

@@ -12,10 +12,17 @@ from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 def options(**changes):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(
-            cache_dtype="auto", kv_sharing_fast_prefill=False, kv_cache_dtype_skip_layers=[]
+            cache_dtype="auto",
+            kv_sharing_fast_prefill=False,
+            kv_cache_dtype_skip_layers=[],
+            block_size=16,
+            user_specified_block_size=False,
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(backend=None),
@@ -54,10 +61,27 @@ def options(**changes):
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size 2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        (
+            {"cache_config__block_size": 24, "cache_config__user_specified_block_size": True},
+            "--block-size 24",
+        ),
+        ({"cache_config__cache_dtype": "int4_per_token_head"}, "--kv-cache-dtype int4_per_token_head"),
+        ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
+        # vLLM turns the hybrid manager off by itself for some connectors.
+        (
+            {"kv_transfer_config": object(), "scheduler_config__disable_hybrid_kv_cache_manager": True},
+            "--kv-offloading-size",
+        ),
         ({"attention_config__backend": SimpleNamespace(name="FLASH_ATTN")}, "--attention-backend FLASH_ATTN"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "`eagle`"),
-        ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora with 2 ranks"),
+        ({"parallel_config__tensor_parallel_size": 2, "lora_config": object()}, "--enable-lora: heads"),
+        (
+            {
+                "model_config__hf_config__leank": {"head_permutation": [[0, 1], [1, 0]]},
+                "lora_config": object(),
+            },
+            "--enable-lora: heads",
+        ),
         ({"parallel_config__tensor_parallel_size": 2, "quant_config": object()}, "quantized weights with 2"),
         ({"model_config__attention_chunk_size": 8192}, "`attention_chunk_size`"),
     ],
@@ -72,6 +96,8 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    as_it_was = {"model_config__hf_config__leank": {"head_permutation": [[0, 1], [0, 1]]}}
+    check_options(options(**as_it_was, lora_config=object()))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}
     check_options(options(**unscaled, cache_config__cache_dtype="bfloat16"))
     check_options(options(parallel_config__tensor_parallel_size=4, cache_config__cache_dtype="bfloat16"))
@@ -113,8 +139,16 @@ def test_a_tested_release_of_vllm_passes(found, monkeypatch):
 def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely():
     (other,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKSeedOssConfig")
     assert other().leank is None  # as transformers builds it to save a difference
-    with pytest.raises(ValueError, match=r"'leank_seed_oss': vLLM's model .* llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ValueError, match=r"'leank_seed_oss': vLLM has no model of it.*llama, mistral, qwen2"):
         other(leank={})
+
+
+def test_biases_that_vllms_model_lacks_are_refused(monkeypatch):
+    monkeypatch.setattr(configs, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(configs.runtime.LeanKConfigMixin, "__post_init__", lambda self, **kwargs: None)
+    (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKErnie4_5Config")
+    with pytest.raises(ValueError, match=r"config\.json: `use_bias` is true, and vLLM's model"):
+        own(use_bias=True, leank={})
 
 
 def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
