@@ -525,7 +525,7 @@ class DecodeKernels:
                 self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
 
-    def _arguments(self, store: StoreTensors) -> StoreTensors:
+    def _arguments(self, store: StoreTensors) -> tuple[Any, ...]:
         """Return a store as kernels take it: FP8 as bytes, something in the place of what is not there.
 
         A page stands for pools without rows, as TMA wants an address.
@@ -537,9 +537,9 @@ class DecodeKernels:
             return pool.view(torch.uint8) if self.key.is_fp8 else pool
 
         taken = store.map_memory(as_taken)
-        return (
-            taken if self.key.is_fp8 else taken._replace(key_scale=self._no_scale, value_scale=self._no_scale)
-        )
+        if not self.key.is_fp8:
+            taken = taken._replace(key_scale=self._no_scale, value_scale=self._no_scale)
+        return taken[:_NUM_TENSORS]
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
         return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
