@@ -111,7 +111,7 @@ class KernelShape:
     def begins_early(self) -> bool:
         """Whether attention is launched while the kernel ahead of it still runs.
 
-        A third instance then finds its place late: multiprocessors hold one or two as long as these run.
+        Three instances a multiprocessor were slower so, see KERNEL.md.
         """
         return self.num_instances < 3
 

@@ -79,3 +79,24 @@ class Both:
             self.feed(3)
         self.each("reserve", 400)
         self.feed(1)
+
+
+def fed_apart(model, make):
+    """Feed three pairs of caches a row each, of other lengths; return those of either kind."""
+    pairs = []
+    for count in (70, 33, 34):
+        one = Both(model, make(), 1)
+        one.seed = count
+        one.feed(count)
+        one.feed(1)
+        pairs.append(one.caches)
+    return zip(*pairs, strict=True)
+
+
+def feed_joined(model, caches):
+    """Go on with what `fed_apart` fed, once its caches are joined."""
+    both = Both(model, caches, 3)
+    both.mask = torch.ones(3, 71, dtype=torch.long)
+    both.mask[1, :37], both.mask[2, :36] = 0, 0
+    for count in (1, 4, 50, 1):
+        both.feed(count)

@@ -15,7 +15,7 @@ from runtime.configuration_leank import read_settings
 from runtime.fp8_leank import FP8, SCALE_NAMES, quantise, scale_of
 from runtime.layer_leank import LeanKLayer
 from tests.tiny_families import FAMILIES, OPTIONS
-from tests.twin_caches import Both, ids
+from tests.twin_caches import Both, fed_apart, feed_joined, ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 # All numbers that e4m3 has, by the definition of its bits.
@@ -165,23 +165,12 @@ def test_rows_that_move_take_their_scales_along(model):
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 def test_rows_of_several_caches_keep_their_scales(model, prune):
-    parts = []
-    for count in (70, 33, 34):
-        one = Both(model, twins(model, prune=prune), 1)
-        one.seed = count
-        one.feed(count)
-        one.feed(1)
-        parts.append(one.caches)
-    ours, slow = zip(*parts, strict=True)
+    ours, slow = fed_apart(model, lambda: twins(model, prune=prune))
     slow_parts = [[layer.slow for layer in cache.layers] for cache in slow]
     joined = as_slow(type(slow[0]).concatenate(slow))
     for number, layer in enumerate(joined.layers):
         layer.slow = [torch.cat(scales) for scales in zip(*(p[number] for p in slow_parts), strict=True)]
-    both = Both(model, [type(ours[0]).concatenate(ours), joined], 3)
-    both.mask = torch.ones(3, 71, dtype=torch.long)
-    both.mask[1, :37], both.mask[2, :36] = 0, 0
-    for count in (1, 4, 50, 1):
-        both.feed(count)
+    feed_joined(model, [type(ours[0]).concatenate(ours), joined])
 
 
 def test_a_fork_and_a_layer_filled_by_hand_store_fp8(model):

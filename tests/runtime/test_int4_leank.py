@@ -15,7 +15,7 @@ from runtime import layer_leank
 from runtime.int4_leank import group_chunks, group_heads, quantise, widen
 from runtime.layer_leank import LeanKLayer
 from tests.tiny_families import FAMILIES, OPTIONS
-from tests.twin_caches import POOLS, Both, ids
+from tests.twin_caches import POOLS, Both, fed_apart, feed_joined, ids
 
 # Heads of 80 channels, in chunks of 16: groups of 32, of 16, of what is left, and lanes of padding.
 WIDTHS = [[0, 7, 80], [16, 48, 33]]
@@ -129,19 +129,8 @@ def test_rows_that_move_take_their_numbers_along(model):
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 def test_rows_of_several_caches_become_one(model, prune):
-    parts = []
-    for count in (70, 33, 34):
-        one = Both(model, twins(model, prune=prune), 1)
-        one.seed = count
-        one.feed(count)
-        one.feed(1)
-        parts.append(one.caches)
-    ours, slow = zip(*parts, strict=True)
-    both = Both(model, [type(ours[0]).concatenate(ours), as_slow(type(slow[0]).concatenate(slow))], 3)
-    both.mask = torch.ones(3, 71, dtype=torch.long)
-    both.mask[1, :37], both.mask[2, :36] = 0, 0
-    for count in (1, 4, 50, 1):
-        both.feed(count)
+    ours, slow = fed_apart(model, lambda: twins(model, prune=prune))
+    feed_joined(model, [type(ours[0]).concatenate(ours), as_slow(type(slow[0]).concatenate(slow))])
 
 
 def test_rows_with_channels_of_their_own_and_a_fork(model, some_masks):
