@@ -38,6 +38,7 @@ TOO_LARGE = "this benchmark", "take a smaller batch, or fewer tokens"
 _SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)
 # transformers keeps a copy of the runtime under the folder's name: one name, so that copies do not pile up.
 _FOLDER_NAME = "leank_benchmark"
+_TOKENIZER_NAME = "tokenizer.json"
 _CHECKED_ROWS = 2
 _CHECKED_STEPS = 12  # enough for a step that runs eagerly, one that is captured, and some that are replayed
 _CHECKED_PRUNED_TOKENS = 256
@@ -202,17 +203,22 @@ def build_model(setup: Setup, device: torch.device | None = None) -> Any:
 
 
 def write_folder(setup: Setup, parent: Path) -> Path:
-    """Write what an engine that makes up its weights reads: a LeanK config, and a tokenizer of few words."""
+    """Write what an engine that makes up its weights reads: a LeanK config, a tokenizer that knows each id.
+
+    For one that it does not know vLLM decodes the whole prompt again, and is slower than the model.
+    """
     folder = parent / _FOLDER_NAME
     folder.mkdir()
     config = _leank_config(setup)
     if setup.kv_dtype:  # an engine that makes up weights takes ones for scales
         config["leank"]["kv_scales"] = {"num_tokens": 0, "tasks": [], "seed": 0}
-    tokens = json.loads((MODEL_DIR / CONFIG_NAME).read_text())["vocab_size"]
-    config["vocab_size"] = max(config["vocab_size"], tokens)
+    tokenizer = json.loads((MODEL_DIR / _TOKENIZER_NAME).read_text())
+    words = tokenizer["model"]["vocab"]
+    config["vocab_size"] = max(config["vocab_size"], len(words))
+    words |= {f"word{token_id}": token_id for token_id in range(len(words), config["vocab_size"])}
     (folder / CONFIG_NAME).write_bytes(encode_json(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        copyfile(MODEL_DIR / name, folder / name)
+    (folder / _TOKENIZER_NAME).write_bytes(encode_json(tokenizer))
+    copyfile(MODEL_DIR / "tokenizer_config.json", folder / "tokenizer_config.json")
     return folder
 
 

@@ -4,9 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from leank_convert.benchmark.geometries import GEOMETRIES, find_geometry
-from leank_convert.benchmark.random_models import build_dense, build_model, choose_setup, synthetic_mask
+from leank_convert.benchmark.random_models import (
+    build_dense,
+    build_model,
+    choose_setup,
+    synthetic_mask,
+    write_folder,
+)
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.windows import Windows
@@ -69,3 +76,12 @@ def test_ours_runs_a_checkpoints_own_files_and_shares_its_weights_with_the_stock
     tokens = torch.arange(3, 43)[None]
     with torch.no_grad():
         torch.testing.assert_close(dense(tokens).logits, model(tokens).logits)
+
+
+def test_an_engines_tokenizer_has_a_word_for_every_id_that_random_weights_may_choose(tmp_path):
+    setup = choose_setup(None, None, "llama-3.1-8b")
+    tokenizer = AutoTokenizer.from_pretrained(write_folder(setup, tmp_path))
+    ids = list(range(setup.geometry.config["vocab_size"]))
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert None not in words
+    assert tokenizer(" ".join(words), add_special_tokens=False, truncation=False)["input_ids"] == ids
