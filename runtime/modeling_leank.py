@@ -33,10 +33,10 @@ from transformers.utils.hub import cached_file
 
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
+from .capture_leank import GraphMemory
 from .configuration_leank import check_kv_dtype, check_prune, config_class_of, read_settings, stock_class
 from .fp8_leank import SCALE_NAMES, Scales, check_scales
 from .fused_step_leank import own_storages
-from .graph_leank import GraphMemory
 
 logger = logging.get_logger(__name__)
 

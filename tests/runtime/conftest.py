@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface
 
-from runtime import configuration_leank, graph_leank, layer_leank, modeling_leank
+from runtime import configuration_leank, graph_leank, layer_leank, model_state_leank, modeling_leank
+from runtime.capture_leank import GraphMemory
 from runtime.fp8_leank import as_bytes, quantise
-from runtime.graph_leank import GraphMemory
 
 VOCAB = 64
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
@@ -577,7 +577,8 @@ def graphs(monkeypatch):
     """Capture on the CPU; the returned list holds exceptions that the next captures end with."""
     failures: list[BaseException] = []
     monkeypatch.setattr(RecordedGraph, "failures", failures, raising=False)
-    monkeypatch.setattr(graph_leank, "StepGraph", RecordedGraph)
+    for module in (graph_leank, model_state_leank):
+        monkeypatch.setattr(module, "StepGraph", RecordedGraph)
     monkeypatch.setattr(
         layer_leank, "find_kernels", lambda device, dtype, **shape: PlainKernels(**shape), raising=True
     )

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import graph_leank
-from runtime.graph_leank import GraphMemory, ModelState, StepGraph, why_step_is_eager
+from runtime import capture_leank, graph_leank
+from runtime.capture_leank import GraphMemory, StepGraph
+from runtime.model_state_leank import ModelState, why_step_is_eager
 
 DEVICE = torch.device("cuda", 0)
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
@@ -48,7 +49,7 @@ def calls(monkeypatch):
 
     handles = iter(range(100))
     generator = SimpleNamespace(clone_state=lambda: "clone", graphsafe_set_state=note("generator"))
-    monkeypatch.setattr(graph_leank, "_CAPTURE_STREAMS", {})
+    monkeypatch.setattr(capture_leank, "_CAPTURE_STREAMS", {})
     for name, value in {
         "CUDAGraph": Graph,
         "Stream": lambda device: Stream(7),
@@ -72,7 +73,7 @@ def test_graphs_of_a_model_share_a_pool_that_the_latest_keeps_alive(calls):
             graph.replay()
     StepGraph(DEVICE, GraphMemory()).capture(lambda: None)
     assert calls.made == [("begin", 0), "end", "replay", ("begin", 0), "end", "replay", ("begin", 1), "end"]
-    assert gc.isenabled() and len(graph_leank._CAPTURE_STREAMS) == 1
+    assert gc.isenabled() and len(capture_leank._CAPTURE_STREAMS) == 1
 
 
 @pytest.mark.parametrize("end", ["ends", "fails too"])
