@@ -167,7 +167,7 @@ class DecodeKernels:
         from .kernel_generic_leank import generic_attention
         from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_hopper_leank import hopper_attention
-        from .kernel_leank import merge_parts
+        from .kernel_merge_leank import merge_parts
         from .kernel_product_leank import STEPS, product
         from .kernel_turn_leank import copy_row
 

@@ -14,7 +14,8 @@ except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_fp8_leank import from_fp8
-from .kernel_leank import TILE, WARPGROUP, KernelShape, pool_types, scale_types
+from .kernel_leank import WARPGROUP, KernelShape, pool_types, scale_types
+from .kernel_line_leank import TILE
 
 
 def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> Any:

@@ -13,7 +13,8 @@ from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
 from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_case  # noqa: E402
 from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
-from runtime.kernel_leank import KernelShape, merge_parts  # noqa: E402
+from runtime.kernel_leank import KernelShape  # noqa: E402
+from runtime.kernel_merge_leank import merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.kernel_turn_leank import copy_row  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
