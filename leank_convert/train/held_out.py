@@ -297,7 +297,12 @@ def _judge_lost(recipe: Recipe, tokens: TokenShares, squares: float) -> str:
     share = tokens.dense - tokens.pruned
     if share <= max(_LOST_SHARE, _Z * math.sqrt(squares) / tokens.count):
         return ""
-    remedy = "train longer" if recipe.trains else "take a method that trains"
+    if "stage2" in recipe.trains and not recipe.stage2.validation_contexts:
+        remedy = "have the best of stage 2's masks chosen (`stage2.validation_contexts`: 8)"
+    elif recipe.trains:
+        remedy = f"give `{'stage1' if 'stage1' in recipe.trains else 'heads'}` more steps"
+    else:
+        remedy = "take a method that trains"
     return (
         f"the dense model predicts {tokens.dense:.1%} of {tokens.count} tokens of held-out answers right and "
         f"the pruned one {tokens.pruned:.1%}: lower `pruning_ratio`, or {remedy}"

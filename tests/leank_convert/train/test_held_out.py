@@ -82,8 +82,10 @@ def test_answers_are_counted(check):
     [
         (
             {"contexts": ["BBBB"] * 12 + ["DBBB"] * 4},
-            "predicts 100.0% of 64 tokens .* and the pruned one 93.8%: lower `pruning_ratio`",
+            "predicts 100.0% of 64 tokens .* and the pruned one 93.8%: lower `pruning_ratio`, "
+            "or have the best of stage 2's masks chosen",
         ),
+        ({"method": "magnitude-alpha", "contexts": "D" * 16}, "or give `stage1` more steps"),
         (
             {"contexts": ["BB---"] * 16},
             "the dense model itself predicts 40.0% of 80 .* take shorter contexts",
@@ -92,7 +94,14 @@ def test_answers_are_counted(check):
         ({"steps": [step(1, 0.01), step(2, 1.1)]}, r"ended with a loss of 1.1e\+00, .* 1.0e-02"),
         ({"method": "random", "contexts": "D" * 16}, "lower `pruning_ratio`, or take a method that trains"),
     ],
-    ids=["lost answers", "incapable model", "no effect", "jump", "lost by a method without training"],
+    ids=[
+        "lost answers",
+        "lost without stage 2",
+        "incapable model",
+        "no effect",
+        "jump",
+        "lost by a method without training",
+    ],
 )
 def test_what_is_far_off_is_told_with_what_to_change(check, case, told):
     (warning,) = check(**case).warnings
