@@ -189,26 +189,29 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     for name in names:
         if name not in OTHERS:
             raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(OTHERS)}")
-        if "layers" in evaluated.leank and name.removeprefix("leank+") in ("int4", "kivi", "quest", "snapkv"):
+        if "layers" in evaluated.leank and name.removeprefix("leank+") in ("kivi", "quest", "snapkv"):
             raise LeanKError(
                 f"`{name}` is not known of a model with layers that are not pruned, as this one has",
-                hint=f"take one of {WINDOW}, {THINK}, {PER_HEAD_BUDGET}, fp8, leank+fp8",
+                hint=f"take one of {WINDOW}, {THINK}, {PER_HEAD_BUDGET}, fp8, leank+fp8, int4, leank+int4",
             )
     return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
 
 
-def compared_variants(name: str, channel_masks: Tensor, *, alone: bool) -> list[Variant]:
+def compared_variants(
+    name: str, channel_masks: Tensor, *, alone: bool, is_mixed: bool = False
+) -> list[Variant]:
     """A method beside LeanK in all settings that are reported, alone or on LeanK's kept channels.
 
     Args:
         name: One of `COMPARED`.
         channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
         alone: Whether the method has all channels instead.
+        is_mixed: Whether the model has layers that are not pruned, beside which the runtime's own caches are.
     """
     prefix = "" if alone else "leank+"
     masks = torch.ones_like(channel_masks) if alone else channel_masks
-    if name == "fp8":
-        return [Masked(f"{prefix}fp8", masks, kv_dtype="fp8")]
+    if name == "fp8" or (name == "int4" and is_mixed):
+        return [Masked(f"{prefix}{name}", masks, kv_dtype=name)]
     if name == "kivi":
         # Alone, what it leaves as it is are the last tokens.
         windows = Windows(sink_size=0, recent_size=kivi.RESIDUAL_LENGTH, flush_size=1) if alone else None
@@ -248,7 +251,9 @@ def compared_variants(name: str, channel_masks: Tensor, *, alone: bool) -> list[
 
 
 def _compare(name: str, *, alone: bool) -> Callable[[EvaluatedModel], list[Variant]]:
-    return lambda evaluated: compared_variants(name, evaluated.channel_masks, alone=alone)
+    return lambda evaluated: compared_variants(
+        name, evaluated.channel_masks, alone=alone, is_mixed="layers" in evaluated.leank
+    )
 
 
 OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {

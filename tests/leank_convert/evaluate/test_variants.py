@@ -1,5 +1,7 @@
 """ThinK: each row's channels are those of its formula, restated token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -142,6 +144,16 @@ def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoin
         is_product = variant.name.startswith("leank+")
         assert (variant.channel_masks is evaluated.channel_masks) == is_product
         assert is_product or bool(variant.channel_masks.all())
+
+
+def test_beside_layers_that_are_not_pruned_bits_are_the_runtimes_caches():
+    mixed = SimpleNamespace(leank={"layers": [1]}, channel_masks=torch.ones(1, 2, 16, dtype=torch.bool))
+    variants = find_variants(["fp8", "leank+fp8", "int4", "leank+int4"], mixed)
+    assert [(variant.name, variant.kv_dtype) for variant in variants] == [
+        ("fp8", "fp8"), ("leank+fp8", "fp8"), ("int4", "int4"), ("leank+int4", "int4")
+    ]  # fmt: skip
+    with pytest.raises(LeanKError, match="`leank\\+kivi` is not known of a model with layers"):
+        find_variants(["leank+kivi"], mixed)
 
 
 def test_an_unknown_variant_is_refused_with_those_there_are(evaluated):
