@@ -217,6 +217,7 @@ def test_published_files_go_with_a_benchmark_of_theirs(writer, options, message)
 
 
 def test_published_files_are_answered_scored_and_kept(writer, tmp_path):
+    pytest.importorskip("datasets")
     record = {"input": "Who?", "context": "A fern is wet. " * 40, "answers": ["a fern"], "all_classes": None}
     (tmp_path / "triviaqa.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     options = ["--task", "longbench", "--data", tmp_path, "-n", 2, "-o", tmp_path / "results", "--json"]
