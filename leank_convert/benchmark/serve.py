@@ -2,7 +2,8 @@
 
 All have random weights of one shape and as many bytes for the cache. A server is started for each side, one
 after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time. Where
-a side fails the end of its server's log is shown, and the others are measured.
+a side fails the end of its server's log is shown, and the others are measured. An interrupt ends the command
+with the tables of what was measured.
 """
 
 from __future__ import annotations
@@ -137,6 +138,12 @@ def benchmark_serve(
                     raise
                 side["error"] = str(error)
                 report.line(f"{name}: {error}" + (f"; {error.hint}" if error.hint else ""))
+            except KeyboardInterrupt:
+                if not any(each["runs"] for each in sides.values()):
+                    raise
+                side["error"] = "interrupted"
+                report.line(f"{name}: interrupted")
+                break
     for index, load in enumerate(loads):
         ran = {name: {**side, **side["runs"][index]} for name, side in sides.items() if side["runs"][index:]}
         _print_load(report, load, ran, [described[name] for name in ran])

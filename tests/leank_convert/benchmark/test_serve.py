@@ -30,6 +30,8 @@ def measure(monkeypatch, failing):
         side |= {"blocks": 10, "block_size": 64}
         for load in loads:
             side["runs"].append({**RUN, "requests": load.requests, "concurrency": load.at_once})
+            if failing.get(name) == "interrupt":
+                raise KeyboardInterrupt
             if failing.get(name) == "later":
                 raise LeanKError("1 of 2 requests were not answered", hint="lower them", exit_code=1)
 
@@ -66,6 +68,15 @@ def test_what_the_other_sides_measured_is_kept(monkeypatch, capsys):
     assert "  RuntimeError: no room\ndense: vLLM's server did not start: RuntimeError: no room\n" in said
     assert "leank: 1 of 2 requests were not answered; lower them" in said
     assert said.count("better than all-channels") == 1
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, capsys):
+    document = measure(monkeypatch, {"all-channels": "interrupt"})
+    assert not document["ok"]
+    runs = {name: len(side["runs"]) for name, side in document["sides"].items()}
+    assert runs == {"leank": 3, "all-channels": 1}
+    assert document["sides"]["all-channels"]["error"] == "interrupted"
+    assert capsys.readouterr().err.count("serve, prompt") == 3
 
 
 @pytest.mark.parametrize("status", [200, 400])
