@@ -145,4 +145,5 @@ def quantise(states: Tensor, chunks: Tensor) -> Tensor:
     step = ((extreme("amax").float() - least) / _LARGEST_CODE).to(states.dtype).float()
     # Of equal numbers the step is 0, and any code does.
     codes = ((states.float() - least) / step).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
-    return (codes * step + least).to(states.dtype)
+    most = torch.finfo(states.dtype).max
+    return (codes * step + least).clamp(-most, most).to(states.dtype)
