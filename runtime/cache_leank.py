@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .configuration_leank import check_kv_dtype, check_prune, check_size, read_settings
-from .decode_kernels_leank import MAX_DRAFT
 from .fp8_leank import Scales
 from .graph_leank import DecodeGraph
+from .kernel_key_leank import MAX_DRAFT
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
 from .memory_leank import CacheMemory, sum_memory

@@ -3,146 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import logging
 import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .kernel_key_leank import (
+    BLOCK,
+    KERNEL_DTYPES,
+    LANES,
+    TILE,
+    KernelKey,
+    Product,
+    num_parts,
+    plan_tiles,
+)
 from .layout_leank import StoreTensors
 
-TILE = 64
-"""Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
-
-LANES = 8
-"""Numbers that a thread of a glue kernel loads at once, as in kernel_glue_leank: it divides all sizes."""
-
-MAX_NORMED = 16384
-"""Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
-
-MAX_DRAFT = 32
-"""Most new tokens of a row that kernels decode at once."""
-
-# Columns of the matrix products that attention is compiled for.
-_QUERIES = (8, 16, 32, 64)
-_BLOCK, _MAX_PARTS = 64, 4  # as in kernel_product_leank
-
 _LOG2_E = 1.4426950408889634
-KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_STAGES = 6
+_MAX_PARTS = 4  # as in kernel_product_leank
 
 # Operators are named after this module: two checkpoints in one process are two modules, kernels apart.
 _LIBRARY = f"leank_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
-
-
-@dataclass(frozen=True)
-class KernelKey:
-    """What kernels are found by.
-
-    Attributes:
-        device: Where the cache lies.
-        dtype: Of queries and, unless said otherwise, of the cache.
-        head_dim: D.
-        num_groups: Query heads per KV head.
-        chunk_size: Channels of a chunk.
-        max_chunks: `ChunkLayout.max_chunks` of the layer.
-        num_queries: Queries of a KV head, those of all its new tokens, that one launch takes: 8, 16, 32, 64.
-        load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
-        cache_dtype: Of the cache, where it is not that of queries.
-        has_sinks: Whether query heads have attention sinks.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    num_groups: int
-    chunk_size: int
-    max_chunks: int
-    num_queries: int
-    load_tokens: int = TILE
-    cache_dtype: torch.dtype | None = None
-    has_sinks: bool = False
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the cache holds e4m3."""
-        return self.cache_dtype == torch.float8_e4m3fn
-
-
-def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
-    """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
-    if num_columns == 1:
-        return 8 if num_groups <= 8 else 16
-    wanted = num_columns * num_groups
-    if wanted > 16:
-        # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
-        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-        wanted = min(wanted, 64 if head_dim <= 128 and room > 1 << 17 else 32)
-    return next(size for size in _QUERIES if size >= wanted)
-
-
-def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torch.Tensor:
-    """Count the tiles of pruned and of whole tokens before each row, and in all rows.
-
-    Once per step, for all layers; asks the device nothing. Tiles that lie wholly among tokens that all
-    columns see pruned are pruned ones, all others are whole ones.
-
-    Args:
-        seen: Tokens of its row that a column sees `[B, d]`, int32.
-        pruned: Pruned ones among them `[B, d]`, int32.
-        sink_size: Tokens at the front that are never pruned.
-
-    Returns:
-        `[B + 1, 2]`, int32.
-    """
-    num_tiles = (seen[:, -1] + (TILE - 1)) // TILE
-    first = -(-sink_size // TILE)
-    num_pruned = ((pruned[:, 0] + sink_size) // TILE - first).clamp(min=0)
-    counts = torch.stack([num_pruned, num_tiles - num_pruned], dim=1).cumsum(0, dtype=torch.int32)
-    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
-
-
-@dataclass(frozen=True)
-class Product:
-    """A matrix product of a step, left in parts: how kernel_product_leank cut it says which there are.
-
-    Attributes:
-        parts: `[parts, T, n]`, fp32.
-        steps: Steps of a block of outputs.
-        stretch: Steps of a program instance.
-    """
-
-    parts: torch.Tensor
-    steps: int
-    stretch: int
-
-    @property
-    def cut(self) -> tuple[int, int]:
-        """What kernels are told of how it was cut."""
-        return self.steps, self.stretch
-
-    @property
-    def vectors(self) -> torch.Tensor:
-        """`parts` as kernels take them `[parts, T, n / LANES, LANES]`."""
-        return self.parts.view(*self.parts.shape[:2], -1, LANES)
-
-    def outputs(self) -> torch.Tensor:
-        """Return the sum of all parts that there are `[T, n]`, by torch."""
-        block = torch.arange(self.parts.shape[2], device=self.parts.device) // _BLOCK
-        last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
-        number = torch.arange(self.parts.shape[0], device=self.parts.device)
-        return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)
-
-
-def _num_parts(steps: int, stretch: int) -> int:
-    """Return in how many parts a block of so many steps can lie."""
-    return steps // stretch if steps % stretch == 0 else -(-(steps - 1) // stretch) + 1
 
 
 _kernels: list[DecodeKernels] = []  # operators name kernels by their place here
@@ -167,6 +52,7 @@ class DecodeKernels:
         from .kernel_generic_leank import generic_attention
         from .kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul
         from .kernel_hopper_leank import hopper_attention
+        from .kernel_leank import compile_kernels
         from .kernel_merge_leank import merge_parts
         from .kernel_product_leank import STEPS, product
         from .kernel_turn_leank import copy_row
@@ -199,7 +85,7 @@ class DecodeKernels:
             self._silu_mul,
             self._copy_row,
             *products,
-        ) = _compile([attention(shape), *functions], arch, has_barriers=by_tma)
+        ) = compile_kernels([attention(shape), *functions], arch, has_barriers=by_tma)
         self._make_placeholders()
         self._products = dict(zip(self._steps, products, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
@@ -442,11 +328,11 @@ class DecodeKernels:
             output = torch.nn.functional.linear(states, weight, bias)
             return Product(output.float().view(1, num_tokens, num_outputs), 1, 1)
         steps = -(-num_inputs // self._steps[rows][0])
-        total = -(-num_outputs // _BLOCK) * steps
+        total = -(-num_outputs // BLOCK) * steps
         stretch = -(-total // (2 * self._num_multiprocessors))
-        while _num_parts(steps, stretch) > _MAX_PARTS:
+        while num_parts(steps, stretch) > _MAX_PARTS:
             stretch += 1
-        size = (_num_parts(steps, stretch), num_tokens, num_outputs)
+        size = (num_parts(steps, stretch), num_tokens, num_outputs)
         parts = torch.empty(size, dtype=torch.float32, device=states.device)
         weight = weight.detach()
         with torch.cuda.device(states.device):
@@ -548,48 +434,6 @@ class DecodeKernels:
 def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
     made = (kernels for kernels in _kernels if kernels.key == key and kernels.generic == generic)
     return next(made, None) or DecodeKernels(key, generic=generic)
-
-
-def _compile(functions: list[Any], arch: str, has_barriers: bool) -> list[Any]:
-    """Compile, or load from TileLang's cache on disk.
-
-    TileLang's bounds checks are off: all loads stay within bounds, and the checks keep them from overlapping
-    (the merge takes three times as long with them).
-
-    Args:
-        functions: TileLang functions.
-        arch: Compute capability, `sm_90a`.
-        has_barriers: Whether the first function has all barriers that it needs, so that none are added.
-    """
-    tilelang = importlib.import_module("tilelang")  # an import statement would make it a requirement
-    keys = tilelang.PassConfigKey
-
-    def compiled(place: int) -> Any:
-        # Warp specialisation is written out where it is wanted.
-        configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True, keys.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
-        if has_barriers and not place:
-            configs[keys.TL_DISABLE_THREAD_STORAGE_SYNC] = True
-        target = {"kind": "cuda", "arch": arch}
-        return tilelang.compile(functions[place], target=target, pass_configs=configs)
-
-    with _quiet(), ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(compiled, range(len(functions))))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep TileLang's notes about every compilation to itself."""
-    loggers = [
-        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("tilelang")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 # torch's operators take tensors one by one: this is the one place where the store's are written out. Those of

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import logging as transformers_logging
 
-from .decode_kernels_leank import (
+from .decode_kernels_leank import DecodeKernels
+from .fp8_leank import as_bytes, quantise
+from .kernel_key_leank import (
     KERNEL_DTYPES,
     MAX_DRAFT,
     TILE,
-    DecodeKernels,
     KernelKey,
     Product,
     queries_at_once,
 )
-from .fp8_leank import as_bytes, quantise
 from .layout_leank import ChunkLayout, StoreTensors, order_channels
 from .reference_leank import decode_attention
 from .turns_leank import StoredRow, with_new

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .decode_kernels_leank import LANES, MAX_NORMED, DecodeKernels, Product
+from .decode_kernels_leank import DecodeKernels
+from .kernel_key_leank import LANES, MAX_NORMED, Product
 
 if TYPE_CHECKING:
     from .cache_leank import LeanKCache

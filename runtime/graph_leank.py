@@ -26,8 +26,8 @@ import torch
 from transformers.utils import logging
 
 from .capture_leank import StepGraph
-from .decode_kernels_leank import MAX_DRAFT
 from .fused_step_leank import fuse_weights, fused_forward
+from .kernel_key_leank import MAX_DRAFT
 from .model_state_leank import ModelState, why_step_is_eager
 
 if TYPE_CHECKING:

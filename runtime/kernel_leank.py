@@ -12,10 +12,15 @@ instances are data or dynamic.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 try:
+    import tilelang
     import tilelang.language as T  # noqa: N812
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
@@ -308,3 +313,44 @@ def store_segment(
                 parts[program, part, j, channel_of(i)] = out[i, j]
         for j in parallel(sums.shape[0]):
             lse[program, part, j] = T.log2(sums[j]) + top[j]
+
+
+def compile_kernels(functions: list[Any], arch: str, *, has_barriers: bool) -> list[Any]:
+    """Compile, or load from TileLang's cache on disk.
+
+    TileLang's bounds checks are off: all loads stay within bounds, and the checks keep them from overlapping
+    (the merge takes three times as long with them).
+
+    Args:
+        functions: TileLang functions.
+        arch: Compute capability, `sm_90a`.
+        has_barriers: Whether the first function has all barriers that it needs, so that none are added.
+    """
+    keys = tilelang.PassConfigKey
+
+    def compiled(place: int) -> Any:
+        # Warp specialisation is written out where it is wanted.
+        configs = {keys.TL_DISABLE_WARP_SPECIALIZED: True, keys.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+        if has_barriers and not place:
+            configs[keys.TL_DISABLE_THREAD_STORAGE_SYNC] = True
+        target = {"kind": "cuda", "arch": arch}
+        return tilelang.compile(functions[place], target=target, pass_configs=configs)
+
+    with _quiet(), ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(compiled, range(len(functions))))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep TileLang's notes about every compilation to itself."""
+    loggers = [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("tilelang")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -8,9 +8,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention_leank import AttentionHandle
-from .decode_kernels_leank import MAX_DRAFT, DecodeKernels
+from .decode_kernels_leank import DecodeKernels
 from .find_kernels_leank import find_kernels
 from .fp8_leank import Scales, choose_scales
+from .kernel_key_leank import MAX_DRAFT
 from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, pending_memory
 from .reference_leank import decode_attention

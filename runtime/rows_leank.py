@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from .decode_kernels_leank import MAX_DRAFT
+from .kernel_key_leank import MAX_DRAFT
 from .pages_leank import PageTables, pages_of, spread_pages
 from .step_leank import Append, Columns, Split, Step
 

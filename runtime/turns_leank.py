@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from .decode_kernels_leank import KERNEL_DTYPES, DecodeKernels
+from .decode_kernels_leank import DecodeKernels
+from .kernel_key_leank import KERNEL_DTYPES
 from .layout_leank import ChunkLayout, StoreTensors, head_index
 from .sinks_leank import add_sink_token
 

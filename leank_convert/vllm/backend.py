@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.fp8_leank import FP8
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.layout_leank import StoreTensors
 from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert._runtime.step_leank import StoredView, view_tables

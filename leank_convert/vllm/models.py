@@ -24,9 +24,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
-from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
 from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert.vllm.rule import WindowSizes, pruned_tokens
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from runtime import decode_kernels_leank, find_kernels_leank
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey, plan_tiles, queries_at_once
+from runtime.decode_kernels_leank import DecodeKernels
 from runtime.find_kernels_leank import find_kernels
+from runtime.kernel_key_leank import KernelKey, plan_tiles, queries_at_once
 
 SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
 

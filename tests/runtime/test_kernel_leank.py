@@ -9,10 +9,11 @@ import torch
 
 tilelang = pytest.importorskip("tilelang")
 
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
 from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_case  # noqa: E402
 from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
+from runtime.kernel_key_leank import KernelKey  # noqa: E402
 from runtime.kernel_leank import KernelShape  # noqa: E402
 from runtime.kernel_merge_leank import merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402

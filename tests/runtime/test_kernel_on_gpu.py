@@ -10,9 +10,10 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime import find_kernels_leank  # noqa: E402
-from runtime.decode_kernels_leank import DecodeKernels, KernelKey  # noqa: E402
+from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
 from runtime.find_kernels_leank import disagreement, find_kernels, make_case, run_case  # noqa: E402
 from runtime.fp8_leank import FP8, as_bytes  # noqa: E402
+from runtime.kernel_key_leank import KernelKey  # noqa: E402
 from runtime.layout_leank import choose_chunk_size  # noqa: E402
 
 pytestmark = pytest.mark.gpu

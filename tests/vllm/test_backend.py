@@ -9,8 +9,8 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from leank_convert._runtime.decode_kernels_leank import plan_tiles
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
+from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert.vllm import backend

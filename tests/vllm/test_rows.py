@@ -2,7 +2,7 @@
 
 import torch
 
-from leank_convert._runtime.decode_kernels_leank import MAX_DRAFT
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert.vllm.rows import Prompt, cut_rows, uniform_rows
 from leank_convert.vllm.rule import WindowSizes, pruned_tokens_of
 

@@ -1,0 +1,131 @@
+"""What decode kernels are found by and are handed: keys, tiles of a step, products left in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TILE = 64
+"""Tokens of a tile, as in kernel_leank (which cannot be imported without tilelang)."""
+
+LANES = 8
+"""Numbers that a thread of a glue kernel loads at once, as in kernel_glue_leank: it divides all sizes."""
+
+MAX_NORMED = 16384
+"""Most numbers of a row that `DecodeKernels.add_norm` takes, as in kernel_glue_leank."""
+
+MAX_DRAFT = 32
+"""Most new tokens of a row that kernels decode at once."""
+
+BLOCK = 64
+"""Outputs of a block of a product, as in kernel_product_leank."""
+
+# Columns of the matrix products that attention is compiled for.
+_QUERIES = (8, 16, 32, 64)
+
+KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What kernels are found by.
+
+    Attributes:
+        device: Where the cache lies.
+        dtype: Of queries and, unless said otherwise, of the cache.
+        head_dim: D.
+        num_groups: Query heads per KV head.
+        chunk_size: Channels of a chunk.
+        max_chunks: `ChunkLayout.max_chunks` of the layer.
+        num_queries: Queries of a KV head, those of all its new tokens, that one launch takes: 8, 16, 32, 64.
+        load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
+        cache_dtype: Of the cache, where it is not that of queries.
+        has_sinks: Whether query heads have attention sinks.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    num_groups: int
+    chunk_size: int
+    max_chunks: int
+    num_queries: int
+    load_tokens: int = TILE
+    cache_dtype: torch.dtype | None = None
+    has_sinks: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache holds e4m3."""
+        return self.cache_dtype == torch.float8_e4m3fn
+
+
+def queries_at_once(num_columns: int, num_groups: int, head_dim: int, device: torch.device) -> int:
+    """Return `KernelKey.num_queries` for so many new tokens of a row, at most `MAX_DRAFT`."""
+    if num_columns == 1:
+        return 8 if num_groups <= 8 else 16
+    wanted = num_columns * num_groups
+    if wanted > 16:
+        # More would fit neither in registers nor beside two tiles: tokens are then cut into several launches.
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        wanted = min(wanted, 64 if head_dim <= 128 and room > 1 << 17 else 32)
+    return next(size for size in _QUERIES if size >= wanted)
+
+
+def plan_tiles(seen: torch.Tensor, pruned: torch.Tensor, sink_size: int) -> torch.Tensor:
+    """Count the tiles of pruned and of whole tokens before each row, and in all rows.
+
+    Once per step, for all layers; asks the device nothing. Tiles that lie wholly among tokens that all
+    columns see pruned are pruned ones, all others are whole ones.
+
+    Args:
+        seen: Tokens of its row that a column sees `[B, d]`, int32.
+        pruned: Pruned ones among them `[B, d]`, int32.
+        sink_size: Tokens at the front that are never pruned.
+
+    Returns:
+        `[B + 1, 2]`, int32.
+    """
+    num_tiles = (seen[:, -1] + (TILE - 1)) // TILE
+    first = -(-sink_size // TILE)
+    num_pruned = ((pruned[:, 0] + sink_size) // TILE - first).clamp(min=0)
+    counts = torch.stack([num_pruned, num_tiles - num_pruned], dim=1).cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.pad(counts, (0, 0, 1, 0))
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a step, left in parts: how kernel_product_leank cut it says which there are.
+
+    Attributes:
+        parts: `[parts, T, n]`, fp32.
+        steps: Steps of a block of outputs.
+        stretch: Steps of a program instance.
+    """
+
+    parts: torch.Tensor
+    steps: int
+    stretch: int
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """What kernels are told of how it was cut."""
+        return self.steps, self.stretch
+
+    @property
+    def vectors(self) -> torch.Tensor:
+        """`parts` as kernels take them `[parts, T, n / LANES, LANES]`."""
+        return self.parts.view(*self.parts.shape[:2], -1, LANES)
+
+    def outputs(self) -> torch.Tensor:
+        """Return the sum of all parts that there are `[T, n]`, by torch."""
+        block = torch.arange(self.parts.shape[2], device=self.parts.device) // BLOCK
+        last = (block * self.steps + self.steps - 1) // self.stretch - block * self.steps // self.stretch
+        number = torch.arange(self.parts.shape[0], device=self.parts.device)
+        return self.parts.masked_fill((number[:, None] > last)[:, None], 0).sum(0)
+
+
+def num_parts(steps: int, stretch: int) -> int:
+    """Return in how many parts a block of so many steps can lie."""
+    return steps // stretch if steps % stretch == 0 else -(-(steps - 1) // stretch) + 1
