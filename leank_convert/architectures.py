@@ -114,6 +114,16 @@ class ModelFacts:
         return len(self.layers) < self.num_hidden_layers
 
     @property
+    def has_states(self) -> bool:
+        """Whether there are layers that hold a state instead of keys and values."""
+        return self.is_mixed and bool(self.architecture.other_tensors)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that hold keys and values."""
+        return len(self.layers) if self.has_states else self.num_hidden_layers
+
+    @property
     def mask_shape(self) -> tuple[int, int, int]:
         """Of what is known of each channel: [L, H_kv, D]."""
         return len(self.layers), self.num_key_value_heads, self.head_dim

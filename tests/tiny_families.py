@@ -57,6 +57,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_LINEAR, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
     "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 20},
 }
+# Older releases of transformers cannot.
+TRAINS_LINEAR = hasattr(transformers.Cache, "get_recurrent_state")
 # One row each; a release of transformers may lack a family.
 FAMILIES = [
     pytest.param(

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from leank_convert.train.fused import attend, fused_kernel
+from leank_convert.train.packing import Rows
 from leank_convert.train.split_attention import Regions, StoredContext, split_attention
 from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
 
@@ -51,12 +52,14 @@ class QuestionPass:
         regions: How these tokens see it and one another.
         num_questions: Tokens of questions; those of answers follow them.
         window_regions: The same in layers with a sliding window, None without any.
+        rows: These tokens in layers with linear attention, None without any.
     """
 
     context: StoredContext
     regions: Regions
     num_questions: int
     window_regions: Regions | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class AnswerPass:
         gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
             times what it is without the middle; None for no such mixture.
         window_regions: As regions, in layers with a sliding window, which are dense; None without any.
+        rows: Questions and answers in layers with linear attention, None without any.
     """
 
     context: StoredContext
@@ -80,6 +84,7 @@ class AnswerPass:
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
     window_regions: Regions | None = None
+    rows: Rows | None = None
 
 
 def training_attention(

@@ -159,7 +159,7 @@ class Forecast:
     def _remedy(self) -> str:
         """What to change first."""
         room = (self.capacity or 0) - self.weights - self.working
-        if not self.recipe.offload_context and room >= self.context / self.facts.num_hidden_layers:
+        if not self.recipe.offload_context and room >= self.context / self.facts.num_cached_layers:
             return "`--set offload_context=true` keeps K/V in host memory"
         if self.recipe.model.device_map is None:
             return "`--set model.device_map=auto` spreads weights and K/V over all GPUs"
@@ -213,7 +213,7 @@ def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict
     dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
     weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes
-    per_token = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
+    per_token = 2 * facts.num_cached_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
     context = per_token * recipe.data.max_length
     # The MLP's gate, its activation and the product with up, beside the residual and its norm.
     mlp = int(files.config.get("intermediate_size") or 4 * facts.hidden_size)
@@ -222,7 +222,7 @@ def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict
     num_gpus = torch.cuda.device_count() if spread else 1
     return {
         "weights": -(-weights // num_gpus),
-        "context": context // facts.num_hidden_layers if recipe.offload_context else -(-context // num_gpus),
+        "context": context // facts.num_cached_layers if recipe.offload_context else -(-context // num_gpus),
         "working": working,
         "capacity": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
     }

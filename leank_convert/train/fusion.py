@@ -35,8 +35,10 @@ def fuse_layers(model: PreTrainedModel) -> None:
         return
     layers: Any = model.base_model.layers
     for layer in layers:
-        for part in layer.children():
-            if not hasattr(part, "experts"):  # how many tokens each gets is another number in every pass
+        for name, part in layer.named_children():
+            # How many tokens each expert gets is another number in every pass; what linear attention runs is
+            # as many operations as a context has chunks, or kernels already.
+            if name != "linear_attn" and not hasattr(part, "experts"):
                 part.compile(dynamic=True)
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
+from leank_convert.train.linear import linear_layers
 from leank_convert.train.packing import PackedSample, Sizes, pack_sample, padded_sizes
 from leank_convert.train.passes import Student, distil, distil_answers, rotates_by_length, run_context_pass
 from leank_convert.train.split_attention import StoredContext
@@ -39,7 +40,12 @@ _Found = TypeVar("_Found")
 def is_bound_by_host(model: PreTrainedModel, longest: int) -> bool:
     """Whether a context pass of so many tokens takes less time than its launches, and can be captured."""
     operations = 2.0 * model.num_parameters() * longest
-    return model.device.type == "cuda" and not rotates_by_length(model) and operations <= _MOST_OPERATIONS
+    return model.device.type == "cuda" and not _depends_on_padding(model) and operations <= _MOST_OPERATIONS
+
+
+def _depends_on_padding(model: PreTrainedModel) -> bool:
+    """Whether padding would change what a context gives: rotations by its length, or a state at its end."""
+    return rotates_by_length(model) or bool(linear_layers(model))
 
 
 class Gradients:
@@ -66,7 +72,7 @@ class Gradients:
         offload: bool = False,
     ) -> None:
         device = model.device
-        self.captures = not (device.type != "cuda" or spread or offload or rotates_by_length(model))
+        self.captures = not (device.type != "cuda" or spread or offload or _depends_on_padding(model))
         self._captures_context = self.captures and is_bound_by_host(model, longest)
         self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
         self._room: StoredContext | None = None

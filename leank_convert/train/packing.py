@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from leank_convert.data import TrainingSample
 
@@ -85,6 +86,35 @@ class PackedSample:
     def to(self, device: torch.device) -> PackedSample:
         """The same on a device."""
         return replace(self, row=self.row.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The T tokens that follow a context as Q rows, each a question and then its answer.
+
+    Attributes:
+        tokens: Which of them stands where, int64 [Q, S]; T where none does.
+        places: Where the last N of them stand, int64 [N], counted over all rows.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
+    """Lay out as rows what follows a context, where nothing is padded.
+
+    Args:
+        packed: Context and questions.
+        num_queries: N.
+    """
+    owners = packed.owners
+    own = [torch.nonzero(owners == owner)[:, 0] for owner in range(int(owners.max()) + 1)]
+    tokens = pad_sequence(own, batch_first=True, padding_value=len(owners))
+    # Rows of one token would take the kernels of decode steps, which have no backward pass.
+    tokens = torch.nn.functional.pad(tokens, (0, 1), value=len(owners))
+    places = tokens.flatten().argsort()[: len(owners)]
+    return Rows(tokens, places[-num_queries:])
 
 
 def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSample:

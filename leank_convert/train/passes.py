@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
 from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
 from leank_convert.train.fusion import uncompiled
-from leank_convert.train.packing import PackedSample
+from leank_convert.train.linear import carry_states, linear_layers
+from leank_convert.train.packing import PackedSample, Rows, plan_rows
 from leank_convert.train.scaling import distillation_loss
 from leank_convert.train.split_attention import Regions, StoredContext, plan_regions, plan_window_regions
 from leank_convert.windows import Windows
@@ -81,7 +83,7 @@ def distil_answers(
 def run_context_pass(
     model: PreTrainedModel, input_ids: Tensor, context: StoredContext | None = None
 ) -> StoredContext:
-    """Run the dense model over a context and keep every layer's keys and values.
+    """Run the dense model over a context and keep every layer's keys and values, or its state.
 
     Context queries are dense in training as in deployment, so what is kept does not depend on the scaling
     factors and serves every question. No hidden state is kept and the language-modelling head is not run.
@@ -93,6 +95,7 @@ def run_context_pass(
     """
     num_tokens = len(input_ids)
     context = context or StoredContext(num_tokens)
+    context.states = DynamicCache(config=model.config)  # layers with full attention leave it empty
     positions = torch.arange(num_tokens, device=input_ids.device)
     size = num_tokens if rotates_by_length(model) else BLOCK_SIZE
     for start in range(0, num_tokens, size):
@@ -117,7 +120,8 @@ def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: Pa
     """
     regions = plan_regions(packed, len(packed.input_ids), None, _device(model))
     window_regions = _window_regions(model, packed, len(packed.input_ids))
-    questions = QuestionPass(context, regions, packed.sizes.questions, window_regions)
+    rows = _rows(model, packed, len(packed.input_ids))
+    questions = QuestionPass(context, regions, packed.sizes.questions, window_regions, rows)
     with uncompiled():
         return _run(model, packed.input_ids, packed.positions, questions)
 
@@ -145,26 +149,28 @@ def run_answer_pass(
         student.sees_middle,
         student.gates,
         _window_regions(model, packed, num_answers),
+        _rows(model, packed, num_answers),
     )
     with uncompiled():
         return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
 
 
 def check_layers(facts: ModelFacts, name: str) -> None:
-    """Check that a model's layers let several questions see one context.
+    """Check that several questions can go on from what a model's layers hold of a context.
 
     Args:
         facts: The model's.
         name: What the user called it.
 
     Raises:
-        LeanKError: If some hold a state instead of keys and values.
+        LeanKError: If some hold a state, and transformers is too old to go on from it.
     """
-    if facts.is_mixed and facts.architecture.other_tensors:
+    if facts.has_states and not hasattr(Cache, "get_recurrent_state"):
         raise LeanKError(
-            f"model `{name}` has layers with linear attention, whose state of a context several questions "
-            "cannot share: it cannot be trained on",
-            hint="take a method that trains nothing: `--method static-norm --set held_out_samples=0`",
+            f"model `{name}` has layers with linear attention, and transformers {transformers_version} is "
+            "too old to train on them",
+            hint="`pip install 'transformers>=5.23'`, or take a method that trains nothing: `--method "
+            "static-norm --set held_out_samples=0`",
         )
 
 
@@ -181,6 +187,11 @@ def _window_regions(model: PreTrainedModel, packed: PackedSample, num_queries: i
     return None if window is None else plan_window_regions(packed, num_queries, window, _device(model))
 
 
+def _rows(model: PreTrainedModel, packed: PackedSample, num_queries: int) -> Rows | None:
+    """Questions and answers in layers with linear attention, None in a model without any."""
+    return plan_rows(packed, num_queries) if linear_layers(model) else None
+
+
 def _device(model: PreTrainedModel) -> torch.device:
     """Where the model takes its tokens: where its layers are spread, that of the first."""
     return next(model.parameters()).device
@@ -194,8 +205,9 @@ def _run(
 ) -> Tensor:
     """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
     ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))
-    output = model.base_model(
-        input_ids=ids, position_ids=position_ids, use_cache=False, leank_pass=leank_pass
-    )
+    with carry_states(model, leank_pass):
+        output = model.base_model(
+            input_ids=ids, position_ids=position_ids, use_cache=False, leank_pass=leank_pass
+        )
     hidden_states: Tensor = output.last_hidden_state[0]
     return hidden_states

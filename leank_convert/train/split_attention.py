@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.train.fused import attend, query_gradient
@@ -27,19 +28,23 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass
 class StoredContext:
-    """Keys and values after RoPE of a context, and of the questions asked on it.
+    """Keys and values after RoPE of a context, and of the questions asked on it; states of linear attention.
 
     Attributes:
         num_tokens: P, tokens of the context.
         offload: Whether they wait in host memory, pinned where there is a GPU.
         num_seen: Tokens of earlier blocks, while the context is filled block by block.
         questions: Per layer, keys and values of the questions' own tokens [1, H_kv, T, D], answers excluded.
+        states: What layers with linear attention hold at the context's end, None before it is run.
+        inputs: Per such layer, what the questions' own tokens put in [1, T, hidden_size].
     """
 
     num_tokens: int
     offload: bool = False
     num_seen: int = 0
     questions: dict[int, Pair] = field(default_factory=dict)
+    states: Cache | None = None
+    inputs: dict[int, Tensor] = field(default_factory=dict)
     _pairs: dict[int, Pair] = field(default_factory=dict)
     # Block by block: only whole tensors are copied between host and device without a detour.
     _offloaded: dict[int, list[Pair]] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from leank_convert.train.passes import (
 )
 from leank_convert.windows import Windows
 from runtime import modeling_leank
-from tests.tiny_families import FAMILIES, OPTIONS
+from tests.tiny_families import FAMILIES, OPTIONS, TRAINS_LINEAR
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
 # Tokens of each question on a context, and of its answer.
@@ -81,7 +81,6 @@ CASES = [
     *(
         pytest.param(family.values[0].model_type, "ragged", "middle", QUESTIONS[1], marks=family.marks)
         for family in FAMILIES
-        if not family.values[0].other_tensors  # no several questions on one state
     ),
     ("llama", "a layer without channels", "middle", QUESTIONS[1]),
 ]
@@ -89,6 +88,8 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "kind", "place", "sizes"), CASES, ids=str)
 def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, sizes, tmp_path):
+    if ARCHITECTURES[family].other_tensors and not TRAINS_LINEAR:
+        pytest.skip("this release of transformers is too old to train on linear attention")
     num_context, sink_size, recent_size = PLACES[place]
     save_model(family, tmp_path / "model")
     mask = draw_mask(kind)
@@ -128,8 +129,8 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
                 output = deployed(token[None, None], past_key_values=output.past_key_values, use_cache=True)
                 decoded.append(output.last_hidden_state[0])
     row = ARCHITECTURES[family]
-    # Routers and norms over all heads compute in float32, whatever the model's dtype.
-    close = 1e-5 if row.experts or row.qk_norm == "heads" else 1e-8
+    # Routers, norms over all heads and linear attention compute in float32, whatever the model's dtype.
+    close = 1e-4 if row.other_tensors else 1e-5 if row.experts or row.qk_norm == "heads" else 1e-8
     torch.testing.assert_close(student, torch.cat(decoded), rtol=close, atol=close)
     longest = num_context + max(asked + answered for asked, answered in sizes)
     prunes = longest > sink_size + recent_size + 1

@@ -1,0 +1,72 @@
+"""A model of which half of the layers have linear attention, by all that training is made of."""
+
+import pytest
+import torch
+from transformers import Cache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from leank_convert.errors import LeanKError
+from leank_convert.methods.make import train_mask
+from leank_convert.train.forecast import count_bytes
+from leank_convert.train.graphs import Gradients, is_bound_by_host
+from leank_convert.train.model import find_model, load_model
+from tests.tiny_families import TRAINS_LINEAR
+
+
+@pytest.fixture
+def linear_folder(tmp_path, testbed_tokenizer):
+    """Random weights that speak the testbed's language."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=len(testbed_tokenizer),
+        max_position_embeddings=1024,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.3,
+    )
+    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path / "linear")
+    testbed_tokenizer.save_pretrained(tmp_path / "linear")
+    return tmp_path / "linear"
+
+
+@pytest.mark.skipif(not TRAINS_LINEAR, reason="this release of transformers is too old")
+def test_a_run_learns_validates_and_answers_held_out_samples(linear_folder, short_recipe, tmp_path, read_log):
+    base = short_recipe()
+    recipe = short_recipe(
+        data={**base.data.model_dump(), "questions_per_context": 2},
+        stage2={**base.stage2.model_dump(), "validation_contexts": 2},
+    )
+    mask = train_mask(linear_folder, tmp_path / "out", recipe=recipe, device="cpu", progress=False)
+    assert mask.channel_mask.shape == (2, 2, 16) and mask.provenance.layers == [1, 3]
+    assert mask.scaling_factors.std() > 0.01
+    steps = read_log(tmp_path / "out")
+    assert len(steps) == 7 + 6 and steps[-1]["distillation"] > 0
+    assert mask.provenance.held_out.distillation > 0
+
+
+def test_padding_would_go_into_a_state_so_nothing_is_captured(linear_folder, short_recipe, monkeypatch):
+    recipe = short_recipe()
+    loaded = load_model(find_model(linear_folder, recipe), recipe, torch.device("cpu"))
+    monkeypatch.setattr(type(loaded.model), "device", torch.device("cuda"))
+    assert not is_bound_by_host(loaded.model, recipe.data.max_length)
+    assert not Gradients(loaded.model, loaded.facts, recipe.data.max_length).captures
+
+
+def test_the_context_of_a_forecast_is_that_of_layers_with_full_attention(linear_folder, short_recipe):
+    recipe = short_recipe()
+    found = count_bytes(find_model(linear_folder, recipe), recipe, torch.device("cpu"))
+    assert found["context"] == 2 * 2 * 2 * 16 * 280 * 4
+
+
+def test_an_older_transformers_is_refused(linear_folder, short_recipe, tmp_path, monkeypatch):
+    monkeypatch.delattr(Cache, "get_recurrent_state", raising=False)
+    with pytest.raises(LeanKError, match=r"layers with linear attention, and transformers 5\.\S+ is too old"):
+        train_mask(linear_folder, tmp_path / "out", recipe=short_recipe(), device="cpu", progress=False)
