@@ -170,7 +170,7 @@ def run_whole(model, sample, windows, factors, sees=None, gates=None):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("questions", [ONE, SEVERAL])
+@pytest.mark.parametrize("questions", [ONE, SEVERAL, [(0, 1)]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions):
     model = build(family, torch.float64)
