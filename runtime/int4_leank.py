@@ -116,4 +116,4 @@ def widen(codes: torch.Tensor, extremes: torch.Tensor, groups: Groups) -> torch.
     of_runs = of_runs.view(len(codes), num_rows, num_runs, *extremes.shape[2:]).movedim(2, -2)
     least, step = of_runs.float().unsqueeze(-2).unbind(-1)
     most = torch.finfo(extremes.dtype).max  # a rounded step may lead beyond it
-    return (numbers * step + least).clamp(-most, most).flatten(-2).to(extremes.dtype)
+    return (numbers * step + least).flatten(-2).to(extremes.dtype).clamp(-most, most)

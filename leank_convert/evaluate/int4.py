@@ -146,4 +146,4 @@ def quantise(states: Tensor, chunks: Tensor) -> Tensor:
     # Of equal numbers the step is 0, and any code does.
     codes = ((states.float() - least) / step).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
     most = torch.finfo(states.dtype).max
-    return (codes * step + least).clamp(-most, most).to(states.dtype)
+    return (codes * step + least).to(states.dtype).clamp(-most, most)

@@ -106,6 +106,16 @@ def test_numbers_are_rounded_as_evaluate_rounds_them(dtype, head_dim, chunk_size
     assert torch.equal(expected[0, :, :9], states.transpose(1, 2)[0, :, :9])
 
 
+def test_what_is_in_double_is_rounded_as_in_single():
+    states = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(0))
+    groups = group_heads(4, 64, torch.device("cpu"))
+    single, double = (
+        widen(*quantise(states.to(of), groups), groups) for of in (torch.float32, torch.float64)
+    )
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), single)
+
+
 def test_what_is_stored_of_a_prompt_and_of_later_tokens_is_bit_for_bit_the_same(model):
     caches = twins(model)
     both = Both(model, caches, 1)
