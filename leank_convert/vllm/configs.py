@@ -24,12 +24,11 @@ FAMILIES = (
     "granite",
     "ministral3",
     "ernie4_5",
+    "smollm3",
+    "seed_oss",
+    "olmo2",
 )
-_TRANSFORMERS_OWN = "vLLM has no model of it, and runs that of transformers, whose attention is another"
 _REASONS = {
-    "smollm3": _TRANSFORMERS_OWN,
-    "seed_oss": _TRANSFORMERS_OWN,
-    "olmo2": _TRANSFORMERS_OWN,
     "minimax_m2": "vLLM's build for CPUs cannot route its experts, so it was never run with a LeanK cache",
     "hy_v3": "vLLM's model of it may write keys by a fused kernel of its own, past a LeanK cache",
 }

@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import AutoModel
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_pp_group,
@@ -18,6 +20,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import get_dtype_size, set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -29,7 +32,7 @@ from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
-from leank_convert.vllm import BACKEND, FP8_NAMES
+from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
@@ -39,7 +42,15 @@ from leank_convert.vllm.rule import WindowSizes
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "scaling_factors")
 # What has heads, and whose: those of queries, or those of K and V.
-_HEADS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "q", "qkv_proj": "qkv"}
+_HEADS = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "q",
+    "qkv_proj": "qkv",
+    "q_norm": "q",
+    "k_norm": "k",
+}
 
 
 class LeanKWindow(nn.Module, AttentionLayerBase):
@@ -275,14 +286,14 @@ class _LeanKForCausalLM:
     def _with_ordered_heads(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put heads of a weight in the order of ranks, where it has some."""
         part = next((part for part in name.split(".") if part in _HEADS), "")
-        if not part:
+        head_dim = self._settings.head_dim
+        if not part or ("norm" in part and len(tensor) == head_dim):  # a norm that heads share
             return tensor
         dim = 1 if part == "o_proj" else 0
         if tensor.ndim <= dim:  # the output's bias, which has no heads
             if not self._has_output_bias:
                 raise ValueError(f"`{name}`: vLLM's model has no such bias and would leave it out")
             return tensor
-        head_dim = self._settings.head_dim
         order = self._head_orders[extract_layer_index(name)].to(tensor.device)
         counts = [self._num_heads if states == "q" else len(order) for states in _HEADS[part]]
         expected = sum(counts) * head_dim
@@ -317,7 +328,18 @@ def __getattr__(name: str) -> Any:
     if stock is None or not name.startswith("LeanK"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     bases = (_LeanKForCausalLM, stock.load_model_cls())
+    if issubclass(bases[1], TransformersForCausalLM):
+        _register_transformers_model(name)
     return globals().setdefault(name, type(name, bases, {"__module__": __name__}))
+
+
+def _register_transformers_model(name: str) -> None:
+    """Have transformers build its own model of a family, where vLLM runs that, by the config of ours."""
+    (family,) = (row for row in ARCHITECTURES.values() if f"LeanK{row.causal_lm_class}" == name)
+    config_class = getattr(configs, f"LeanK{family.config_class}")
+    stock = getattr(transformers, family.base_class)
+    fields = {"__module__": __name__, "config_class": config_class}
+    AutoModel.register(config_class, type(stock.__name__, (stock,), fields), exist_ok=True)
 
 
 def coming_block_size(cache_config: Any) -> int:

@@ -72,7 +72,7 @@ def random_checkpoint(
             "num_key_value_heads": 4,
             "head_dim": 32,
             "vocab_size": 256,
-            "tie_word_embeddings": model_type == "qwen2",
+            "tie_word_embeddings": model_type in ("qwen2", "smollm3"),
             "pad_token_id": 0,
         }
         own = {**OPTIONS.get(model_type, {}), "max_position_embeddings": 1024}
@@ -85,8 +85,7 @@ def random_checkpoint(
             getattr(transformers, family.config_class)(**sizes, **own)
         )
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                torch.nn.init.normal_(parameter, std=0.15)
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
         model.save_pretrained(source)
         mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
         options: dict[str, Any] = {**SIZES, "kv_dtype": kv_dtype}

@@ -37,9 +37,11 @@ def test_a_batch_and_the_prefix_cache(checkpoint):
     assert said["preemptions"] == [0, 0]
 
 
-def test_prompts_in_chunks_then_from_the_prefix_cache(checkpoint):
-    said = run_engine(checkpoint, rounds=TWICE, max_num_batched_tokens=128, block_size=16)
-    assert said["answers"] == [answers_of(checkpoint)] * 2
+@pytest.mark.parametrize("family", ["llama", "smollm3"])  # a model of vLLM's own, and one of transformers
+def test_prompts_in_chunks_then_from_the_prefix_cache(random_checkpoint, family):
+    folder = random_checkpoint(family)
+    said = run_engine(folder, rounds=TWICE, max_num_batched_tokens=128, block_size=16)
+    assert said["answers"] == [answers_of(folder)] * 2
     assert min(said["cached"][1][1:3]) > 0
 
 
@@ -86,8 +88,9 @@ def test_other_families(random_checkpoint, family_answers, family):
     assert family_answers[family] == answers_of(random_checkpoint(family), **FEW)
 
 
-def test_two_ranks_of_a_model_with_biases(random_checkpoint):
-    folder = random_checkpoint("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "olmo2"])  # biases of heads, and norms over all heads
+def test_two_ranks_of_what_else_has_heads(random_checkpoint, family):
+    folder = random_checkpoint(family)
     assert run_engine(folder, tensor_parallel_size=2, processes=True)["answers"] == [answers_of(folder)]
 
 

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
-from leank_convert.vllm import models
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from leank_convert.vllm import configs, models
 from leank_convert.vllm.models import _LeanKForCausalLM
 
 HEADS = (((0, 3), (1, 2)), ((1, 2), (0, 3)))  # of two ranks in two layers
@@ -68,6 +71,7 @@ def test_a_scale_that_is_wrong_is_named(damage, said, monkeypatch):
         ("q_proj.weight", "q"),
         ("k_proj.bias", "k"),
         ("qkv_proj.weight", "qkv"),
+        ("q_norm.weight", "q"),
     ],
 )
 def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
@@ -87,7 +91,7 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
 
 def test_what_has_no_heads_stays_as_it_is():
     model = object.__new__(_LeanKForCausalLM)
-    model._has_output_bias = True
+    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), True
     for name in ("self_attn.q_norm.weight", "self_attn.o_proj.bias", "mlp.up_proj.weight"):
         shared = torch.randn(16)
         assert model._with_ordered_heads(f"model.layers.0.{name}", shared) is shared
@@ -96,6 +100,15 @@ def test_what_has_no_heads_stays_as_it_is():
 def test_a_bias_that_the_model_of_vllm_lacks_is_refused():
     """It drops it without a word."""
     model = object.__new__(_LeanKForCausalLM)
-    model._has_output_bias = False
+    model._settings, model._has_output_bias = SimpleNamespace(head_dim=16), False
     with pytest.raises(ValueError, match=r"`model\.layers\.0\.self_attn\.o_proj\.bias`: vLLM's model has no"):
         model._with_ordered_heads("model.layers.0.self_attn.o_proj.bias", torch.ones(16))
+
+
+def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():
+    assert models.LeanKSmolLM3ForCausalLM.__mro__[2] is TransformersForCausalLM
+    code = {"AutoModel": "modeling_leank.LeanKSmolLM3Model"}
+    config = configs.LeanKSmolLM3Config(num_hidden_layers=1, auto_map=code)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, trust_remote_code=True)
+    assert isinstance(model, SmolLM3Model)

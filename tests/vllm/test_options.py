@@ -137,9 +137,9 @@ def test_a_tested_release_of_vllm_passes(found, monkeypatch):
 
 
 def test_a_family_whose_model_was_not_tried_is_refused_not_run_densely():
-    (other,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKSeedOssConfig")
+    (other,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKMiniMaxM2Config")
     assert other().leank is None  # as transformers builds it to save a difference
-    with pytest.raises(ValueError, match=r"'leank_seed_oss': vLLM has no model of it.*llama, mistral, qwen2"):
+    with pytest.raises(ValueError, match=r"'leank_minimax_m2': vLLM's build for CPUs.*llama, mistral, qwen2"):
         other(leank={})
 
 
