@@ -334,10 +334,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _register_transformers_model(name: str) -> None:
-    """Have transformers build its own model of a family, where vLLM runs that, by the config of ours."""
+    """Have transformers build its own model from our config of a family: vLLM runs that of some."""
     (family,) = (row for row in ARCHITECTURES.values() if f"LeanK{row.causal_lm_class}" == name)
     config_class = getattr(configs, f"LeanK{family.config_class}")
     stock = getattr(transformers, family.base_class)
+    # A class of this module: transformers prefers it to code that the checkpoint names.
     fields = {"__module__": __name__, "config_class": config_class}
     AutoModel.register(config_class, type(stock.__name__, (stock,), fields), exist_ok=True)
 
