@@ -85,7 +85,10 @@ def random_checkpoint(
             getattr(transformers, family.config_class)(**sizes, **own)
         )
         for name, parameter in model.named_parameters():
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.15)
+            elif "q_norm" in name or "k_norm" in name:  # those over all heads move with them
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.15)
         model.save_pretrained(source)
         mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
         options: dict[str, Any] = {**SIZES, "kv_dtype": kv_dtype}
