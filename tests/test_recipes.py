@@ -33,6 +33,7 @@ SHAPES = {
     "smollm3-3b": (64, 128),
     "glm-4.5-air": (128, 128),
     "gpt-oss-20b": (128, 64),
+    "qwen3-next-80b-a3b-instruct": (256, 256),
 }
 
 
