@@ -13,6 +13,7 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from tests.tiny_families import OPTIONS
 
 
 @pytest.fixture
@@ -260,7 +261,7 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [
-        ("olmo2", {}, "`olmo2` model"),
+        ("minimax_m2", OPTIONS["minimax_m2"], "`minimax_m2` model"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
