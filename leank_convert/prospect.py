@@ -13,6 +13,7 @@ from typing import Any
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
+from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
 from leank_convert.hub import TESTBED, fetch_config, is_hub_id, known_name, resolve_model
@@ -53,6 +54,8 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         LeanKError: If it cannot be converted.
     """
     config = read_json(config_file)
+    text = _read_text_part(config)
+    config = text or config
     facts = read_model_facts(config, origin=str(config_file))
     is_local = str(path) != TESTBED and Path(path).exists()
     known = known_name(config_file.parent if is_local else path)
@@ -74,6 +77,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         "kind": "model",
         "path": str(path),
         "model_type": facts.model_type,
+        "part_of_larger": text is not None,
         "num_hidden_layers": facts.num_hidden_layers,
         "layers": describe_layers(facts, cache, windows, element_bytes) if facts.is_mixed else None,
         "num_key_value_heads": facts.num_key_value_heads,
@@ -101,6 +105,15 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     }
 
 
+def _read_text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of a larger model's text model, None where there is no larger one."""
+    text = config.get("text_config")
+    if config.get("model_type") in ARCHITECTURES or not isinstance(text, Mapping):
+        return None
+    # The whole says the dtype of its parts.
+    return {"dtype": config.get("dtype") or config.get("torch_dtype"), **text}
+
+
 def render_model(facts: Mapping[str, Any]) -> str:
     """Render what `inspect_model` found as text for a person."""
     cache, windows = facts["bytes_per_token"], facts["windows"]
@@ -108,6 +121,7 @@ def render_model(facts: Mapping[str, Any]) -> str:
     ratio = f"{facts['pruning_ratio']:g}"
     rows = [
         ("model", f"{facts['path']} ({facts['model_type']}), not converted"),
+        *([("", "a part of a larger model: examples/text_model.py saves it")] * facts["part_of_larger"]),
         (
             "shape",
             f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "

@@ -304,6 +304,12 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
         "pruned": 1024 * whole + 666 * (8192 - whole) + window,
     }
     assert "prunes 2 of 4 layers, those with full attention; K+V bytes per token" in render_inspection(facts)
+    dtype = {"dtype": keys.pop("dtype")}  # of a model that also reads images, the whole's
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "sees", "text_config": keys, **dtype}))
+    assert inspect_artifact(tmp_path) == {**facts, "part_of_larger": True}
+    assert "examples/text_model.py saves it" in render_inspection(inspect_artifact(tmp_path))
+    with pytest.raises(LeanKError, match=r"part of a larger one.*save it as one by examples/text_model\.py"):
+        read_model_facts(read_json(tmp_path / "config.json"), origin="config.json")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +320,7 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
             {"model_type": "gemma2", "sliding_window": 4096, "attn_logit_softcapping": 50.0},
             "bends every logit",
         ),
-        ({"model_type": "gemma3", "text_config": {}}, "part of a larger one"),
+        ({"model_type": "llava", "text_config": {"model_type": "gpt2"}}, "unknown architecture"),
         (
             {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"]},
             "1 of its 2 layers",
