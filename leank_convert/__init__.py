@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from leank_convert.evaluate import evaluate_checkpoint
     from leank_convert.export import export_checkpoint
     from leank_convert.mask import load_mask
-    from leank_convert.methods.kv_scales import measure_kv_scales
     from leank_convert.methods.make import train_mask, train_masks
+    from leank_convert.methods.measured_cache import measure_cache
     from leank_convert.onnx import export_onnx
     from leank_convert.recipe import Recipe
     from leank_convert.recipe_file import load_recipe
@@ -32,7 +32,7 @@ __all__ = [
     "export_onnx",
     "load_mask",
     "load_recipe",
-    "measure_kv_scales",
+    "measure_cache",
     "rewrite_checkpoint",
     "train_mask",
     "train_masks",
@@ -46,7 +46,7 @@ _HOMES = {
     "export_onnx": "onnx",
     "load_mask": "mask",
     "load_recipe": "recipe_file",
-    "measure_kv_scales": "methods.kv_scales",
+    "measure_cache": "methods.measured_cache",
     "rewrite_checkpoint": "rewrite",
     "train_mask": "methods.make",
     "train_masks": "methods.make",

@@ -9,7 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from leank_convert.errors import LeanKError, cut
-from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture, Bias, QkNorm
+from leank_convert.families import (
+    ARCHITECTURES,
+    LEANK_PREFIX,
+    Architecture,
+    Bias,
+    Experts,
+    QkNorm,
+    find_size_keys,
+)
 from leank_convert.fields import Fields
 from leank_convert.rope import check_rope_parameters, read_rope_parameters
 
@@ -81,6 +89,8 @@ class ModelFacts:
         o_bias: Whether the output projection has one.
         mlp_bias: Whether the projections of the MLP have one.
         tie_word_embeddings: Whether the head shares the embedding's weight.
+        other_sizes: Sizes of layers that have no attention's tensors, by their keys of config.json.
+        expert_layers: Numbers of layers with a mixture of experts.
         num_experts: Experts of a layer with a mixture of them, 0 in a family without.
         expert_size: Width of one.
         shared_size: Width of those that every token takes.
@@ -103,6 +113,8 @@ class ModelFacts:
     o_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
+    other_sizes: Mapping[str, int]
+    expert_layers: frozenset[int]
     num_experts: int
     expert_size: int
     shared_size: int
@@ -243,9 +255,17 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
             fields.text(key, _DTYPES)
     dtype = values.get("dtype") or values.get("torch_dtype")
     num_experts = expert_size = shared_size = 0
+    expert_layers: frozenset[int] = frozenset()
     if experts is not None:
         named = [key for key in experts.count_keys if key in values] or experts.count_keys
         num_experts = fields.whole_number(named[0], 1, MAX_EXPERTS)
+        expert_layers = _find_expert_layers(fields, layers, experts)
+        taken = fields.whole_number("num_experts_per_tok", 1, MAX_EXPERTS) if expert_layers else 0
+        if taken > num_experts:
+            raise LeanKError(
+                f"`{origin}`: `num_experts_per_tok` {taken} is more than the {num_experts} experts of a "
+                f"layer (`{named[0]}`)"
+            )
         expert_size = fields.whole_number(experts.size_key, 1, MAX_SIZES["intermediate_size"])
         for key in ("n_shared_experts", "num_shared_experts"):
             if key in values:
@@ -269,6 +289,8 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         o_bias=_holds(architecture.o_bias, fields),
         mlp_bias=_holds(architecture.mlp_bias, fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        other_sizes=_read_other_sizes(fields, architecture) if len(full_layers) < layers else {},
+        expert_layers=expert_layers,
         num_experts=num_experts,
         expert_size=expert_size,
         shared_size=shared_size,
@@ -343,6 +365,44 @@ def _sliding_hint(values: Mapping[str, object]) -> str:
             "`--set 'model.config_overrides={sliding_window: null}'`"
         )
     return "a window already bounds those layers' cache; convert a model without one"
+
+
+def _read_other_sizes(fields: Fields, architecture: Architecture) -> dict[str, int]:
+    """Sizes of layers that have other tensors than attention's."""
+    keys = {
+        key for shape in architecture.other_tensors.values() for size in shape for key in find_size_keys(size)
+    }
+    sizes = {key: fields.whole_number(key, 1, MAX_SIZES["hidden_size"]) for key in sorted(keys)}
+    values, heads = (sizes.get(f"linear_num_{kind}_heads", 1) for kind in ("value", "key"))
+    if values % heads:
+        raise LeanKError(
+            f"`{fields.origin}`: `linear_num_value_heads` {values} is not a multiple of "
+            f"`linear_num_key_heads` {heads}"
+        )
+    return sizes
+
+
+def _find_expert_layers(fields: Fields, layers: int, experts: Experts) -> frozenset[int]:
+    """The layers with a mixture of experts, as the family's class in transformers chooses them."""
+    plain: set[int] = set()
+    for key in experts.plain_keys:
+        given = fields.values.get(key)
+        if key == "decoder_sparse_step":
+            step = fields.whole_number(key, 1, MAX_LAYERS)
+            plain.update(layer for layer in range(layers) if (layer + 1) % step)
+        elif key == "first_k_dense_replace":
+            plain.update(range(fields.whole_number(key, 0, MAX_LAYERS)))
+        elif key == "mlp_only_layers":
+            numbers = [] if given is None else given
+            if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+                raise fields.refused(key, "not a list of numbers of layers")
+            plain.update(numbers)
+        else:
+            kinds = ["dense"] + ["sparse"] * (layers - 1) if given is None else given
+            if not isinstance(kinds, list) or len(kinds) < layers or {*map(str, kinds)} - {"dense", "sparse"}:
+                raise fields.refused(key, f"not a list of `dense` or `sparse` for each of {layers} layers")
+            plain.update(layer for layer in range(layers) if kinds[layer] == "dense")
+    return frozenset(range(layers)) - plain
 
 
 def _find_full_layers(fields: Fields, layers: int, architecture: Architecture) -> tuple[int, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from leank_convert.device import is_first_process
+from leank_convert.device import choose_device, is_first_process
+from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
 from leank_convert.export import MaskLike, check_exportable, choose, export_checkpoint, recover
 from leank_convert.folders import lock_training
-from leank_convert.hub import check_base_model
-from leank_convert.methods.kv_scales import measure_kv_scales
+from leank_convert.hub import check_base_model, model_name
+from leank_convert.mask import ChannelMask
 from leank_convert.methods.make import train_masks
+from leank_convert.methods.measured_cache import choose_cache_recipe, measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
@@ -70,17 +73,20 @@ def convert_model(
             return []
         if mask_only:
             return [result.mask for result in results]
-        # They are the model's, whatever the mask.
-        scales = measure_kv_scales(model, recipe, device=device) if kv_dtype == "fp8" else None
+        # Once, as it is the model's, whatever the mask.
+        measured = None
+        if kv_dtype is not None and any(_has_to_measure(mask, kv_dtype) for mask in masks.values()):
+            measured = measure_cache(model, recipe, device=device)
         return [
             export_checkpoint(
                 model,
-                mask,
+                centred := mask if measured is None else measured.centre(mask),
                 folder,
                 config_overrides=overrides,
                 base_model=base_model,
                 kv_dtype=kv_dtype,
-                kv_scales=scales,
+                kv_scales=measured.scales(centred) if measured and kv_dtype == "fp8" else None,
+                try_cache=_trial(model, recipe, kv_dtype, device),
                 overwrite=replaces,
             )
             for folder, mask in masks.items()
@@ -92,40 +98,83 @@ def export_model(
     mask: MaskLike,
     out: str | Path,
     *,
-    kv_dtype: str,
+    kv_dtype: str | None = None,
     device: str | torch.device | None = None,
+    force: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a checkpoint whose cache has a dtype of its own, with scales measured on the recipe's data.
+    """Write a checkpoint whose keys are centred, or whose cache has a dtype of its own.
+
+    What the mask lacks for it, the mean of keys, is measured on the recipe's data, and so are scales. A cache
+    of a dtype of its own is tried before the checkpoint is there.
 
     Args:
         model: A local folder, a hub id, or `testbed`.
         mask: As for `export_checkpoint`.
         out: The folder to write.
-        kv_dtype: `fp8` stores keys and values in eight bits.
-        device: Where scales are measured. Default: CUDA if there is any, else the CPU.
+        kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
+        device: Where it is measured and tried. Default: CUDA if there is any, else the CPU.
+        force: Write it whatever the trial says.
         options: As for `export_checkpoint`.
 
     Raises:
-        LeanKError: As `export_checkpoint` and `measure_kv_scales`.
+        LeanKError: As `export_checkpoint` and `measure_cache`; if a cache of this dtype loses answers.
     """
     kept = {name: options.pop(name) for name in ("base_model", "overwrite") if name in options}
     choice = choose(model, mask, Path(out), **options)
     overrides = choice.config_overrides
     check_exportable(
-        model, Path(out), config_overrides=overrides, overwrite=bool(kept.get("overwrite", False))
+        model,
+        Path(out),
+        config_overrides=overrides,
+        overwrite=bool(kept.get("overwrite", False)),
+        mask=choice.mask,
+        mask_origin=choice.mask_origin,
     )
     recipe = options.get("recipe")
     if isinstance(recipe, str | Path):
         recipe = load_recipe(recipe, options.get("overrides", ()))
+    recipe = choose_cache_recipe(model, recipe, out, device)
+    # Keys are measured as the checkpoint will turn them, whoever says so.
+    section = recipe.model.model_copy(update={"config_overrides": dict(overrides)})
+    recipe = recipe.model_copy(update={"model": section})
+    measured = measure_cache(model, recipe, device=device) if _has_to_measure(choice.mask, kv_dtype) else None
+    centred = choice.mask if measured is None else measured.centre(choice.mask)
     return export_checkpoint(
         model,
-        choice.mask,
+        centred,
         out,
         **vars(choice.windows),
         config_overrides=overrides,
         mask_origin=choice.mask_origin,
         kv_dtype=kv_dtype,
-        kv_scales=measure_kv_scales(model, recipe, out=out, device=device),
+        kv_scales=measured.scales(centred) if measured and kv_dtype == "fp8" else None,
+        try_cache=_trial(model, recipe, kv_dtype, device, force=force),
         **kept,
     )
+
+
+def _has_to_measure(mask: ChannelMask, kv_dtype: str | None) -> bool:
+    """Whether a mask lacks its mean of keys, or a cache its scales, which are the model's."""
+    return mask.key_mean is None or kv_dtype == "fp8"
+
+
+def _trial(
+    model: str | Path,
+    recipe: Recipe,
+    kv_dtype: str | None,
+    device: str | torch.device | None,
+    *,
+    force: bool = False,
+) -> Callable[[Path], RoundedAnswers] | None:
+    """What a checkpoint's cache goes through before it is there; None for one as it comes."""
+    if kv_dtype is None:
+        return None
+
+    def try_cache(folder: Path) -> RoundedAnswers:
+        found = answer_rounded(folder, recipe, kv_dtype, choose_device(device))
+        if not force:
+            found.check(model_name(model))
+        return found
+
+    return try_cache

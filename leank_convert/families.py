@@ -5,8 +5,10 @@ Nothing here imports torch or transformers: class names are strings.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -40,6 +42,7 @@ class Experts:
         router: The tensor by which such a layer is known; in a layer without it the MLP is a plain one.
         tensors: Those of expert `{expert}`, each with its shape in attributes of `ModelFacts`.
         beside: What such a layer has besides, likewise.
+        plain_keys: The keys that say which layers have a plain MLP instead; none where no layer has.
     """
 
     count_keys: tuple[str, ...]
@@ -53,6 +56,7 @@ class Experts:
         }
     )
     beside: Shapes = field(default_factory=dict)
+    plain_keys: tuple[str, ...] = ()
 
 
 def _block_sparse(**beside: tuple[str, ...]) -> Experts:
@@ -87,7 +91,8 @@ class Architecture:
         gated_query: Whether a head's rows of the query projection are followed by as many of a gate.
         sinks: Whether each query head has an attention sink, a logit of its own.
         other_layers: Kinds of layers that it may have beside those with full attention.
-        other_tensors: What a layer of such a kind has instead of attention's tensors; none where those.
+        other_tensors: What a layer of such a kind has instead of attention's tensors, each with its shape in
+            sums of products of keys of config.json and numbers; none where those.
         full_period: Where config.json does not list their kinds: of how many layers the last has full
             attention, and the key of config.json that may say another number; None if all have.
         rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
@@ -115,7 +120,7 @@ class Architecture:
     gated_query: bool = False
     sinks: bool = False
     other_layers: tuple[str, ...] = ()
-    other_tensors: tuple[str, ...] = ()
+    other_tensors: Shapes = field(default_factory=dict)
     full_period: tuple[int, str | None] | None = None
     rope_by_kind: bool = False
     is_text_part: bool = False
@@ -169,6 +174,7 @@ def _sizes(intermediate: int, vocab: int, positions: int, **others: object) -> d
     }
 
 
+_SPARSE_KEYS = ("mlp_only_layers", "decoder_sparse_step")
 _QWEN_EXPERTS = Experts(
     ("num_experts", "num_local_experts"),
     "moe_intermediate_size",
@@ -181,10 +187,48 @@ _QWEN_EXPERTS = Experts(
 )
 
 
-def _linear_attention(*projections: str) -> tuple[str, ...]:
-    """Tensors of a gated delta net with these projections of its input."""
-    weights = (*projections, "conv1d", "norm", "out_proj")
-    return tuple(f"linear_attn.{name}" for name in ("A_log", "dt_bias", *(f"{w}.weight" for w in weights)))
+_LINEAR_KEYS = "linear_num_key_heads*linear_key_head_dim"
+_LINEAR_VALUES = "linear_num_value_heads*linear_value_head_dim"
+_LINEAR_DEFAULTS: Mapping[str, object] = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _linear_attention(**projections: str) -> Shapes:
+    """Tensors of a gated delta net with these projections of its input, by their rows."""
+    convolved = f"2*{_LINEAR_KEYS}+{_LINEAR_VALUES}"
+    tensors: dict[str, tuple[str, ...]] = {
+        "A_log": ("linear_num_value_heads",),
+        "dt_bias": ("linear_num_value_heads",),
+        "norm.weight": ("linear_value_head_dim",),
+        "out_proj.weight": ("hidden_size", _LINEAR_VALUES),
+        "conv1d.weight": (convolved, "1", "linear_conv_kernel_dim"),
+        **{f"{name}.weight": (rows, "hidden_size") for name, rows in projections.items()},
+    }
+    return {f"linear_attn.{name}": shape for name, shape in tensors.items()}
+
+
+_QWEN3_5_LINEAR = _linear_attention(
+    in_proj_qkv=f"2*{_LINEAR_KEYS}+{_LINEAR_VALUES}",
+    in_proj_z=_LINEAR_VALUES,
+    in_proj_b="linear_num_value_heads",
+    in_proj_a="linear_num_value_heads",
+)
+
+
+def find_size_keys(size: str) -> list[str]:
+    """The keys of config.json in a size of `other_tensors`."""
+    return re.findall(r"[a-z_]+", size)
+
+
+def evaluate_size(size: str, values: Mapping[str, int]) -> int:
+    """A size of `other_tensors`, of the values of its keys."""
+    terms = (term.split("*") for term in size.split("+"))
+    return sum(math.prod(int(part) if part.isdigit() else values[part] for part in term) for term in terms)
 
 
 _ROWS = (
@@ -240,8 +284,12 @@ _ROWS = (
             num_key_value_heads=4,
             use_sliding_window=False,
             moe_intermediate_size=768,
+            num_experts_per_tok=8,
+            decoder_sparse_step=1,
         ),
-        experts=Experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+        experts=Experts(
+            ("num_experts", "num_local_experts"), "moe_intermediate_size", plain_keys=_SPARSE_KEYS
+        ),
     ),
     Architecture(
         "phi3",
@@ -270,7 +318,14 @@ _ROWS = (
         qk_norm_key="use_qk_norm",
         partial_rotary=True,
         config_defaults=_sizes(
-            10944, 151552, 131072, num_key_value_heads=8, moe_intermediate_size=1408, n_shared_experts=1
+            10944,
+            151552,
+            131072,
+            num_key_value_heads=8,
+            moe_intermediate_size=1408,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            first_k_dense_replace=1,
         ),
         rope_defaults={"partial_rotary_factor": 0.5},
         experts=Experts(
@@ -282,6 +337,7 @@ _ROWS = (
                 "mlp.shared_experts.up_proj.weight": ("shared_size", "hidden_size"),
                 "mlp.shared_experts.down_proj.weight": ("hidden_size", "shared_size"),
             },
+            plain_keys=("first_k_dense_replace",),
         ),
     ),
     Architecture(
@@ -304,7 +360,7 @@ _ROWS = (
     Architecture(
         "mixtral",
         "Mixtral",
-        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8),
+        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8, num_experts_per_tok=2),
         rope_defaults={"rope_theta": 1000000.0},
         layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
         experts=_block_sparse(),
@@ -350,7 +406,9 @@ _ROWS = (
         "MiniMaxM2",
         qk_norm="heads",
         partial_rotary=True,
-        config_defaults=_sizes(1536, 200064, 196608, num_key_value_heads=8, head_dim=128),
+        config_defaults=_sizes(
+            1536, 200064, 196608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8
+        ),
         rope_defaults={"rope_theta": 5000000.0},
         layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
         experts=_block_sparse(**{"block_sparse_moe.e_score_correction_bias": ("num_experts",)}),
@@ -382,6 +440,7 @@ _ROWS = (
             head_dim=128,
             moe_intermediate_size=1536,
             num_shared_experts=1,
+            num_experts_per_tok=8,
         ),
         rope_defaults={"rope_theta": 11158840.0},
         experts=Experts(
@@ -394,6 +453,7 @@ _ROWS = (
                 "mlp.shared_mlp.up_proj.weight": ("shared_size", "hidden_size"),
                 "mlp.shared_mlp.down_proj.weight": ("hidden_size", "shared_size"),
             },
+            plain_keys=("mlp_layer_types",),
         ),
     ),
     Architecture(
@@ -422,9 +482,9 @@ _ROWS = (
         partial_rotary=True,
         gated_query=True,
         other_layers=("linear_attention",),
-        other_tensors=_linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        other_tensors=_QWEN3_5_LINEAR,
         full_period=(4, "full_attention_interval"),
-        config_defaults=_sizes(12288, 248320, 32768, num_key_value_heads=4, head_dim=256),
+        config_defaults=_sizes(12288, 248320, 32768, num_key_value_heads=4, head_dim=256, **_LINEAR_DEFAULTS),
         rope_defaults={"partial_rotary_factor": 0.25},
     ),
     Architecture(
@@ -437,7 +497,7 @@ _ROWS = (
         partial_rotary=True,
         gated_query=True,
         other_layers=("linear_attention",),
-        other_tensors=_linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        other_tensors=_QWEN3_5_LINEAR,
         full_period=(4, "full_attention_interval"),
         config_defaults=_sizes(
             5632,
@@ -448,6 +508,8 @@ _ROWS = (
             moe_intermediate_size=512,
             shared_expert_intermediate_size=512,
             num_experts=256,
+            num_experts_per_tok=8,
+            **_LINEAR_DEFAULTS,
         ),
         rope_defaults={"partial_rotary_factor": 0.25},
         experts=_QWEN_EXPERTS,
@@ -461,7 +523,9 @@ _ROWS = (
         partial_rotary=True,
         gated_query=True,
         other_layers=("linear_attention",),
-        other_tensors=_linear_attention("in_proj_qkvz", "in_proj_ba"),
+        other_tensors=_linear_attention(
+            in_proj_qkvz=f"2*{_LINEAR_KEYS}+2*{_LINEAR_VALUES}", in_proj_ba="2*linear_num_value_heads"
+        ),
         full_period=(4, "full_attention_interval"),
         config_defaults=_sizes(
             5632,
@@ -472,9 +536,12 @@ _ROWS = (
             moe_intermediate_size=512,
             shared_expert_intermediate_size=512,
             num_experts=512,
+            num_experts_per_tok=10,
+            decoder_sparse_step=1,
+            **_LINEAR_DEFAULTS,
         ),
         rope_defaults={"partial_rotary_factor": 0.25},
-        experts=_QWEN_EXPERTS,
+        experts=replace(_QWEN_EXPERTS, plain_keys=_SPARSE_KEYS),
     ),
     Architecture(
         "gpt_oss",
@@ -485,7 +552,14 @@ _ROWS = (
         other_layers=_SLIDING,
         full_period=(2, None),
         config_defaults=_sizes(
-            2880, 201088, 131072, num_key_value_heads=8, head_dim=64, attention_bias=True, sliding_window=128
+            2880,
+            201088,
+            131072,
+            num_key_value_heads=8,
+            head_dim=64,
+            attention_bias=True,
+            sliding_window=128,
+            num_experts_per_tok=4,
         ),
         rope_defaults={"rope_theta": 150000.0},
         layer_tensors={**_NORMS, "mlp.router.weight": ("num_experts", "hidden_size")},

@@ -21,7 +21,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.head_layout import BYTES_PER_ELEMENT, INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import check_block, read_windows
+from leank_convert.leank_block import KEY_MEAN_KEY, check_block, read_windows
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.prospect import find_config, inspect_model, render_model
@@ -105,6 +105,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,
         "windows": windows,
+        "key_mean": mask.key_mean is not None,
         "provenance": _describe_provenance(mask),
     }
 
@@ -131,6 +132,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "pruning_ratio": leank["pruning_ratio"],
         "width_multiple": leank["width_multiple"],
         "windows": asdict(read_windows(leank)),
+        "key_mean": KEY_MEAN_KEY in leank,
         "head_permutation": leank["head_permutation"],
         "provenance": _describe_provenance(mask),
     }
@@ -303,6 +305,10 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
         ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
     ]
+    if facts.get("key_mean"):
+        tokens = (provenance or {}).get("key_mean_tokens")
+        measured = f" over {tokens:,} tokens" if tokens is not None else ""
+        rows.append(("keys", f"cached less their mean{measured}: a removed channel counts as its mean"))
     if "layers" in facts:
         rows.insert(3, ("layers", facts["layers"]))
     if "capacity" in facts:

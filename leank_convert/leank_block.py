@@ -34,6 +34,8 @@ LEANK_KEYS = (
 CACHE_KEYS = ("kv_dtype", "kv_scales")
 # The numbers of the layers that are pruned, L of them, where not all are.
 LAYERS_KEY = "layers"
+# True where the mask file holds a mean of keys, which comes off every key before it is stored.
+KEY_MEAN_KEY = "key_mean"
 # What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
 _NEW_KEYS = ("channel_masks", "config_overrides")
 _NOT_IN_METADATA = ("channel_masks", "files")
@@ -88,7 +90,7 @@ def _check_keys(leank: Mapping[str, Any]) -> None:
         expected = set(LEANK_KEYS) - set(_NEW_KEYS)
     else:
         expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
-        expected |= {LAYERS_KEY} & leank.keys()
+        expected |= {LAYERS_KEY, KEY_MEAN_KEY} & leank.keys()
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):
@@ -134,6 +136,8 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
         value = leank.get(key)
         if value is not None and type(value) not in kinds:
             raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
+    if leank.get(KEY_MEAN_KEY, True) is not True:
+        raise LeanKError(f"`leank.{KEY_MEAN_KEY}` is {cut(leank[KEY_MEAN_KEY])}, not true")
     if "kv_dtype" in leank and leank["kv_dtype"] not in KV_DTYPES:
         raise LeanKError(f"`leank.kv_dtype` is {cut(leank['kv_dtype'])}, not one of {', '.join(KV_DTYPES)}")
     scales = leank.get("kv_scales")

@@ -15,22 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from leank_convert.architectures import MAX_CHANNELS, MAX_HEAD_DIM, MAX_HEADS, ModelFacts
-from leank_convert.errors import LeanKError, cut, first_line, shorten
+from leank_convert.architectures import ModelFacts
+from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
 from leank_convert.fields import Fields
 from leank_convert.files import parse_json, write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, hide_local_paths, is_hub_id
-from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
+from leank_convert.mask_metadata import check_provenance, read_held_out
+from leank_convert.mask_tensor import (
+    check_file,
+    load_array,
+    load_key_mean,
+    load_pickle,
+    load_stored,
+    to_bool,
+)
 from leank_convert.masks import find_by_model, find_by_name
-from leank_convert.recipe_yaml import parse_yaml
-from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
-from leank_convert.windows import MAX_WINDOW, Windows
 
 MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
@@ -38,8 +42,6 @@ MASK_FILE_NAME = "channel_mask.safetensors"
 
 _PICKLE_SUFFIXES = (".pth", ".pt")
 _SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
-_SIZES = ("sink_size", "recent_size", "flush_size")
-_MAX_NAME = 1000
 
 
 def package_versions() -> dict[str, str]:
@@ -80,6 +82,7 @@ class MaskProvenance:
         source: Where it was published, under what copyright and licence.
         layers: Numbers of the layers that the mask is of, L of them; None if it is of all.
         evaluation: How it was evaluated beyond `held_out`, and by whom.
+        key_mean_tokens: How many tokens the mean of keys was measured on; None without one, or if not known.
     """
 
     model: str
@@ -103,6 +106,7 @@ class MaskProvenance:
     source: str | None = None
     evaluation: str | None = None
     layers: Sequence[int] | None = None
+    key_mean_tokens: int | None = None
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
@@ -140,14 +144,17 @@ class ChannelMask:
         channel_mask: Bool [L, H_kv, D], ORIGINAL head order, True where kept.
         scaling_factors: Float32 [L, H_kv, D], as training ended with them, or None.
         provenance: None for an imported mask.
+        key_mean: Float16 [L, H_kv, D]: what comes off every cached key before it is stored, the mean of keys
+            after RoPE, so that a channel that is removed counts as its mean; None for nothing.
     """
 
     channel_mask: Tensor
     scaling_factors: Tensor | None = None
     provenance: MaskProvenance | None = None
+    key_mean: Tensor | None = None
 
     def __post_init__(self) -> None:
-        mask, factors = self.channel_mask, self.scaling_factors
+        mask, factors, mean = self.channel_mask, self.scaling_factors, self.key_mean
         if mask.dtype != torch.bool or mask.ndim != 3 or mask.numel() == 0:
             raise LeanKError(
                 f"a channel mask is a bool tensor [layers, KV heads, head_dim], got {_describe(mask)}"
@@ -156,6 +163,13 @@ class ChannelMask:
             raise LeanKError(
                 f"scaling factors are a float32 tensor of the mask's shape {list(mask.shape)}, "
                 f"got {_describe(factors)}"
+            )
+        if mean is None:
+            return
+        if mean.dtype != torch.float16 or mean.shape != mask.shape or not mean.isfinite().all():
+            raise LeanKError(
+                f"a mean of keys is a tensor of finite float16 of the mask's shape {list(mask.shape)}, got "
+                f"{_describe(mean)}"
             )
 
     @property
@@ -167,6 +181,20 @@ class ChannelMask:
     def pruning_ratio(self) -> float:
         """Fraction of channels removed, over the whole model."""
         return 1 - int(self.channel_mask.sum()) / self.channel_mask.numel()
+
+    def stores_alike(self, other: ChannelMask) -> bool:
+        """Whether a cache stores the same by both: the same channels, of keys less the same mean."""
+        if not self.channel_mask.equal(other.channel_mask):
+            return False
+        if self.key_mean is None or other.key_mean is None:
+            return self.key_mean is other.key_mean
+        return self.key_mean.equal(other.key_mean)
+
+    def holds(self, other: ChannelMask) -> bool:
+        """Whether it stores as the other does, but for a mean of keys that the other lacks."""
+        return self.stores_alike(
+            other if other.key_mean is not None else replace(other, key_mean=self.key_mean)
+        )
 
     @property
     def rotated_channels(self) -> Tensor:
@@ -227,8 +255,9 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
         )
     if dict(known.rope_parameters) != facts.rope_parameters:
         own, asked = (shorten(_compact(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters))
+        holding = "" if mask.key_mean is None else ", under which alone its mean of keys holds"
         raise LeanKError(
-            f"mask `{mask_origin}` was made under rope parameters `{own}`; "
+            f"mask `{mask_origin}` was made under rope parameters `{own}`{holding}; "
             f"model `{model_origin}` has `{asked}`",
             hint="export with the recipe of its training (`--recipe FILE`), or train a mask for these; "
             f"`leank-convert inspect {mask_origin}` shows a trained mask's recipe",
@@ -241,9 +270,11 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
     The file appears whole or not at all; equal masks give equal bytes.
 
     Raises:
-        LeanKError: If the file cannot be written.
+        LeanKError: If the file cannot be written, or holds a mean of keys and does not say of which rope.
     """
     path = Path(path)
+    if mask.key_mean is not None and mask.provenance is None:
+        raise _without_rope(path)
     metadata = {"format": MASK_FORMAT, "format_version": str(MASK_FORMAT_VERSION)}
     metadata["pruning_ratio"] = json.dumps(mask.pruning_ratio)
     known = mask.provenance
@@ -252,12 +283,15 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
             known = replace(known, recipe=hide_local_paths(known.recipe))
         for entry in fields(known):
             value = getattr(known, entry.name)
-            if value is not None:
+            if value is not None and (entry.name != "key_mean_tokens" or mask.key_mean is not None):
                 metadata[entry.name] = value if isinstance(value, str) else _compact(value)
-    parts = [("channel_mask", "BOOL", mask.channel_mask)]
-    if mask.scaling_factors is not None:
-        # Floats first, so that they stay aligned.
-        parts.insert(0, ("scaling_factors", "F32", mask.scaling_factors))
+    # The widest first, so that all stay aligned.
+    named = (
+        ("scaling_factors", "F32", mask.scaling_factors),
+        ("key_mean", "F16", mask.key_mean),
+        ("channel_mask", "BOOL", mask.channel_mask),
+    )
+    parts = [(name, dtype, tensor) for name, dtype, tensor in named if tensor is not None]
     data = [tensor.detach().cpu().contiguous().numpy().tobytes() for _, _, tensor in parts]
     header = encode_header(
         (
@@ -344,7 +378,15 @@ def _load_safetensors(path: Path) -> ChannelMask:
     known = None
     if "model" in header.metadata:
         known = _read_provenance(header.metadata, mask.shape, path)
-    return ChannelMask(mask, factors, known)
+    mean = load_key_mean(header, mask.shape) if "key_mean" in header.tensors else None
+    if mean is not None and known is None:
+        raise _without_rope(path)
+    if mean is None and known is not None and known.key_mean_tokens is not None:
+        raise LeanKError(
+            f"mask `{path}` has no tensor `key_mean`, and its header metadata says by `key_mean_tokens` that "
+            "one was measured"
+        )
+    return ChannelMask(mask, factors, known, mean)
 
 
 def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Path) -> MaskProvenance:
@@ -362,77 +404,19 @@ def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Pa
                 f"mask `{path}`: header metadata `{entry.name}` is {cut(text)}, no JSON"
             ) from error
     try:
-        _check_provenance(Fields(values, "header metadata"), shape)
+        check_provenance(Fields(values, "header metadata"), shape)
     except LeanKError as error:
         raise LeanKError(f"mask `{path}`: {error}") from error
     if "held_out" in values:
-        values["held_out"] = _read_held_out(values["held_out"], path)
+        values["held_out"] = read_held_out(values["held_out"], path)
     return MaskProvenance(**values)
 
 
-def _check_layers(known: Fields, count: int) -> None:
-    """Check the numbers of a mask's layers, where it is not of all."""
-    layers, most = known.values["layers"], known.whole_number("num_hidden_layers", 1, MAX_CHANNELS)
-    if (
-        not isinstance(layers, list)
-        or not all(type(layer) is int and 0 <= layer < most for layer in layers)
-        or sorted(set(layers)) != layers
-        or len(layers) != count
-    ):
-        raise known.refused("layers", f"not the numbers of {count} of {most} layers, ascending")
-
-
-def _check_provenance(known: Fields, shape: Sequence[int]) -> None:
-    """Check the types and bounds of a provenance, and that its sizes are those of the mask [L, H_kv, D]."""
-    given = known.values.keys()
-    for key in ("model", "model_type", "method", *given & {"made_by", "source", "evaluation"}):
-        if len(known.text(key)) > _MAX_NAME:
-            raise known.refused(key, f"longer than {_MAX_NAME} characters")
-    if "layers" in given:
-        _check_layers(known, shape[0])
-        shape = (known.whole_number("num_hidden_layers", 1, MAX_CHANNELS), *shape[1:])
-    for key, size in zip(("num_hidden_layers", "num_key_value_heads", "head_dim"), shape, strict=True):
-        if known.whole_number(key, 1, MAX_CHANNELS) != size:
-            raise known.refused(key, f"not the mask's {size}")
-    if known.whole_number("num_attention_heads", 1, MAX_HEADS) % shape[1]:
-        raise known.refused("num_attention_heads", f"not a multiple of {shape[1]} KV heads")
-    sink_size, recent_size, flush_size = (known.whole_number(key, 0, MAX_WINDOW) for key in _SIZES)
-    Windows(sink_size, recent_size, flush_size)
-    rope = known.values["rope_parameters"]
-    if not isinstance(rope, Mapping):
-        raise known.refused("rope_parameters", "not an object")
-    check_rope_parameters(rope, head_dim=shape[2], origin="rope_parameters")
-    if "pruning_ratio_asked" in given:
-        known.number("pruning_ratio_asked", 0, 1)
-    if "width_multiple" in given:
-        known.whole_number("width_multiple", 1, MAX_HEAD_DIM)
-    if "seed" in given:
-        known.whole_number("seed", 0, 2**64)
-    if "recipe" in given:
-        try:
-            recipe = parse_yaml(known.text("recipe"))
-        except ValueError as error:
-            raise known.refused("recipe", f"no YAML: {first_line(error)}") from error
-        if not isinstance(recipe, dict):
-            raise known.refused("recipe", "no YAML of a recipe")
-    versions = known.values.get("versions", {})
-    if not isinstance(versions, Mapping) or not all(
-        isinstance(version, str) and len(name) + len(version) <= _MAX_NAME
-        for name, version in versions.items()
-    ):
-        raise known.refused("versions", "not an object of texts")
-
-
-def _read_held_out(value: Any, path: Path) -> HeldOut:
-    if not isinstance(value, dict):
-        raise LeanKError(f"mask `{path}`: header metadata `held_out` is {cut(value)}, not an object")
-    try:
-        return HeldOut(**value)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        key = ".".join(map(str, ("held_out", *wrong["loc"])))
-        problem = "is missing" if wrong["type"] == "missing" else f"is {cut(wrong['input'])}: {wrong['msg']}"
-        raise LeanKError(f"mask `{path}`: header metadata `{key}` {problem}") from error
+def _without_rope(path: Path) -> LeanKError:
+    return LeanKError(
+        f"mask `{path}` has a tensor `key_mean` and no provenance: a mean of keys holds under one rope "
+        "alone, which is not named",
+    )
 
 
 def _compact(value: object) -> str:

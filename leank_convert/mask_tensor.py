@@ -78,6 +78,28 @@ def load_stored(header: SafetensorsHeader, name: str) -> Tensor:
     return tensor
 
 
+def load_key_mean(header: SafetensorsHeader, shape: Sequence[int]) -> Tensor:
+    """Load the mean of keys float16 [L, H_kv, D] of a mask file.
+
+    Raises:
+        LeanKError: If it has another shape or dtype than it must have, is not finite, or cannot be read.
+    """
+    info = header.tensors["key_mean"]
+    if info.dtype != "F16" or list(info.shape) != list(shape):
+        raise LeanKError(
+            f"mask `{header.path}`: `key_mean` is {info.dtype} {cut(list(info.shape))}, not F16 {list(shape)}"
+        )
+    mean = load_stored(header, "key_mean")
+    wrong = (~mean.isfinite()).nonzero()
+    if len(wrong):
+        position = wrong[0].tolist()
+        raise LeanKError(
+            f"mask `{header.path}`: `key_mean` holds {mean[tuple(position)].item()} at {position}, no finite "
+            "number"
+        )
+    return mean
+
+
 def load_pickle(path: Path) -> Tensor:
     """Load the one plain tensor [L, H_kv, D] that `torch.save` wrote; nothing of the file is executed.
 

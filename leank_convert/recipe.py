@@ -214,6 +214,11 @@ class Recipe(_Section):
     rounding: Literal["nearest", "budget"] = Field(
         "nearest", description="`nearest` is the paper's; `budget` never ends below the asked pruning_ratio"
     )
+    key_mean: bool = Field(
+        True,
+        description="keys are cached less their mean over the first contexts: a removed channel counts as "
+        "its mean, not as 0",
+    )
     data: DataSection = Field(default_factory=DataSection)
     stage1: Stage1Section = Field(default_factory=Stage1Section)
     stage2: Stage2Section = Field(default_factory=Stage2Section)

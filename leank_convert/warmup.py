@@ -13,7 +13,7 @@ import torch
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.kv_scales import SCALE_NAMES
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, KEY_MEAN_KEY
 from leank_convert.trust import check_code
 
 _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,6 +108,8 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
             for name, scale in model.named_buffers():
                 if name.endswith(SCALE_NAMES):
                     scale.fill_(1)
+        if config.leank.get(KEY_MEAN_KEY):  # whichever it is
+            model.key_means = [torch.zeros(1, 1, 1)] * len(config.leank["widths"])
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise LeanKError(
             f"`{checkpoint}` is no checkpoint that this machine can load: {error}",

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .configuration_leank import check_kv_dtype, check_prune, check_size, read_settings
-from .fp8_leank import Scales
+from .constants_leank import Constants
 from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
 from .layer_leank import LeanKLayer
@@ -41,7 +41,11 @@ class LeanKCache(Cache):
         use_graphs: Whether decode steps on a CUDA device may be captured and replayed as one graph.
         kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four, `auto` as they come. Default:
             the config's.
-        scales: The model's scales for FP8, layer by layer; None: every row's prompt gives its own.
+        constants: The model's, layer by layer: the mean of its keys, its scales for FP8. What a rounded cache
+            lacks of them, every row's prompt gives.
+
+    Raises:
+        ValueError: If something is not known, or `constants` lack a mean of keys that the config speaks of.
 
     Attributes:
         rows: Lengths of the rows, shared by all layers.
@@ -58,7 +62,7 @@ class LeanKCache(Cache):
         prune: str | None = None,
         use_graphs: bool = True,
         kv_dtype: str | None = None,
-        scales: Sequence[Scales] | None = None,
+        constants: Sequence[Constants] | None = None,
     ) -> None:
         settings = read_settings(config)
         mode = settings.prune if prune is None else check_prune(prune, "`prune`")
@@ -66,13 +70,18 @@ class LeanKCache(Cache):
         self.graph = DecodeGraph(use_graphs)
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")
-        scales_of = [None] * len(settings.widths) if scales is None else scales
+        given = [Constants()] * len(settings.widths) if constants is None else constants
+        if settings.has_key_mean and any(own.key_mean is None for own in given):
+            raise ValueError(
+                "config.json: `leank.key_mean` says that keys have a mean, and the cache was given none; "
+                "build it by `model.build_cache()`"
+            )
         self._empty_others = build_other_layers(config, settings.layers)
         self._set_layers(
             [
-                LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows, kv_dtype, layer_scales)
-                for layer_idx, mask, widths, layer_scales in zip(
-                    settings.layers, settings.channel_masks, settings.widths, scales_of, strict=True
+                LeanKLayer(layer_idx, mask, widths, chunk_size, self.rows, kv_dtype, own)
+                for layer_idx, mask, widths, own in zip(
+                    settings.layers, settings.channel_masks, settings.widths, given, strict=True
                 )
             ],
             copy.deepcopy(self._empty_others),
@@ -291,7 +300,7 @@ class LeanKCache(Cache):
                 layer.model_mask,
                 layer.channel_mask,
                 *(layer.pending or ()),
-                *(layer.model_scales or ()),
+                *(constant for constant in layer.model_constants if constant is not None),
             )
         ]
         forked = copy.deepcopy(self, {id(tensor): tensor for tensor in shared})

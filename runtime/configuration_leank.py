@@ -33,6 +33,7 @@ class LeanKSettings:
         prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
         kv_dtype: What keys and values are stored in: `auto` as they come, `fp8` or `int4`.
         has_scales: Whether the checkpoint holds scales for FP8.
+        has_key_mean: Whether the file of its mask holds the mean of keys.
     """
 
     layers: tuple[int, ...]
@@ -44,6 +45,7 @@ class LeanKSettings:
     prune: str
     kv_dtype: str
     has_scales: bool
+    has_key_mean: bool
 
     @property
     def num_key_value_heads(self) -> int:
@@ -133,6 +135,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
         prune=check_prune(block["prune"], "config.json: `leank.prune`"),
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
+        has_key_mean=_read_flag(block.get("key_mean", False), "key_mean"),
     )
 
 
@@ -159,6 +162,12 @@ def check_size(name: str, value: object, origin: str = "`") -> None:
         raise ValueError(
             f"{origin}{name}` is {reprlib.repr(value)}, not an integer from {least} to {MAX_SIZE}"
         )
+
+
+def _read_flag(value: object, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: `leank.{key}` is {reprlib.repr(value)}, not true or false")
+    return value
 
 
 def _is_int(value: object) -> bool:

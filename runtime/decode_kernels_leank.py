@@ -21,6 +21,7 @@ from .kernel_key_leank import (
     plan_tiles,
 )
 from .layout_leank import StoreTensors
+from .sinks_leank import sinks_beside
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
@@ -94,7 +95,7 @@ class DecodeKernels:
         self.seconds = time.perf_counter() - started
 
     def _make_placeholders(self) -> None:
-        """Make what stands for flags that are all set, for pools without rows, for no scales or sinks."""
+        """Make what stands for flags that are all set, for pools without rows, for no constants or sinks."""
         key = self.key
         with torch.inference_mode(False):
             self._all_valid = torch.ones(1, 1, dtype=torch.uint8, device=key.device)
@@ -103,7 +104,8 @@ class DecodeKernels:
                 size: torch.zeros(1, 1, TILE, size, dtype=dtype, device=key.device)
                 for size in (key.chunk_size, key.head_dim)
             }
-            self._no_sinks = torch.zeros(1, device=key.device)
+            self._no_sinks = torch.zeros(1, 1, 1, device=key.device)
+            self._no_mean = torch.zeros(1, 1, key.head_dim, device=key.device)
             self._no_scale = torch.ones(1, 1, key.head_dim, device=key.device)
 
     @property
@@ -264,6 +266,7 @@ class DecodeKernels:
                 key_weight.detach(),
                 query,
                 *self._arguments(store),
+                self._no_mean if store.key_mean is None else store.key_mean,
                 seen,
                 self._flags(valid),
                 int(norms is not None),
@@ -360,6 +363,7 @@ class DecodeKernels:
                 keys.contiguous(),
                 values.contiguous(),
                 *self._arguments(store),
+                self._no_mean if store.key_mean is None else store.key_mean,
                 seen,
                 self._flags(valid),
             )
@@ -376,7 +380,9 @@ class DecodeKernels:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert (sinks is not None) == self.key.has_sinks
-        sinks = self._no_sinks if sinks is None else sinks.detach().float() * _LOG2_E
+        beside = self._no_sinks
+        if sinks is not None:
+            beside = sinks_beside(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
         num_columns, num_queries = query.shape[2], self.key.num_queries
         num_launches = -(-num_columns // (num_queries // self.key.num_groups))
         at_once = -(-num_columns // num_launches)
@@ -399,7 +405,7 @@ class DecodeKernels:
                     seen,
                     pruned,
                     plan,
-                    sinks,
+                    beside,
                     parts,
                     lse,
                     output,
@@ -423,9 +429,8 @@ class DecodeKernels:
             return pool.view(torch.uint8) if self.key.is_fp8 else pool
 
         taken = store.map_memory(as_taken)
-        if not self.key.is_fp8:
-            taken = taken._replace(key_scale=self._no_scale, value_scale=self._no_scale)
-        return taken[:_NUM_TENSORS]
+        scales = (store.key_scale, store.value_scale) if self.key.is_fp8 else (self._no_scale,) * 2
+        return *taken[:_NUM_MEMORY], *scales
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
         return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)
@@ -437,8 +442,9 @@ def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
 
 
 # torch's operators take tensors one by one: this is the one place where the store's are written out. Those of
-# int4, the last field, are no kernel's.
+# int4, the last field, are no kernel's; constants stand between them and what the memory is.
 _NUM_TENSORS = len(StoreTensors._fields) - 1
+_NUM_MEMORY = StoreTensors._fields.index("key_mean")
 
 
 @torch.library.custom_op(
@@ -446,8 +452,8 @@ _NUM_TENSORS = len(StoreTensors._fields) - 1
     mutates_args=("kept_keys", "stored_values", "window_keys", "window_values"),
     schema="(int kernels, Tensor keys, Tensor values, Tensor(a!) kept_keys, Tensor(b!) stored_values, "
     "Tensor(c!) window_keys, Tensor(d!) window_values, Tensor chunk_index, Tensor head_table, "
-    "Tensor page_table, Tensor window_table, Tensor? key_scale, Tensor? value_scale, Tensor seen, "
-    "Tensor? valid) -> ()",
+    "Tensor page_table, Tensor window_table, Tensor? key_mean, Tensor? key_scale, Tensor? value_scale, "
+    "Tensor seen, Tensor? valid) -> ()",
 )
 def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_rest: Any) -> None:
     store, rest = StoreTensors(*store_and_rest[:_NUM_TENSORS]), store_and_rest[_NUM_TENSORS:]
@@ -459,7 +465,7 @@ def _append(kernels: int, keys: torch.Tensor, values: torch.Tensor, *store_and_r
     mutates_args=(),
     schema="(int kernels, Tensor query, Tensor kept_keys, Tensor stored_values, Tensor window_keys, "
     "Tensor window_values, Tensor chunk_index, Tensor head_table, Tensor page_table, Tensor window_table, "
-    "Tensor? key_scale, Tensor? value_scale, Tensor seen, Tensor pruned, Tensor plan, "
+    "Tensor? key_mean, Tensor? key_scale, Tensor? value_scale, Tensor seen, Tensor pruned, Tensor plan, "
     "int sink_size, float softmax_scale, Tensor? sinks=None) -> Tensor",
 )
 def _attend(kernels: int, query: torch.Tensor, *store_and_rest: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import logging as transformers_logging
 
+from .constants_leank import Constants, centre
 from .decode_kernels_leank import DecodeKernels
 from .fp8_leank import as_bytes, quantise
 from .kernel_key_leank import (
@@ -147,9 +148,10 @@ class DecodeCase:
         store = self.store.map_memory(lambda pool: as_bytes(pool).clone())
         kept, index = self.layout.num_kept_chunks, store.chunk_index
         page_size, window_size = store.kept_keys.shape[2], store.window_keys.shape[2]
+        centred = centre(self.keys, None if store.key_mean is None else store.key_mean[:, :, None])
         keys, values = (
             states if scale is None else as_bytes(quantise(states, scale[:, :, None]))
-            for states, scale in ((self.keys, store.key_scale), (self.values, store.value_scale))
+            for states, scale in ((centred, store.key_scale), (self.values, store.value_scale))
         )
         for row, column in torch.ones_like(self.seen).nonzero().tolist():
             token = int(self.seen[row, column]) - 1
@@ -171,15 +173,8 @@ class DecodeCase:
         """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
         # The reference needs finite memory.
         store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
-        num_groups = self.query.shape[1] // self.keys.shape[1]
-        query, scales = self.query.to(dtype), (store.key_scale, store.value_scale)
-        key_scale, value_scale = (
-            1.0 if scale is None else scale.repeat_interleave(num_groups, dim=1)[:, :, None]
-            for scale in scales
-        )
-        store = store._replace(key_scale=None, value_scale=None)
-        return value_scale * decode_attention(
-            query * key_scale,
+        return decode_attention(
+            self.query.to(dtype),
             store,
             self.seen,
             self.pruned,
@@ -207,7 +202,7 @@ def make_case(
     cache_dtype: torch.dtype | None = None,
     has_sinks: bool = False,
 ) -> DecodeCase:
-    """Make a decode step on random data.
+    """Make a decode step on random data, with a mean of keys and with scales of every row's own.
 
     Args:
         channel_mask: Kept channels `[H_kv, D]`, bool.
@@ -222,7 +217,7 @@ def make_case(
         num_columns: New tokens, d.
         valid: Columns that are no padding `[B, d]`, bool; None if all are.
         page_sizes: Tokens of a page, and of one of the window.
-        cache_dtype: `torch.float8_e4m3fn` for a cache of it, with scales of every row; None for `dtype`.
+        cache_dtype: `torch.float8_e4m3fn` for a cache of it; None for `dtype`.
         has_sinks: Whether query heads have attention sinks.
     """
     num_heads, head_dim = channel_mask.shape
@@ -275,6 +270,8 @@ def make_case(
         tables.append(table.to(device))
     table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
     padding = ~real.to(device)[:, None, :, None]
+    key_mean = random(batch_size, num_heads, head_dim).float()
+    constants = Constants(key_mean, random_scale(), random_scale())
     return DecodeCase(
         layout=layout,
         sink_size=sink_size,
@@ -282,7 +279,7 @@ def make_case(
         keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
         valid=valid,
-        store=StoreTensors._make([*memory, index, table, *tables, random_scale(), random_scale(), None]),
+        store=StoreTensors._make([*memory, index, table, *tables, *constants, None]),
         seen=seen.to(device, torch.int32),
         pruned=pruned.to(device, torch.int32),
         sinks=random(num_heads * num_groups) if has_sinks else None,

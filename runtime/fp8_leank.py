@@ -7,8 +7,7 @@ stored is read as it lies; no token has a scale of its own. All that moves what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
@@ -18,44 +17,6 @@ SCALE_NAMES = ("key_scale", "value_scale")
 _LARGEST = 448.0
 # Powers of two that fp16 has as well, whatever a model's buffers are cast to.
 _EXPONENTS = (-14, 15)
-
-
-class Scales(NamedTuple):
-    """What stored keys and values of a layer are multiplied by.
-
-    Attributes:
-        keys: Per channel, after rotary embedding; one for both channels of a pair `[1 or B, H_kv, D]`, fp32.
-        values: Per channel `[1 or B, H_kv, D]`, fp32.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Scales:
-        """Return both with `change` made to them."""
-        return Scales(change(self.keys), change(self.values))
-
-
-def choose_scales(keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor | None) -> Scales:
-    """Choose the scales of every row of a prompt by its largest numbers.
-
-    Args:
-        keys: `[B, H_kv, S, D]`.
-        values: `[B, H_kv, S, D]`.
-        real: Columns that are no padding `[B, S]`, bool; None if all are.
-
-    Returns:
-        Scales per row; a row of nothing but padding, whose prompt comes in later chunks, has those of all
-        rows together.
-    """
-    largest_key, largest_value = (_largest(states, real) for states in (keys, values))
-    if real is not None:
-        is_empty = ~real.any(1)[:, None, None]
-        largest_key, largest_value = (
-            torch.where(is_empty, largest.amax(0), largest) for largest in (largest_key, largest_value)
-        )
-    pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
-    return Scales(scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value))
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
@@ -69,15 +30,6 @@ def scale_of(largest: torch.Tensor) -> torch.Tensor:
     exponent = (exponent - (fraction == 0.5).int()).clamp(*_EXPONENTS)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return torch.where((largest > 0) & largest.isfinite(), scale, 1)
-
-
-def _largest(states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """Return the largest absolute number of every row's channels `[B, H, D]`, without a copy of them all."""
-    if real is not None:
-        rows = zip(states, ~real[:, None, :, None], strict=True)
-        states_of_rows = [row.masked_fill(padding, 0) for row, padding in rows]
-        return torch.stack([torch.maximum(row.amax(1), -row.amin(1)) for row in states_of_rows])
-    return torch.maximum(states.amax(2), -states.amin(2))
 
 
 def quantise(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

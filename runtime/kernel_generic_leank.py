@@ -27,6 +27,7 @@ from .kernel_leank import (
     load_query,
     pool_types,
     scale_types,
+    sinks_type,
     softmax_tile,
     store_segment,
 )
@@ -72,7 +73,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     fp8, operand = shape.is_fp8, shape.product_dtype
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    query_heads, has_sinks = T.dynamic("query_heads"), shape.has_sinks
+    has_sinks = shape.has_sinks
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     scalar = {"coalesced_width": T.int32(1)} if fp8 and not cpu else {}
@@ -180,7 +181,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
-        sinks: T.Tensor((query_heads,), "float32"),
+        sinks: sinks_type(),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
         output: T.Tensor((batch, heads, width, d), dtype),
@@ -232,7 +233,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                     in_order, key_scale if fp8 else None, scalar,
                 )  # fmt: skip
                 T.fill(out, 0)
-                begin_softmax(parallel, top, total, seg, sinks if has_sinks else None, g)
+                begin_softmax(parallel, top, total, seg, sinks if has_sinks else None, first, g)
                 for r in ahead:
                     if seg[FIRST] + r < seg[STOP]:
                         load_tile(

@@ -21,7 +21,7 @@ except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_fp8_leank import to_fp8
-from .kernel_leank import WARPGROUP, KernelShape, pool_types, scale_types
+from .kernel_leank import WARPGROUP, KernelShape, mean_type, pool_types, scale_types
 from .kernel_product_leank import MAX_PARTS, add_parts
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
@@ -71,15 +71,22 @@ def _as_stored(number: Any, scale: Any, row: Any, head: Any, channel: Any) -> An
 
 
 @T.macro
+def load_mean(parallel: Any, mean: Any, key_mean: Any, row: Any, head: Any) -> None:
+    """Load the mean of a head's keys, which is older than the step: it can be read before they are there."""
+    for j in parallel(mean.shape[0]):
+        mean[j] = key_mean[T.min(row, key_mean.shape[0] - 1), T.min(head, key_mean.shape[1] - 1), j]
+
+
+@T.macro
 def store_token(
-    parallel: Any, place: Any, lanes: Any, row: Any, token: Any, keys: Any, key_row: Any, key_head: Any,
-    key_column: Any, new_value: Any, kept_keys: Any, values: Any, window_keys: Any, window_values: Any,
-    page_table: Any, window_table: Any, key_scale: Any, value_scale: Any, scale_head: Any,
+    parallel: Any, place: Any, lanes: Any, row: Any, token: Any, new_key: Any, new_value: Any, kept_keys: Any,
+    values: Any, window_keys: Any, window_values: Any, page_table: Any, window_table: Any, key_scale: Any,
+    value_scale: Any, head: Any,
 ) -> None:  # fmt: skip
     """Add a head's new token to one row: kept channels to the row's page, the rest to the window's.
 
-    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. Scales
-    are None where the cache is not FP8.
+    It is the flush too: kept channels lie in their page from the start, so pruning moves nothing. The key
+    comes without its mean. Scales are None where the cache is not FP8.
     """
     page = T.alloc_var("int32", init=0)
     slot = T.alloc_var("int32")
@@ -95,23 +102,21 @@ def store_token(
         if c < place[NUM_KEPT] + place[NUM_DROPPED]:
             channel = T.if_then_else(
                 lanes[c, j] >= 0,
-                keys[key_row, key_head, key_column, T.max(lanes[c, j], 0) % keys.shape[3]],
-                T.cast(0, keys.dtype),
+                new_key[T.max(lanes[c, j], 0) % new_key.shape[0]],
+                T.cast(0, new_key.dtype),
             )
-            stored = _as_stored(channel, key_scale, row, scale_head, T.max(lanes[c, j], 0) % keys.shape[3])
+            stored = _as_stored(channel, key_scale, row, head, T.max(lanes[c, j], 0) % new_key.shape[0])
             if c < place[NUM_KEPT]:
                 kept_keys[page, place[KEPT] + c, slot, j] = stored
             else:
                 window_keys[window_page, place[DROPPED] + c - place[NUM_KEPT], window_slot, j] = stored
     if place[NUM_KEPT] > 0:
         for j in parallel(new_value.shape[0]):
-            values[page, place[VALUE_ROW], slot, j] = _as_stored(
-                new_value[j], value_scale, row, scale_head, j
-            )
+            values[page, place[VALUE_ROW], slot, j] = _as_stored(new_value[j], value_scale, row, head, j)
     else:
         for j in parallel(new_value.shape[0]):
             window_values[window_page, place[WINDOW_ROW], window_slot, j] = _as_stored(
-                new_value[j], value_scale, row, scale_head, j
+                new_value[j], value_scale, row, head, j
             )
 
 
@@ -122,7 +127,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, cpu), scale_types(shape)
     table_rows, flags, flag_columns = T.dynamic("table_rows, flags, flag_columns")
-    fragment = T.alloc_local if cpu else T.alloc_fragment
+    shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     parallel = T.grid if cpu else T.Parallel
     threads = {} if cpu else {"threads": shape.head_threads}
 
@@ -140,6 +145,7 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
         value_scale: scales[1],
+        key_mean: mean_type(shape),
         seen: T.Tensor((batch, width), "int32"),
         valid: T.Tensor((flags, flag_columns), "uint8"),
     ):
@@ -147,6 +153,8 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
             place = T.alloc_local((PLACE_SIZE,), "int32")
             lanes = fragment((padded_chunks(shape), e), "int32")
             new_value = fragment((d,), dtype)
+            mean = fragment((d,), "float32")
+            new_key = shared((d,), dtype)
             token = T.alloc_var("int32")
             is_real = T.alloc_var("int32")
             if overlap:
@@ -155,13 +163,16 @@ def append_tokens(shape: KernelShape, cpu: bool = False, overlap: bool = False) 
             is_real = T.cast(
                 valid[T.if_then_else(flags > 1, row, 0), T.if_then_else(flag_columns > 1, column, 0)], "int32"
             )
+            load_mean(parallel, mean, key_mean, row, head)
             for j in parallel(d):
                 new_value[j] = new_values[row, head, column, j]
+            for j in parallel(d):
+                new_key[j] = T.cast(T.cast(keys[row, head, column, j], "float32") - mean[j], dtype)
             find_lanes(parallel, place, lanes, head, row, heads, index, table)
             if (is_real != 0) & (token >= 0):
                 store_token(
-                    parallel, place, lanes, row, token, keys, row, head, column, new_value, kept_keys, values,
-                    window_keys, window_values, page_table, window_table,
+                    parallel, place, lanes, row, token, new_key, new_value, kept_keys, values, window_keys,
+                    window_values, page_table, window_table,
                     key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None, head,
                 )  # fmt: skip
 
@@ -203,6 +214,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
         window_table: T.Tensor((batch, window_entries), "int32"),
         key_scale: scales[0],
         value_scale: scales[1],
+        key_mean: mean_type(shape),
         seen: T.Tensor((batch, columns), "int32"),
         valid: T.Tensor((flags, flag_columns), "uint8"),
         has_norm: T.int32,
@@ -223,7 +235,8 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             along = fragment((d,), "float32")
             across = fragment((d,), "float32")
             rotated = fragment((d,), dtype)
-            key = shared((1, 1, 1, d), dtype)
+            mean = fragment((d,), "float32")
+            new_key = shared((d,), dtype)
             row = T.alloc_var("int32")
             column = T.alloc_var("int32")
             token = T.alloc_var("int32")
@@ -234,6 +247,7 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             find_lanes(
                 parallel, place, lanes, T.max(head - query_heads, 0), row, table_rows - 1, index, table
             )
+            load_mean(parallel, mean, key_mean, row, T.max(head - query_heads, 0))
             if overlap:
                 T.pdl_trigger()  # attention may be launched, and waits for the end of this
                 T.pdl_sync()
@@ -279,9 +293,9 @@ def rope_append(shape: KernelShape, cpu: bool = False, overlap: bool = False) ->
             else:
                 if (is_real != 0) & (token >= 0):
                     for j in parallel(d):
-                        key[0, 0, 0, j] = rotated[j]
+                        new_key[j] = T.cast(T.cast(rotated[j], "float32") - mean[j], dtype)
                     store_token(
-                        parallel, place, lanes, row, token, key, 0, 0, 0, new_value, kept_keys, values,
+                        parallel, place, lanes, row, token, new_key, new_value, kept_keys, values,
                         window_keys, window_values, page_table, window_table,
                         key_scale if shape.is_fp8 else None, value_scale if shape.is_fp8 else None,
                         head - query_heads,

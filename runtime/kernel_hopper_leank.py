@@ -32,6 +32,7 @@ from .kernel_leank import (
     load_query,
     pool_types,
     scale_types,
+    sinks_type,
     softmax_tile,
     store_segment,
 )
@@ -125,7 +126,7 @@ def hopper_attention(shape: KernelShape) -> Any:
     layouts, all_chunks, entries, window_entries = T.dynamic("layouts, all_chunks, entries, window_entries")
     pools, scales = pool_types(shape, False), scale_types(shape)
     table_rows, plan_rows, programs = T.dynamic("table_rows, plan_rows, programs")
-    query_heads, has_sinks = T.dynamic("query_heads"), shape.has_sinks
+    has_sinks = shape.has_sinks
     options = {"batch": n // 4}  # as many as a thread has: one pair of barriers for all
 
     @T.macro
@@ -169,7 +170,7 @@ def hopper_attention(shape: KernelShape) -> Any:
         seen: T.Tensor((batch, width), "int32"),
         pruned: T.Tensor((batch, width), "int32"),
         plan: T.Tensor((plan_rows, 2), "int32"),
-        sinks: T.Tensor((query_heads,), "float32"),
+        sinks: sinks_type(),
         parts: T.Tensor((programs, 2, n, d), "float32"),
         lse: T.Tensor((programs, 2, n), "float32"),
         output: T.Tensor((batch, heads, width, d), dtype),
@@ -307,7 +308,7 @@ def hopper_attention(shape: KernelShape) -> Any:
                         lane_of, key_scale if fp8 else None, scalar,
                     )  # fmt: skip
                     T.fill(out, 0)
-                    begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, g)
+                    begin_softmax(T.Parallel, top, total, seg, sinks if has_sinks else None, first, g)
                     T.fence_proxy_async()
                     T.sync_threads(1, WARPGROUP)
                     for t in T.serial(seg[STOP] - seg[FIRST]):

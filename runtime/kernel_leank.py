@@ -111,6 +111,17 @@ def pool_types(shape: KernelShape, cpu: bool) -> list[Any]:
     return types
 
 
+def mean_type(shape: KernelShape) -> Any:
+    """Return what the mean of keys is to a kernel; one head of zeros stands for none."""
+    rows, heads = T.dynamic("mean_rows, mean_heads")
+    return T.Tensor((rows, heads, shape.head_dim), "float32")
+
+
+def sinks_type() -> Any:
+    """Return what the logits of sinks are to a kernel: of every row and column, or one for all."""
+    return T.Tensor(T.dynamic("sink_rows, query_heads, sink_columns"), "float32")
+
+
 def scale_types(shape: KernelShape) -> list[Any]:
     """Return what the scales of K and V are to a kernel; without FP8 they arrive as placeholders."""
     rows, heads = T.dynamic("scale_rows, scale_heads")
@@ -172,7 +183,9 @@ def is_unseen(token: Any, seg: Any, limits: Any, sink_size: Any) -> Any:
 
 
 @T.macro
-def begin_softmax(parallel: Any, top: Any, total: Any, seg: Any, sinks: Any, num_groups: int) -> None:
+def begin_softmax(
+    parallel: Any, top: Any, total: Any, seg: Any, sinks: Any, first: Any, num_groups: int
+) -> None:
     """Begin a running softmax, with the sinks of a head in the segment of its first tile.
 
     Args:
@@ -181,6 +194,7 @@ def begin_softmax(parallel: Any, top: Any, total: Any, seg: Any, sinks: Any, num
         total: The same: a sink is counted in the place of the first token.
         seg: The segment.
         sinks: The sinks' logits, times log2 e; None without any.
+        first: Column of the first query.
         num_groups: G.
     """
     if sinks is None:
@@ -188,7 +202,15 @@ def begin_softmax(parallel: Any, top: Any, total: Any, seg: Any, sinks: Any, num
         T.fill(top, NEG)
     else:
         for j in parallel(top.shape[0]):
-            top[j] = T.if_then_else(seg[FIRST] == 0, sinks[seg[HEAD] * num_groups + j % num_groups], NEG)
+            top[j] = T.if_then_else(
+                seg[FIRST] == 0,
+                sinks[
+                    T.min(seg[ROW], sinks.shape[0] - 1),
+                    seg[HEAD] * num_groups + j % num_groups,
+                    T.min(first + j // num_groups, sinks.shape[2] - 1),
+                ],
+                NEG,
+            )
         for i, j in parallel(total.shape[0], total.shape[1]):
             total[i, j] = T.if_then_else((seg[FIRST] == 0) & (i == 0), 1.0, 0.0)
 

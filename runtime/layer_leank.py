@@ -8,15 +8,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention_leank import AttentionHandle
+from .constants_leank import Constants, choose_constants
 from .decode_kernels_leank import DecodeKernels
 from .find_kernels_leank import find_kernels
-from .fp8_leank import Scales, choose_scales
 from .kernel_key_leank import MAX_DRAFT
 from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, pending_memory
 from .reference_leank import decode_attention
 from .rows_leank import RowState
-from .step_leank import Append, Split, Step
+from .step_leank import Append, Step
 from .store_leank import ChunkStore, store_memory
 from .turns_leank import attend_turn
 
@@ -29,7 +29,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         num_columns: Columns seen, padding included.
         model_mask: Channels that the model keeps `[1, H_kv, D]`, bool, on the CPU.
         kv_dtype: `auto` for keys and values as they come, `fp8` or `int4`.
-        model_scales: The model's scales for FP8; None: every row's prompt gives its own.
+        model_constants: The model's. What a rounded cache lacks of them, every row's prompt gives.
         channel_mask: Channels that this cache keeps `[1 or B, H_kv, D]`, bool.
         layout: How they are cut into chunks.
         pending: Whole K and V, each `[B, H_kv, S, D]`, until they are split.
@@ -50,13 +50,13 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         chunk_size: int,
         rows: RowState,
         kv_dtype: str = "auto",
-        model_scales: Scales | None = None,
+        model_constants: Constants = Constants(),  # noqa: B008 - it cannot be changed
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer_idx = layer_idx
         self.rows = rows
         self.kv_dtype = kv_dtype
-        self.model_scales = model_scales
+        self.model_constants = model_constants
         self.model_mask = channel_mask[None]
         self._model_layout = ChunkLayout(tuple(widths), channel_mask.shape[-1], chunk_size)
         self.reset()
@@ -167,18 +167,11 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # A model's mask is in the CPU's memory: worked out there, and sent without waiting for the device.
         index = self.layout.chunk_index(order_channels(self.channel_mask))
         index = index.to(keys.device, non_blocking=keys.is_cuda)
-        scales = None
-        if self.kv_dtype == "fp8":
-            scales = self._scales(keys, values, step.split)
+        real = step.split.real_columns(keys.shape[2])
+        constants = choose_constants(keys, values, real, self.kv_dtype, self.model_constants)
         in_int4 = self.kv_dtype == "int4"
-        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, scales, in_int4)
+        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, constants, in_int4)
         self.store.write_prompt(keys, values, step.split)
-
-    def _scales(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> Scales:
-        """Return scales for a prompt and all that follows it."""
-        if self.model_scales is None:
-            return choose_scales(keys, values, split.real_columns(keys.shape[2]))
-        return self.model_scales.map(lambda scale: scale.to(keys.device, torch.float32))
 
     def decode(
         self,
@@ -360,7 +353,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             first.layout.chunk_size,
             rows,
             first.kv_dtype,
-            first.model_scales,
+            first.model_constants,
         )
         sizes = [layer.batch_size or 0 for layer in layers]
         masks = [layer.channel_mask.cpu() for layer in layers]
@@ -377,8 +370,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             indices = [store.chunk_index for store in stores]
             index = _cat_rows(indices, sizes) if per_row else indices[0]
             assert rows.tables is not None
-            scales = _cat_scales([store.scales for store in stores if store.scales is not None], sizes)
-            joined.store = ChunkStore.concatenate(stores, index, rows.tables, scales)
+            constants = Constants.join([store.constants for store in stores], sizes)
+            joined.store = ChunkStore.concatenate(stores, index, rows.tables, constants)
         for layer in layers:
             layer.pending = layer.store = None
         return joined
@@ -440,15 +433,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
     """Join what is per row `[1 or B, m, n]`, of so many rows each."""
     return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
-
-
-def _cat_scales(parts: Sequence[Scales], sizes: Sequence[int]) -> Scales | None:
-    """Join scales of so many rows each, None if there are none; those of a model stay one for all rows."""
-    if not parts:
-        return None
-    if all(len(part.keys) == 1 and all(map(torch.equal, part, parts[0])) for part in parts):
-        return parts[0]
-    return Scales(*(_cat_rows(scales, sizes) for scales in zip(*parts, strict=True)))
 
 
 def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:

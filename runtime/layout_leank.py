@@ -38,8 +38,9 @@ class StoreTensors(NamedTuple):
         head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
         page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
         window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
-        key_scale: What stored keys are multiplied by, per channel `[1 or B, H_kv, D]`, fp32; None: they are
-            what they are.
+        key_mean: What came off every key `[1 or B, H_kv, D]`, fp32; None for nothing. This and the next two
+            are those of `Constants`.
+        key_scale: What stored keys are multiplied by; None: they are what they are.
         value_scale: The same of V.
         int4: Of a store of int4, whose pools hold `⌈E/2⌉` or `⌈D/2⌉` bytes in the place of E or D numbers: of
             every pool, by its name, least numbers and steps `[pages, G, P, 2]`, and of what these are. No
@@ -54,6 +55,7 @@ class StoreTensors(NamedTuple):
     head_table: torch.Tensor
     page_table: torch.Tensor
     window_table: torch.Tensor
+    key_mean: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
     int4: Mapping[str, tuple[torch.Tensor, Groups]] | None = None

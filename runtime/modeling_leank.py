@@ -8,9 +8,7 @@ here: `LeanK<X>` is made of transformers' `<X>` when it is asked for.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,18 +27,17 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
 from .capture_leank import GraphMemory
 from .configuration_leank import check_kv_dtype, check_prune, config_class_of, read_settings, stock_class
-from .fp8_leank import SCALE_NAMES, Scales, check_scales
+from .constants_leank import Constants
+from .fp8_leank import SCALE_NAMES, check_scales
 from .fused_step_leank import own_storages
+from .mask_file_leank import MASK_FILE, carry_mask_file, load_key_means
 
 logger = logging.get_logger(__name__)
-
-_MASK_FILE = "channel_mask.safetensors"
 
 # Requests that mean "the usual attention": prompts run through SDPA, decoding through the LeanK cache.
 _USUAL_ATTENTION = (None, ATTENTION_NAME, "sdpa", "eager")
@@ -49,9 +46,15 @@ _OWN_CACHE = (None, "dynamic", "dynamic_full")
 
 
 class LeanKMixin:
-    """What a LeanK model adds to a stock model, with or without a head."""
+    """What a LeanK model adds to a stock model, with or without a head.
+
+    Attributes:
+        key_means: What comes off keys of every pruned layer, `[1, H_kv, D]` each; None for nothing, or where
+            no checkpoint was loaded.
+    """
 
     config: Any
+    key_means: list[torch.Tensor] | None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         """Build the stock model.
@@ -68,6 +71,7 @@ class LeanKMixin:
                     # On no `meta` device, so that what is not loaded stays what no cache is built with.
                     unknown = torch.full(shape, torch.nan, dtype=torch.float32, device="cpu")
                     attention.register_buffer(name, unknown)
+        self.key_means = None
         self.graph_memory = GraphMemory()
         self.register_state_dict_post_hook(own_storages)  # type: ignore[attr-defined]
 
@@ -76,7 +80,8 @@ class LeanKMixin:
         """Load as the stock class does.
 
         Raises:
-            ValueError: If a scale is missing: transformers leaves in its place whatever memory holds.
+            ValueError: If a scale is missing: transformers leaves in its place whatever memory holds. If the
+                mean of keys is, or makes no sense.
         """
         model, info = super().from_pretrained(  # type: ignore[misc]
             *args, output_loading_info=True, **kwargs
@@ -87,6 +92,8 @@ class LeanKMixin:
                 f"`{model.name_or_path}`: tensor `{missing[0]}` is missing; copy or export the checkpoint "
                 "again"
             )
+        config = model.config
+        model.key_means = load_key_means(config, read_settings(config), config.name_or_path, kwargs)
         return (model, info) if output_loading_info else model
 
     def get_correct_attn_implementation(
@@ -114,17 +121,38 @@ class LeanKMixin:
 
         transformers copies weights, config and these files; the mask's file is looked for where the model was
         loaded from. Where it is not found, or is another one by now, the saved config does not name it.
+
+        Raises:
+            ValueError: If it is not found and holds the mean of keys, without which answers are others.
         """
         block = self.config.leank
         files = dict(block.get("files", {}))
-        digest = files.get(_MASK_FILE)
-        if digest and not _carry_file(_MASK_FILE, digest, self.config.name_or_path, Path(save_directory)):
-            del files[_MASK_FILE]
+        if not carry_mask_file(self.config.name_or_path, block, Path(save_directory)):
+            if read_settings(self.config).has_key_mean:
+                raise ValueError(
+                    f"`{MASK_FILE}`, which holds the mean of keys, is no longer in "
+                    f"`{self.config.name_or_path}`, or is another file: put it back, then save"
+                )
+            files.pop(MASK_FILE, None)
         self.config.leank = {**block, "files": files} if "files" in block else block
         try:
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.config.leank = block
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as the stock class does, where KV heads are in the original's order.
+
+        Raises:
+            ValueError: If they are in another: an adapter of the original would change other heads.
+        """
+        if any(list(order) != sorted(order) for order in self.config.leank["head_permutation"]):
+            raise ValueError(
+                "load_adapter: KV heads are in another order than in the model that an adapter was made for; "
+                "merge it into that model (PEFT's `merge_and_unload`) and convert the result: `leank-convert "
+                "export MERGED --mask CHECKPOINT -o OUT`"
+            )
+        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
 
     def build_cache(
         self, prune: str | None = None, use_graphs: bool = True, kv_dtype: str | None = None
@@ -139,18 +167,31 @@ class LeanKMixin:
                 the config's.
 
         Raises:
-            ValueError: If one is not known, or the checkpoint's scales are wrong.
+            ValueError: If one is not known, or the checkpoint's scales or mean of keys are wrong or missing.
         """
-        return LeanKCache(self.config, prune, use_graphs, kv_dtype, self._scales())
+        return LeanKCache(self.config, prune, use_graphs, kv_dtype, self._constants())
 
-    def _scales(self) -> list[Scales] | None:
-        """Return the checkpoint's scales, layer by layer; None without any."""
+    def _constants(self) -> list[Constants]:
+        """Return what the checkpoint says of each channel, layer by layer.
+
+        Raises:
+            ValueError: If its scales are wrong, or the mean of keys is not known.
+        """
         attentions = self._pruned_attentions()
-        if not hasattr(attentions[0], SCALE_NAMES[0]):
-            return None
-        found = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
-        check_scales(found)
-        return [Scales(*(scale[None] for scale in scales)) for scales in found]
+        constants = [Constants()] * len(attentions)
+        if hasattr(attentions[0], SCALE_NAMES[0]):
+            scales = [[getattr(attention, name) for name in SCALE_NAMES] for attention in attentions]
+            check_scales(scales)
+            constants = [Constants(None, *(scale[None] for scale in own)) for own in scales]
+        if self.key_means is not None:
+            pairs = zip(constants, self.key_means, strict=True)
+            return [own._replace(key_mean=key_mean) for own, key_mean in pairs]
+        if read_settings(self.config).has_key_mean:
+            raise ValueError(
+                "this model was made from its config alone, and the mean of keys lies in its checkpoint; "
+                "load it by `from_pretrained`"
+            )
+        return constants
 
     def _pruned_attentions(self) -> list[Any]:
         """Return the attention modules of the layers that are pruned."""
@@ -495,17 +536,3 @@ def _columns_to_reserve(
     if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):
         return int(limit)
     return None
-
-
-def _carry_file(name: str, digest: str, source: str, folder: Path) -> bool:
-    """Copy a file of a checkpoint, a folder or a hub id, to another folder; return whether it is there."""
-    try:
-        found = cached_file(source, name) if source else None
-    except OSError:
-        found = None
-    if found is None or hashlib.sha256(Path(found).read_bytes()).hexdigest() != digest:
-        return False
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / name).exists() or not (folder / name).samefile(found):
-        shutil.copyfile(found, folder / name)
-    return True

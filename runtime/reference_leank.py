@@ -12,6 +12,7 @@ import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
 from .pages_leank import PageList
+from .sinks_leank import sinks_beside
 from .step_leank import StoredView, view_tables
 
 
@@ -87,7 +88,8 @@ def decode_attention(
     scores = scores.masked_fill(hidden_tokens, lowest)
     window_scores = window_scores.masked_fill(hidden_places, lowest)
     if sinks is not None:
-        sinks = sinks.to(dtype).view(num_kv_heads, num_groups, 1).expand(-1, -1, num_queries).flatten(1)
+        sinks = sinks_beside(query, sinks, store.key_mean, softmax_scale).expand(batch_size, -1, num_queries)
+        sinks = sinks.reshape(batch_size, num_kv_heads, -1)
     attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, sinks)
     if store.value_scale is not None:
         attended = attended * store.value_scale[:, :, None]
@@ -179,7 +181,7 @@ def _attend_regions(
             select = head_index(heads, num_heads)
             if part_scores is window_scores:
                 part_scores = part_scores[:, select]
-            weights = _softmax(part_scores, None if sinks is None else sinks[select])
+            weights = _softmax(part_scores, None if sinks is None else sinks[:, select])
             parts.append((select, _weigh(weights, part_v, listed)))
     if len(parts) == 1:
         return parts[0][1]
@@ -191,8 +193,7 @@ def _attend_regions(
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weigh `[B, heads, G * Q, n]`, beside a sink's logit `[heads, G * Q]` that takes its share."""
+    """Weigh `[B, heads, G * Q, n]`, beside a sink's logit `[B, heads, G * Q]` that takes its share."""
     if sinks is None:
         return scores.softmax(-1)
-    beside = sinks[None, :, :, None].expand(len(scores), -1, -1, -1)
-    return torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
+    return torch.cat([scores, sinks[..., None]], dim=-1).softmax(-1)[..., :-1]

@@ -1,6 +1,6 @@
 """Attention sinks: a logit of each query head that takes its share of the softmax, and adds no value.
 
-To a fused kernel a sink is one more token ahead of all others, with a value of zeros. Its key is one channel
+To a fused kernel a sink is one more token ahead of all others, with a value of zeros. Its key is two channels
 more, in which other keys hold zero and queries the sink's logit: so that heads of a group share it as they
 share any key.
 """
@@ -55,29 +55,58 @@ def dense_attention(
         query = pad(query, (0, 0, 1, 0))  # SDPA's causal mask wants a query for the sink too
     elif attention_mask is not None:
         attention_mask = pad(attention_mask, (1, 0), value=True)
-    states = add_sink_token(query, key, value, s_aux, scaling)
+    states = add_sink_token(query, key, value, s_aux[None, :, None], scaling)
     output, _ = sdpa_attention_forward(module, *states, attention_mask, scaling=scaling, **kwargs)
     return output[:, int(is_square) :, :, :head_dim].contiguous(), None
+
+
+def sinks_beside(
+    query: torch.Tensor, sinks: torch.Tensor, key_mean: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Return the logits of sinks beside keys that lack their mean.
+
+    A sink's logit is no product with a key. So it falls by what all others fall by, which each query has its
+    own of.
+
+    Args:
+        query: `[B, H, Q, D]`.
+        sinks: `[H]`.
+        key_mean: `[1 or B, H_kv, D]`; None if keys are as they come.
+        scaling: Factor on the other logits.
+
+    Returns:
+        `[B or 1, H, Q or 1]`, at least in fp32.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    logits = sinks.to(dtype)[None, :, None]
+    if key_mean is None:
+        return logits
+    grouped = query.to(dtype).view(len(query), key_mean.shape[1], -1, *query.shape[2:])
+    share = grouped @ key_mean.to(dtype)[:, :, None, :, None]  # [B, H_kv, G, Q, 1]
+    return logits - scaling * share.view(query.shape[:3])
 
 
 def add_sink_token(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put the token that stands for the sinks before all others, and its channel behind all others.
+    """Put the token that stands for the sinks before all others, and its channels behind all others.
 
     Args:
         query: `[B, H, Q, D]`.
         key: `[B, H_kv, S, D]`.
         value: `[B, H_kv, S, D]`.
-        sinks: `[H]`.
+        sinks: `[B or 1, H, Q or 1]`.
         scaling: Factor on the logits.
 
     Returns:
         `[B, H, Q, D + 8]`, and twice `[B, H_kv, S + 1, D + 8]`.
     """
-    logits = (sinks.to(query) / scaling)[None, :, None, None].expand(*query.shape[:3], 1)
-    query = torch.cat([query, pad(logits, (0, _NUM_CHANNELS - 1))], dim=-1)
+    logits = sinks.to(torch.promote_types(query.dtype, torch.float32)) / scaling
+    high = logits.to(query.dtype)
+    low = (logits - high).to(query.dtype)  # two channels hold what one in half precision would round
+    own = torch.stack([high, low], dim=-1).expand(*query.shape[:3], 2)
+    query = torch.cat([query, pad(own, (0, _NUM_CHANNELS - 2))], dim=-1)
     head_dim = key.shape[3]
     key, value = (pad(states, (0, _NUM_CHANNELS, 1, 0)) for states in (key, value))
-    key[:, :, 0, head_dim] = 1
+    key[:, :, 0, head_dim : head_dim + 2] = 1
     return query, key, value

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .fp8_leank import FP8, Scales, as_bytes
+from .constants_leank import Constants, centre
+from .fp8_leank import FP8, as_bytes
 from .fp8_leank import quantise as quantise_fp8
 from .int4_leank import Groups, group_chunks, group_heads, quantise, widen
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
@@ -37,7 +38,7 @@ class ChunkStore:
         window_values: V of heads of width 0.
         chunk_index: Channel of every lane.
         head_table: Where every head's chunks lie.
-        scales: What keys and values are multiplied by, in a store of FP8; else None.
+        constants: What keys and values are stored by; with scales, in FP8.
         groups: In a store of int4, what of every pool has a least number and a step, which lie in pools of
             their own; else empty.
         dtype: Of keys and values as they come.
@@ -50,7 +51,7 @@ class ChunkStore:
         index: torch.Tensor,
         tables: PageTables,
         dtype: torch.dtype,
-        scales: Scales | None = None,
+        constants: Constants,
         in_int4: bool = False,
     ) -> None:
         """Allocate an empty store.
@@ -60,14 +61,14 @@ class ChunkStore:
             index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32, on the device to use.
             tables: Pages of the rows.
             dtype: Of keys and values.
-            scales: Given, they are stored in FP8.
+            constants: What they are stored by; with scales, in FP8.
             in_int4: Whether they are stored in int4.
         """
         self.layout = layout
         self.chunk_index = index
         self.tables = tables
         self.dtype = dtype
-        self.scales = scales
+        self.constants = constants
         device, size, head_dim = index.device, layout.chunk_size, layout.head_dim
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
         num_kept = layout.num_kept_chunks
@@ -78,7 +79,9 @@ class ChunkStore:
         }
         pages, window_pages = map(sum, tables.pool_runs)
 
-        stored, per_element = (dtype if scales is None else FP8, 1) if not in_int4 else (torch.uint8, 2)
+        stored, per_element = dtype if constants.key_scale is None else FP8, 1
+        if in_int4:
+            stored, per_element = torch.uint8, 2
 
         def pool(num_pages: int, num_rows: int, width: int) -> torch.Tensor:
             shape = (num_pages, num_rows, tables.page_size, -(-width // per_element))
@@ -107,7 +110,6 @@ class ChunkStore:
     @property
     def tensors(self) -> StoreTensors:
         """What append and attention take, as of now: growth makes others."""
-        key_scale, value_scale = (None, None) if self.scales is None else self.scales
         return StoreTensors(
             self.kept_keys,
             self.values,
@@ -116,8 +118,7 @@ class ChunkStore:
             self.chunk_index,
             self.head_table,
             *self.tables.on(self.kept_keys.device),
-            key_scale,
-            value_scale,
+            *self.constants,
             {name: (getattr(self, name + _EXTREMES), groups) for name, groups in self.groups.items()} or None,
         )
 
@@ -132,7 +133,7 @@ class ChunkStore:
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.clone())
-            elif isinstance(value, Scales):
+            elif isinstance(value, Constants):
                 setattr(self, name, value.map(torch.clone))
         self.addresses = new_address()
 
@@ -219,14 +220,15 @@ class ChunkStore:
 
     def rounded(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return new tokens' keys and values `[B, H_kv, d, D]` as they will be read once they are stored."""
-        if self.scales is not None:
-            of_keys, of_values = (scale[:, :, None] for scale in self.scales)
-            return (
-                (quantise_fp8(keys, of_keys).float() * of_keys).to(keys.dtype),
-                (quantise_fp8(values, of_values).float() * of_values).to(values.dtype),
-            )
+        key_mean, *scales = (None if own is None else own[:, :, None] for own in self.constants)
         if not self.groups:
-            return keys, values
+            keys = centre(keys, key_mean)
+            if scales[0] is None or scales[1] is None:
+                return keys, values
+            return (
+                (quantise_fp8(keys, scales[0]).float() * scales[0]).to(keys.dtype),
+                (quantise_fp8(values, scales[1]).float() * scales[1]).to(values.dtype),
+            )
         tokens = keys.transpose(1, 2), values.transpose(1, 2)
         read = [states.new_empty(states.shape) for states in tokens]
         for name, groups in self.groups.items():
@@ -258,18 +260,18 @@ class ChunkStore:
                 self.chunk_index.copy_(selected)
             else:
                 self.chunk_index = selected
-        if self.scales is not None and len(self.scales.keys) > 1:
-            own = rows.to(self.chunk_index.device)
-            taken = self.scales.map(lambda scale: scale.index_select(0, own))
-            if taken.keys.shape == self.scales.keys.shape:
-                for scale, new in zip(self.scales, taken, strict=True):
-                    scale.copy_(new)
-            else:
-                self.scales = taken
+        if self.constants.is_per_row:
+            taken = self.constants.take(rows.to(self.chunk_index.device))
+            for constant, new in zip(self.constants, taken, strict=True):
+                if constant is not None and new is not None and constant.shape == new.shape:
+                    constant.copy_(new)
+                elif constant is not None:
+                    self.constants = taken
+                    break
 
     @classmethod
     def concatenate(
-        cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables, scales: Scales | None
+        cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables, constants: Constants
     ) -> ChunkStore:
         """Return a store with the rows of several, in order.
 
@@ -277,9 +279,9 @@ class ChunkStore:
             stores: Stores of one layout, window size, dtype and device.
             index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
             tables: Tables of the result.
-            scales: Scales of the result.
+            constants: Those of the result.
         """
-        joined = cls(stores[0].layout, index, tables, stores[0].dtype, scales, bool(stores[0].groups))
+        joined = cls(stores[0].layout, index, tables, stores[0].dtype, constants, bool(stores[0].groups))
         row, first = 0, [0, 0]
         for store in stores:
             stop = row + len(store.tables.runs)
@@ -317,12 +319,12 @@ class ChunkStore:
         Returns:
             Pages of bytes or numbers `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
         """
-        if self.scales is None:
-            states = states.to(self.dtype)
-        else:
-            scale = self.scales.keys if name in self._lanes else self.scales.values
-            own = scale[rows] if rows is not None and len(scale) > 1 else scale
-            states = as_bytes(quantise_fp8(states, own[:, None]))
+        of_rows = self.constants if rows is None else self.constants.take(rows)
+        key_mean, *scales = (None if own is None else own[:, None] for own in of_rows)
+        is_key = name in self._lanes
+        states = centre(states, key_mean) if is_key else states
+        scale = scales[0 if is_key else 1]
+        states = states.to(self.dtype) if scale is None else as_bytes(quantise_fp8(states, scale))
         if name in self._heads:
             states = states.index_select(2, self._heads[name])
         else:

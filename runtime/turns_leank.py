@@ -14,10 +14,11 @@ from functools import cached_property
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from .constants_leank import Constants
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import KERNEL_DTYPES
 from .layout_leank import ChunkLayout, StoreTensors, head_index
-from .sinks_leank import add_sink_token
+from .sinks_leank import add_sink_token, sinks_beside
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
 _MAX_TOKENS = 1 << 18
@@ -43,7 +44,7 @@ def attend_turn(
 
     Args:
         query: `[B, H, d, D]`.
-        new_keys: Keys of the query tokens themselves, all channels `[B, H_kv, d, D]`.
+        new_keys: Keys of the query tokens themselves, as they will be stored, all channels `[B, H_kv, d, D]`.
         new_values: Their V `[B, H_kv, d, D]`.
         new_valid: Real tokens among them `[B, d]`, bool; None if all are.
         store: What is stored.
@@ -71,8 +72,13 @@ def attend_turn(
             StoredRow(store, layout, row, *stored[row], sink_size) for row in range(rows.start, rows.stop)
         ]
         attended = torch.zeros_like(columns)
+        beside = None
+        if sinks is not None:
+            own = Constants(store.key_mean).take(torch.arange(rows.start, rows.stop, device=query.device))
+            beside = sinks_beside(columns.flatten(1, 2), sinks, own.key_mean, softmax_scale)
+            beside = beside.view(len(beside), len(layout.widths), -1, beside.shape[2])
         for heads, dense_keys, dense_values in with_new(cached, keys, values, kernels):
-            own_sinks = None if sinks is None else sinks.view(len(layout.widths), -1)[heads]
+            own_sinks = None if beside is None else beside[:, heads].flatten(1, 2)
             attended[:, heads] = _attend(
                 columns[:, heads], dense_keys, dense_values, softmax_scale, own_sinks
             )
@@ -97,10 +103,13 @@ def _attend(
     softmax_scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]` and sinks, causally."""
+    """Attend with the last tokens `[R, H_kv, G, d, D]` to tokens `[R, n, H_kv, D]` and sinks, causally.
+
+    Sinks are as `sinks_beside` gives them, `[R or 1, H, d or 1]`.
+    """
     states = query.flatten(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
     if sinks is not None:
-        states = add_sink_token(*states, sinks.flatten(), softmax_scale)
+        states = add_sink_token(*states, sinks, softmax_scale)
     num_new, num_tokens = query.shape[3], states[1].shape[2]
     if query.is_cuda and query.dtype in KERNEL_DTYPES:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)

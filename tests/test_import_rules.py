@@ -40,11 +40,11 @@ RANKS = [
         "masks",
     },
     {"hub", "tokenizer"},
-    {"mask", "mask_tensor", "mask_listing", "checkpoint_masks", "kv_scales"},
+    {"mask", "mask_metadata", "mask_tensor", "mask_listing", "checkpoint_masks", "kv_scales"},
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
-    {"onnx", "convert", "trust"},
-    {"prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
+    {"onnx", "trust"},
+    {"convert", "prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
     {"cli"},
     {"__main__"},
 ]
@@ -89,7 +89,7 @@ WITHOUT_TORCH = [
 ]
 # An engine runs no checkpoint's code, so its plugin takes the runtime that is packaged.
 IMPORTS_RUNTIME = "vllm"
-RUNTIME_LIBRARIES = {"torch", "transformers"}
+RUNTIME_LIBRARIES = {"torch", "transformers", "safetensors"}  # the last comes with transformers
 # May be absent; transformers asks for whatever remote code imports outside `try`.
 OPTIONAL_LIBRARIES = {"tilelang"}
 

@@ -16,7 +16,7 @@ LENGTHS = {
 }
 PAPER = [path for path in RECIPES if path.stem in LENGTHS]
 SHARED = "llama-3.1-8b-instruct-8-questions"
-RUN = ("quickstart", "smollm2-135m-instruct")
+RUN = ("quickstart", "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct")
 DERIVED = [path for path in RECIPES if path.stem not in (*LENGTHS, SHARED, *RUN)]
 # Positions in K and head_dim as in the models' config.json.
 SHAPES = {

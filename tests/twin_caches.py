@@ -4,11 +4,77 @@ from __future__ import annotations
 
 import torch
 
+from runtime.constants_leank import Constants, centre, choose_constants
+from runtime.layer_leank import LeanKLayer
+from runtime.store_leank import ChunkStore
+
 POOLS = ("kept_keys", "values", "window_keys", "window_values")
 
 
 def ids(rows, length, seed=0):
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class HandedStore(ChunkStore):
+    """A store that takes keys as they are to be stored."""
+
+    def _stored(self, *arguments):
+        constants, self.constants = self.constants, Constants()
+        try:
+            return super()._stored(*arguments)
+        finally:
+            self.constants = constants
+
+    def rounded(self, keys, values):
+        return keys, values
+
+
+class RoundedFirst(LeanKLayer):
+    """A layer of an ordinary cache that is handed what a cache that centres and rounds would give back."""
+
+    takes_mean = True
+    """Whether every row's prompt gives a mean of keys where the model has none."""
+
+    def rounded(self, keys, values):
+        """Return keys, which lack their mean, and values `[B, H_kv, S, D]` as they will be read."""
+        return keys, values
+
+    def prepare(self, keys, values, real):
+        """Look at a prompt before it is rounded."""
+
+    def split(self, step):
+        keys, values = self.pending
+        real = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
+        if self.rows.padding is not None:
+            real = self.rows.padding[:, : keys.shape[2]].bool()
+        constants = self.model_constants
+        mean = constants.key_mean
+        if mean is None and self.takes_mean:
+            mean = choose_constants(keys, values, real, "int4", Constants()).key_mean
+        if mean is not None:
+            keys = centre(keys, mean[:, :, None])
+        self.prepare(keys, values, real)
+        self.pending, self.model_constants = self.rounded(keys, values), Constants()
+        super().split(step)
+        self.model_constants = constants
+        self.store.__class__, self.store.constants = HandedStore, Constants(mean)
+
+    def decode(self, query, key, value, step, softmax_scale, sinks=None):
+        mean = self.store.constants.key_mean
+        key = key if mean is None else centre(key, mean[:, :, None])
+        return super().decode(query, *self.rounded(key, value), step, softmax_scale, sinks)
+
+    def kernels_for(self, query, sinks=None):
+        return None
+
+
+def restated(cache, kind):
+    """Turn the layers of an ordinary cache into such as are handed what was rounded before."""
+    for layer in cache.pruned_layers:
+        layer.__class__ = kind
+        if layer.store is not None:
+            layer.store.__class__ = HandedStore
+    return cache
 
 
 class Both:
@@ -37,7 +103,8 @@ class Both:
             logits.append(output.logits[new.bool()])
         # Alike but for the order in which a matrix product adds up; a number stored wrongly is 2e-2.
         assert (logits[0] - logits[1]).abs().max() <= 1e-6 * logits[1].abs().max()
-        dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}[self.caches[0].kv_dtype]
+        dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "auto": logits[0].dtype}
+        dtype = dtype[self.caches[0].kv_dtype]
         for store in (layer.store for layer in self.caches[0].pruned_layers):
             assert store is None or {getattr(store, name).dtype for name in POOLS} == {dtype}
 

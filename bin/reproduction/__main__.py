@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -15,21 +16,21 @@ from leank_convert.errors import LeanKError
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option(
     "--model",
-    type=click.Choice(["testbed", "smollm2"]),
+    type=click.Choice(["testbed", "smollm2", "qwen2.5-coder"]),
     default="testbed",
-    help="`testbed`, the shipped toy, or `smollm2`, SmolLM2-135M-Instruct. Default: testbed.",
+    help="`testbed`, the shipped toy, `smollm2`, SmolLM2-135M-Instruct, or `qwen2.5-coder`, "
+    "Qwen2.5-Coder-1.5B-Instruct. Default: testbed.",
 )
 @click.option(
     "--model-folder",
     type=click.Path(path_type=Path, file_okay=False),
-    envvar="SMOLLM2",
-    default=".venv/smollm2",
-    help="Of smollm2: what `bin/fetch-smollm2` wrote. Default: $SMOLLM2, else .venv/smollm2.",
+    help="Of a real model: what `bin/fetch-smollm2` or `bin/fetch-qwen2.5-coder` wrote. Default: $SMOLLM2, "
+    "else `.venv/` and the model's name.",
 )
 @click.option(
     "--texts",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Of smollm2: what `bin/fetch-texts` wrote. Default: Python's documentation is the only text.",
+    help="Of a real model: what `bin/fetch-texts` wrote. Default: Python's documentation is the only text.",
 )
 @click.option("--device", help="Device to train and measure on. Default: cuda if there is one, else cpu.")
 @click.option(
@@ -38,20 +39,28 @@ from leank_convert.errors import LeanKError
     help="Processes that share the work, each on one GPU. Default: as many as there are GPUs.",
 )
 @click.option(
+    "--minutes",
+    type=click.FloatRange(min=0),
+    help="Of qwen2.5-coder: begin no piece of work after so many. Default: do all.",
+)
+@click.option(
     "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
 )
 def main(
     out: Path | None,
     model: str,
-    model_folder: Path,
+    model_folder: Path | None,
     texts: Path | None,
     device: str | None,
     workers: int | None,
+    minutes: float | None,
     quick: bool,
 ) -> None:
     """Make masks by every method, measure them on the same prompts, and write OUT/report.html.
 
-    OUT (default: out/reproduce, for smollm2 out/reproduce-smollm2) keeps masks and answers: run the same
+    Of qwen2.5-coder: LeanK's masks and rounded caches, keys centred and not, as tables in OUT/tables.md.
+
+    OUT (default: out/reproduce, for others out/reproduce-MODEL) keeps masks and answers: run the same
     command again, and it goes on where it was. Several at once share the work.
     """
     from bin.reproduction.experiment import reproduce
@@ -63,24 +72,46 @@ def main(
     try:
         on_gpu = choose_device(device).type == "cuda"
         folder = None
-        if model == "smollm2":
-            if not (model_folder / "config.json").is_file():
-                raise LeanKError(
-                    f"`{model_folder}` holds no model",
-                    hint=f"`bin/fetch-smollm2 {model_folder}` writes it; `--model-folder` names another",
-                )
-            sizes, folder = QUICK_SMOLLM2 if quick else SMOLLM2, str(model_folder)
-        else:
-            sizes = QUICK if quick else ON_GPU if on_gpu else ON_CPU
-        out = out or Path("out/reproduce" if folder is None else "out/reproduce-smollm2")
         if workers is None:
             workers = max(1, count_gpus()) if device is None else 1
+        if model != "testbed":
+            folder = str(_find_model(model, model_folder))
+        out = out or Path("out/reproduce" if folder is None else f"out/reproduce-{model}")
+        if model == "qwen2.5-coder":
+            assert folder is not None
+            from bin.reproduction.centred import QUICK_CENTRED, CentredSizes, reproduce_centred
+
+            chosen = QUICK_CENTRED if quick else CentredSizes()
+            options = {"texts": texts, "device": device, "num_workers": workers, "minutes": minutes}
+            click.echo(reproduce_centred(out, chosen, folder, **options))  # type: ignore[arg-type]
+            return
+        if model == "smollm2":
+            sizes = QUICK_SMOLLM2 if quick else SMOLLM2
+        else:
+            sizes = QUICK if quick else ON_GPU if on_gpu else ON_CPU
         click.echo(reproduce(out, sizes, model=folder, texts=texts, device=device, num_workers=workers))
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint
         click.echo(f"error: {error}" + (f"\nhint: {hint}" if hint else ""), err=True)
         sys.exit(error.exit_code)
+
+
+def _find_model(model: str, folder: Path | None) -> Path:
+    """The folder of a real model.
+
+    Raises:
+        LeanKError: If it holds none.
+    """
+    if folder is None:
+        named = os.environ.get("SMOLLM2") if model == "smollm2" else None
+        folder = Path(named or f".venv/{model}")
+    if not (folder / "config.json").is_file():
+        raise LeanKError(
+            f"`{folder}` holds no model",
+            hint=f"`bin/fetch-{model} {folder}` writes it; `--model-folder` names another",
+        )
+    return folder
 
 
 if __name__ == "__main__":

@@ -157,7 +157,8 @@ class Bench:
         mask = self._ordered_mask(entry)
         if entry.dynamic:
             return ThinK(mask.sum(-1), windows, name=name)
-        return Masked(name, mask)
+        key_mean = self._ordered_mean(entry)
+        return Masked(name, mask, constants=None if key_mean is None else {"key_mean": key_mean})
 
     def label(self, entry: Entry | None) -> str:
         """An entry's name with its mask's digest."""
@@ -165,20 +166,32 @@ class Bench:
             return _DENSE
         if entry.run is None:
             return entry.name
-        content = self._mask(entry).to(torch.uint8).cpu().numpy().tobytes()
+        mask = self._mask(entry)
+        content = mask.channel_mask.to(torch.uint8).cpu().numpy().tobytes()
+        if mask.key_mean is not None:
+            content += mask.key_mean.cpu().numpy().tobytes()
         return f"{entry.name} @ {hashlib.sha256(content).hexdigest()[:8]}"
 
     def _compared(self, entry: Entry, name: str) -> Variant:
         alone = entry.run is None
         mask = self.evaluated.channel_masks if alone else self._ordered_mask(entry)
-        found = (variant for method in COMPARED for variant in compared_variants(method, mask, alone=alone))
+        mean = None if alone else self._ordered_mean(entry)
+        found = (
+            variant
+            for method in COMPARED
+            for variant in compared_variants(method, mask, alone=alone, key_mean=mean)
+        )
         variant = next(variant for variant in found if variant.name == entry.method)
         variant.name = name
         return variant
 
     def _ordered_mask(self, entry: Entry) -> Tensor:
-        return in_checkpoint_order(self._mask(entry), self.evaluated.leank["head_permutation"])
+        return in_checkpoint_order(self._mask(entry).channel_mask, self.evaluated.leank["head_permutation"])
 
-    def _mask(self, entry: Entry) -> Tensor:
+    def _ordered_mean(self, entry: Entry) -> Tensor | None:
+        mean = self._mask(entry).key_mean
+        return None if mean is None else in_checkpoint_order(mean, self.evaluated.leank["head_permutation"])
+
+    def _mask(self, entry: Entry) -> ChannelMask:
         assert entry.run is not None
-        return self.masks[entry.run][entry.ratio].channel_mask
+        return self.masks[entry.run][entry.ratio]

@@ -140,7 +140,7 @@ QUICK_SMOLLM2 = replace(
     overrides=(
         "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
         "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
-        "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
+        "stage2.validation_contexts=1", "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
     ),
     ratios=(0.7, 0.9),
     head_ratio=0.7,

@@ -35,13 +35,19 @@ class Unit:
     needs: tuple[str, ...] = ()
 
 
-def work_off(units: Sequence[Unit], out: Path, note: Callable[[str], None]) -> None:
+def work_off(
+    units: Sequence[Unit],
+    out: Path,
+    note: Callable[[str], None],
+    is_up: Callable[[], bool] = lambda: False,
+) -> None:
     """Do units until all are done, by this process or by others.
 
     Args:
         units: In the order in which they are begun, as far as their needs allow.
         out: Keeps locks, and in `times.jsonl` how long each unit took.
         note: Takes a line for each unit that this process begins or has done.
+        is_up: Whether no further one is to be begun.
     """
     done: set[str] = set()
 
@@ -51,6 +57,8 @@ def work_off(units: Sequence[Unit], out: Path, note: Callable[[str], None]) -> N
         return unit.name in done
 
     while waiting := [unit for unit in units if not is_done(unit)]:
+        if is_up():
+            return
         for unit in waiting:
             if done.issuperset(unit.needs) and _claim(unit, out, note):
                 break

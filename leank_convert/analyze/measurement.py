@@ -48,6 +48,7 @@ class Measurement:
     high_frequency_ratio: Tensor  # the paper's w_hf of every KV head, mean over all prompts [L, H_kv]
     ratio_of_empty: float | None  # the mean w_hf of the heads of width 0, None if there are none
     ratio_of_others: float | None  # the mean w_hf of the heads that keep channels, None if there are none
+    centred: bool = False  # whether keys were measured less the mask's mean, as they are cached
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement as JSON-ready data."""
@@ -55,6 +56,7 @@ class Measurement:
             "tasks": list(self.tasks),
             "lengths": list(self.lengths),
             "num_samples": self.num_samples,
+            "key_mean": self.centred,
             "correlation_between_tasks": [list(row) for row in self.between_tasks],
             "correlation_between_lengths": [list(row) for row in self.between_lengths],
             "high_frequency_ratio": self.high_frequency_ratio.tolist(),
@@ -110,7 +112,7 @@ def measure_model(
     *,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Measure a model on prompts, one dense pass each.
+    """Measure a model on prompts, one dense pass each; its keys less the mask's mean, if that has one.
 
     Args:
         model: As `train.model.load_model` loads it.
@@ -123,7 +125,7 @@ def measure_model(
     """
     norms, ratios = [], []
     for prompt in prompts:
-        statistics = measure_attention(model, prompt.input_ids)
+        statistics = measure_attention(model, prompt.input_ids, mask.key_mean)
         norms.append(statistics.channel_norms)
         ratios.append(statistics.high_frequency_ratio)
         advance()
@@ -144,6 +146,7 @@ def measure_model(
         high_frequency_ratio=ratio,
         ratio_of_empty=ratio[empty].mean().item() if empty.any() else None,
         ratio_of_others=ratio[~empty].mean().item() if not empty.all() else None,
+        centred=mask.key_mean is not None,
     )
 
 

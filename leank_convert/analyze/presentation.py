@@ -151,7 +151,7 @@ def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
         (
             "measured on",
             f"{', '.join(measured.tasks)} at {_list_lengths(measured)} tokens, "
-            f"{measured.num_samples} of each",
+            f"{measured.num_samples} of each" + ("; keys less their mean" if measured.centred else ""),
         )
     ]
     for name, table in (("tasks", measured.between_tasks), ("lengths", measured.between_lengths)):

@@ -166,16 +166,19 @@ class FilledLayer:
         self._cache.fill_layer(layer, keys[:, :, :-num_new], values[:, :, :-num_new])
         filled, scale = self._cache.layers[layer], query.shape[3] ** -0.5
         self._store = filled.store
-        new = self.as_stored(keys[:, :, -num_new:], values[:, :, -num_new:])
+        new = keys[:, :, -num_new:], values[:, :, -num_new:]
         step = self._cache.rows.step(filled.num_columns, len(query), num_new, None, query.device)
         if self._cache.takes_step(num_new):
             filled.decode(query, *new, step, scale)
             self._attend = partial(filled.attend, query, step.append, scale)
         else:
-            self._attend = partial(filled.attend_turn, query, *new, step.append, scale)
+            self._attend = partial(filled.attend_turn, query, *self.as_stored(*new), step.append, scale)
 
     def as_stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as the cache gives them back: how far it rounds them is no fault of attention's."""
+        """Keys and values as the cache gives them back: how far it rounds them is no fault of attention's.
+
+        Keys lack their mean where the cache takes one off, all of them.
+        """
         rounded: tuple[Tensor, Tensor] = self._store.rounded(keys, values)
         return rounded
 

@@ -200,6 +200,9 @@ def build_model(setup: Setup, device: torch.device | None = None) -> Any:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 loaded, trust_remote_code=True, dtype=setup.dtype
             )
+    if setup.mask.key_mean is not None:
+        pairs = zip(setup.mask.key_mean.float(), setup.layout.head_permutation, strict=True)
+        model.key_means = [mean[list(order)][None] for mean, order in pairs]
     return model.eval()
 
 

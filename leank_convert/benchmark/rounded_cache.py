@@ -1,7 +1,8 @@
 """A dense cache that rounds to e4m3 what it stores: how far that alone takes logits from exact ones.
 
 Numbers that differ in their last bit are rounded apart, so whoever decodes from an FP8 cache is further from
-the same in higher precision than without one. Scales are those of a row's prompt, which attends unrounded.
+the same in higher precision than without one. Scales, and the mean that comes off keys before, are those of a
+row's prompt, which attends unrounded.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ class _RoundedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Append tokens `[B, H_kv, S, D]`; return all there are."""
         is_prompt = not self.is_initialized
         if is_prompt:
-            largest_key, largest_value = (states.abs().amax(2) for states in (key_states, value_states))
+            self.mean = key_states.mean(2, dtype=torch.float32)[:, :, None]
+            largest_key, largest_value = (
+                states.abs().amax(2) for states in (key_states - self.mean, value_states)
+            )
             pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
             self.scales = scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value)
-        stored = (
-            _rounded(states, scale[:, :, None])
-            for states, scale in zip((key_states, value_states), self.scales, strict=True)
-        )
+        key_scale, value_scale = (scale[:, :, None] for scale in self.scales)
+        centred = (key_states - self.mean).to(key_states.dtype)
+        stored = round_to_fp8(centred, key_scale), round_to_fp8(value_states, value_scale)
         held: tuple[Tensor, Tensor] = super().update(*stored, *args, **kwargs)
         return (key_states, value_states) if is_prompt else held
 
 
-def _rounded(states: Tensor, scale: Tensor) -> Tensor:
+def round_to_fp8(states: Tensor, scale: Tensor) -> Tensor:
+    """What a cache in e4m3 gives back of states, by a scale that goes with them."""
     stored = (states.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
     return (stored.float() * scale).to(states.dtype)

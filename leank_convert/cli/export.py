@@ -50,6 +50,14 @@ if TYPE_CHECKING:
 @window_options
 @click.option("--prune", type=click.Choice(["eager", "deferred"]), default="eager", show_default=True)
 @kv_dtype_option
+@click.option(
+    "--key-mean",
+    is_flag=True,
+    help="Centre keys: measure their mean on the recipe's data, where the mask has none. --kv-dtype does so.",
+)
+@click.option(
+    "--force", is_flag=True, help="With --kv-dtype: write a checkpoint whose cache loses answers, too."
+)
 @device_option
 @click.option(
     "--format",
@@ -91,6 +99,8 @@ def export(
     flush_size: int | None,
     prune: str,
     kv_dtype: str | None,
+    key_mean: bool,
+    force: bool,
     device: str | None,
     file_format: str,
     dtype: str | None,
@@ -157,17 +167,19 @@ def export(
     for name in given:
         raise click.UsageError(f"--{name} goes with --format onnx")
     options |= {"prune": prune, "base_model": base_model}
-    if kv_dtype == "fp8":
+    if force and kv_dtype is None:
+        raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
+    if kv_dtype is not None or key_mean:
         quiet_transformers()
         from leank_convert.convert import export_model
 
-        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, **options)
+        export_model(model, mask_path, out, kv_dtype=kv_dtype, device=device, force=force, **options)
     else:
         if device is not None:
-            raise click.UsageError("--device goes with --kv-dtype fp8, whose scales are measured there")
+            raise click.UsageError("--device goes with --kv-dtype and --key-mean, which measure there")
         from leank_convert.export import export_checkpoint
 
-        export_checkpoint(model, mask_path, out, kv_dtype=kv_dtype, **options)
+        export_checkpoint(model, mask_path, out, **options)
     finish_export(out, repo_id, private)
 
 
@@ -217,8 +229,8 @@ def _check_onnx_options(base_model: str | None, repo_id: str | None) -> None:
     context = click.get_current_context()
     if context.get_parameter_source("prune") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("--prune goes with checkpoints; a graph's host always reads the prompt whole")
-    for name in ("kv_dtype", "device"):
-        if context.params[name] is not None:
+    for name in ("kv_dtype", "key_mean", "force", "device"):
+        if context.params[name]:
             raise click.UsageError(
                 f"--{name.replace('_', '-')} goes with checkpoints; a graph's cache has the dtype of --dtype"
             )

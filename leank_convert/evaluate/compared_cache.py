@@ -52,6 +52,7 @@ class Prompts:
         softmax_scale: The model's factor on the logits.
         channel_mask: Channels that are kept of tokens which are not whole, bool [H_kv, D].
         rows: The LeanK cache's counters, shared by all layers.
+        key_mean: What came off these keys, and comes off those to come [H_kv, 1, D]; None for nothing.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Prompts:
     softmax_scale: float
     channel_mask: Tensor
     rows: Any
+    key_mean: Tensor | None = None
 
 
 class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -86,6 +88,7 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.widths = prompts.channel_mask.sum(-1)
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
         self._rows, self._num_columns = prompts.rows, prompts.rows.num_columns
+        self._key_mean = prompts.key_mean
         self._prunes = not bool(prompts.channel_mask.all())
         self._read: Tensor | None = None  # what the last step read [B, H_kv, N]
 
@@ -136,6 +139,11 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[ComparedLayer, ComparedLayer]:
         """Append one token a row [B, H_kv, 1, D]; whoever attends calls `attend` on what is returned."""
+        self.append(_centred(key_states, self._key_mean), value_states)
+        return self, self
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append one token a row [B, H_kv, 1, D], whose key is centred."""
         self._rows.step(self._num_columns, key_states.shape[0], 1, None, key_states.device)
         self._num_columns += 1
         places = torch.tensor(self.lengths, device=self.keys.device)
@@ -144,7 +152,6 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.keys, self.values = (functional.pad(t, (0, 0, 0, _GROWTH)) for t in (self.keys, self.values))
         rows = torch.arange(len(self.lengths), device=self.keys.device)
         self.keys[rows, :, places], self.values[rows, :, places] = key_states[:, :, 0], value_states[:, :, 0]
-        return self, self
 
     def attend(
         self,
@@ -259,6 +266,7 @@ class Compared:
             bool [L, H_kv, D].
         windows: Tokens that stay whole, None for the checkpoint's.
         query_window: How many of the prompt's last queries the method looks at.
+        key_mean: What comes off keys, in the checkpoint's head order [L, H_kv, D]; None for nothing.
     """
 
     name: str
@@ -266,6 +274,7 @@ class Compared:
     channel_masks: Tensor
     windows: Windows | None = None
     query_window: int = 0
+    key_mean: Tensor | None = None
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The LeanK model, and a cache of the prompts' keys and values."""
@@ -279,21 +288,30 @@ class Compared:
             aligned = [
                 states.gather(2, order[:, None, :, None].expand_as(states)) for states in (keys, values)
             ]
+            key_mean = None
+            if self.key_mean is not None:
+                key_mean = self.key_mean[index][:, None].to(keys.device, torch.float32)
             queries = (
                 prefill.queries[index][:, :, -self.query_window :] if self.query_window else keys[:, :, :0]
             )
             prompts = Prompts(
                 index=index,
-                keys=aligned[0],
+                keys=_centred(aligned[0], key_mean),
                 values=aligned[1],
                 lengths=lengths,
                 queries=queries,
                 softmax_scale=_softmax_scale(prefill.model, index),
                 channel_mask=self.channel_masks[index].to(keys.device),
                 rows=rows,
+                key_mean=key_mean,
             )
             layers.append(self.make_layer(prompts))
         return prefill.model, ComparedCache(layers)
+
+
+def _centred(keys: Tensor, key_mean: Tensor | None) -> Tensor:
+    """Keys [B, H_kv, N, D] less their mean [H_kv, 1, D], as the runtime stores them."""
+    return keys if key_mean is None else (keys.float() - key_mean).to(keys.dtype)
 
 
 def _softmax_scale(model: Any, index: int) -> float:

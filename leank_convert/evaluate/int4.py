@@ -42,11 +42,9 @@ class Int4Layer(ComparedLayer):  # type: ignore[no-untyped-call]
             keys.copy_(rounded[0][0])
             values.copy_(rounded[1][0])
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[ComparedLayer, ComparedLayer]:
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
         """Append one token a row [B, H_kv, 1, D], rounded."""
-        return super().update(*self._rounded(key_states, value_states))
+        super().append(*self._rounded(key_states, value_states))
 
     def attend(
         self,

@@ -10,7 +10,7 @@ queries and no keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -91,6 +91,8 @@ class Masked:
         channel_masks: Kept channels in the checkpoint's head order, bool [L, H_kv, D]; None for the model's.
         windows: Tokens that stay whole, None for the checkpoint's.
         kv_dtype: What keys and values are stored in, None for the checkpoint's.
+        constants: In place of those of the checkpoint, by the runtime's names for them (`key_mean`, of FP8
+            `key_scale` and `value_scale`), each [L, H_kv, D] in the checkpoint's head order.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Masked:
     windows: Windows | None = None
     query_window: int = 0
     kv_dtype: str | None = None
+    constants: Mapping[str, Tensor] | None = None
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """A fork of the prefill's cache with these channels.
@@ -116,6 +119,10 @@ class Masked:
         if self.channel_masks is not None:
             for layer, mask in zip(pruned_layers(cache), self.channel_masks, strict=True):
                 layer.set_channel_mask(mask.to(prefill.model.device))
+        if self.constants is not None:
+            for place, layer in enumerate(pruned_layers(cache)):
+                own = {name: constant[place][None].float() for name, constant in self.constants.items()}
+                layer.model_constants = layer.model_constants._replace(**own)
         return prefill.model, cache
 
 
@@ -198,7 +205,12 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
 
 
 def compared_variants(
-    name: str, channel_masks: Tensor, *, alone: bool, is_mixed: bool = False
+    name: str,
+    channel_masks: Tensor,
+    *,
+    alone: bool,
+    is_mixed: bool = False,
+    key_mean: Tensor | None = None,
 ) -> list[Variant]:
     """A method beside LeanK in all settings that are reported, alone or on LeanK's kept channels.
 
@@ -207,25 +219,31 @@ def compared_variants(
         channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
         alone: Whether the method has all channels instead.
         is_mixed: Whether the model has layers that are not pruned, beside which the runtime's own caches are.
+        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; other methods alone are as they
+            were published.
     """
     prefix = "" if alone else "leank+"
     masks = torch.ones_like(channel_masks) if alone else channel_masks
-    if name == "fp8" or (name == "int4" and is_mixed):
-        return [Masked(f"{prefix}{name}", masks, kv_dtype=name)]
+    key_mean = None if alone else key_mean
+    if name in ("fp8", "int4"):
+        constants = None if key_mean is None else {"key_mean": key_mean}
+        variants: list[Variant] = [Masked(f"{prefix}{name}", masks, kv_dtype=name, constants=constants)]
+        if name == "int4" and not is_mixed:
+            windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
+            rotated = partial(Int4Layer, rotated=True)
+            name = f"{prefix}int4+hadamard"
+            variants.append(Compared(name, rotated, masks, windows, key_mean=key_mean))
+        return variants
     if name == "kivi":
         # Alone, what it leaves as it is are the last tokens.
         windows = Windows(sink_size=0, recent_size=kivi.RESIDUAL_LENGTH, flush_size=1) if alone else None
-        variants = [Compared(f"{prefix}kivi", KiviLayer, masks, windows)]
+        variants = [Compared(f"{prefix}kivi", KiviLayer, masks, windows, key_mean=key_mean)]
         if not alone:
-            variants.append(Compared(f"{prefix}kivi+window", partial(KiviLayer, in_window=True), masks))
-        return [*variants]
+            in_window = partial(KiviLayer, in_window=True)
+            variants.append(Compared(f"{prefix}kivi+window", in_window, masks, key_mean=key_mean))
+        return variants
     # Alone, nothing is whole but the token that is decoded.
     windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
-    if name == "int4":
-        return [
-            Compared(f"{prefix}int4", Int4Layer, masks, windows),
-            Compared(f"{prefix}int4+hadamard", partial(Int4Layer, rotated=True), masks, windows),
-        ]
     if name == "snapkv":
         capacities = {f"{snapkv.CAPACITY}": snapkv.CAPACITY, f"{snapkv.PAPER_SHARE:.0%}": snapkv.PAPER_SHARE}
         return [
@@ -244,6 +262,7 @@ def compared_variants(
             partial(QuestLayer, page_size=page_size, per_kv_head=per_kv_head),
             masks,
             windows,
+            key_mean=key_mean,
         )
         for page_size in (16, 64)
         for per_kv_head in (False, True)
@@ -251,9 +270,17 @@ def compared_variants(
 
 
 def _compare(name: str, *, alone: bool) -> Callable[[EvaluatedModel], list[Variant]]:
-    return lambda evaluated: compared_variants(
-        name, evaluated.channel_masks, alone=alone, is_mixed="layers" in evaluated.leank
-    )
+    def find(evaluated: EvaluatedModel) -> list[Variant]:
+        means = evaluated.model.key_means
+        return compared_variants(
+            name,
+            evaluated.channel_masks,
+            alone=alone,
+            is_mixed="layers" in evaluated.leank,
+            key_mean=None if means is None else torch.cat(means),
+        )
+
+    return find
 
 
 OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.filesize import decimal
 
@@ -69,6 +69,16 @@ __all__ = [
     "refuse_to_lose_mask",
 ]
 
+
+class CacheTried(Protocol):
+    """What came of the trial of a checkpoint's cache."""
+
+    def render(self) -> str:
+        """The result in one sentence, without its full stop."""
+
+
+CacheTrial = Callable[[Path], CacheTried]
+
 # Shards that are hashed at a time: a hash takes a gigabyte a second, and needs a core for itself.
 _NUM_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
@@ -79,8 +89,10 @@ def check_exportable(
     *,
     config_overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    mask: ChannelMask | None = None,
+    mask_origin: str = "mask",
 ) -> None:
-    """Check what an export would refuse whatever the mask, so that it can be known before training.
+    """Check what an export would refuse, so that it can be known before anything is trained or measured.
 
     Only headers are read and nothing is written.
 
@@ -89,12 +101,17 @@ def check_exportable(
         out: The folder to write.
         config_overrides: Keys of config.json to replace.
         overwrite: Whether to replace a checkpoint in `out`.
+        mask: Which channels are kept; None for what would be refused whatever the mask.
+        mask_origin: The mask's file, for messages.
 
     Raises:
-        LeanKError: If the source cannot be converted, or `out` not be written.
+        LeanKError: If the source cannot be converted, the mask is not its own, or `out` not be written.
     """
     checkpoint, config, facts = _open_source(model, out, config_overrides)
     check_stock_config(config, facts.architecture, origin=str(checkpoint.folder / CONFIG_NAME))
+    if mask is not None:
+        check_mask_fits(mask, facts, mask_origin=mask_origin, model_origin=str(model))
+        refuse_to_lose_mask(out, mask, overwrite=overwrite)
     plan_export(checkpoint, all_channels_mask(facts), facts)
     check_replaceable(out, overwrite=overwrite)
 
@@ -116,6 +133,7 @@ def export_checkpoint(
     base_model: str | None = None,
     kv_dtype: str | None = None,
     kv_scales: KVScales | None = None,
+    try_cache: CacheTrial | None = None,
     overwrite: bool = False,
     mask_origin: str | Path = "mask",
 ) -> Path:
@@ -140,7 +158,9 @@ def export_checkpoint(
         config_overrides: Keys of config.json to replace, such as `rope_parameters`; None for the recipe's.
         base_model: What `model` is called on the hub, for the model card; by default what is known of it.
         kv_dtype: `fp8` stores keys and values in eight bits, `int4` in four; None as they come.
-        kv_scales: Scales for `fp8`, as `measure_kv_scales` gives them; None leaves them to every prompt.
+        kv_scales: Scales for `fp8`, as `measure_cache` gives them; None leaves them to every prompt.
+        try_cache: Tries the checkpoint before it is in `out`, by whose result the card is completed; what it
+            raises leaves `out` as it was.
         overwrite: Whether to replace a checkpoint in `out`.
         mask_origin: For messages, the file of a `mask` that has been read.
 
@@ -181,6 +201,7 @@ def export_checkpoint(
         choice.mask,
         choice.windows,
         copy_companions=copy_companions,
+        try_cache=try_cache,
         overwrite=overwrite,
     )
     return out
@@ -217,6 +238,7 @@ def write_checkpoint(
     windows: Windows,
     *,
     copy_companions: Callable[[Path, Path], None],
+    try_cache: CacheTrial | None = None,
     overwrite: bool,
 ) -> None:
     """Write a checkpoint of what has been read and checked.
@@ -228,6 +250,7 @@ def write_checkpoint(
         mask: Which channels are kept, in the model's own head order.
         windows: Window sizes, and when to prune.
         copy_companions: Copies the tokenizer and its kin from one folder to another.
+        try_cache: As in `export_checkpoint`.
         overwrite: Whether to replace a checkpoint in `out`.
 
     Raises:
@@ -261,8 +284,10 @@ def write_checkpoint(
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
             config = build_config(original.config, facts.architecture, leank, digests)
             write_atomically(partial / CONFIG_NAME, encode_json(config))
-            write_atomically(partial / CARD_NAME, _describe(original, mask, known, windows).encode())
             _check_written(checkpoint, plan, partial)
+            tried = None if try_cache is None else try_cache(partial)
+            card = _describe(original, mask, known, windows, tried)
+            write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
         raise _cannot_export(error, out, checkpoint) from error
@@ -295,12 +320,14 @@ def refuse_overlap(folder: Path, out: Path) -> None:
 def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
     """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
 
+    A mean of keys may be added to one that has none: nothing of it is lost.
+
     Raises:
         LeanKError: If it would be replaced.
     """
     check_replaceable(out, overwrite=overwrite)
     kept = out / MASK_FILE_NAME
-    if kept.exists() and not overwrite and not load_mask(kept).channel_mask.equal(mask.channel_mask):
+    if kept.exists() and not overwrite and not mask.holds(load_mask(kept)):
         raise LeanKError(
             f"`{kept}` is another mask than the one to export; it would be lost",
             hint="name another folder, or pass `--overwrite`",
@@ -345,7 +372,13 @@ def _write_weights(
     return hashed
 
 
-def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, windows: Windows) -> str:
+def _describe(
+    original: Original,
+    mask: ChannelMask,
+    known: MaskProvenance,
+    windows: Windows,
+    tried: CacheTried | None,
+) -> str:
     checkpoint, facts = original.checkpoint, original.facts
     output = checkpoint.find(facts.architecture.attention_tensor(0, "o_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
@@ -362,6 +395,7 @@ def _describe(original: Original, mask: ChannelMask, known: MaskProvenance, wind
             original.cache.get("kv_dtype"),
         ),
         element_bytes=element_bytes,
+        tried=None if tried is None else tried.render(),
         leank=original.cache,
         noted_name=identify_model(checkpoint.folder),
         base_model=original.base_model or find_base_model(checkpoint.folder, original.name, known.model),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def copy_companions(folder: Path, target: Path) -> None:
     found, refers_to_code = read_companions(folder)
     settings = {key: value for key, value in read_tokenizer_config(folder).items() if key != "auto_map"}
     missing = []
-    if any(name.startswith(_TOKENIZER_FILES) for name in found):
+    if has_tokenizer(found):
         found.update(_name_tokenizer_class(folder, settings, warned=refers_to_code))
     else:
         missing.append("tokenizer")
@@ -52,6 +52,11 @@ def copy_companions(folder: Path, target: Path) -> None:
         missing.append("`generation_config.json`")
     if missing:
         _logger.warning("`%s` has no %s; nor will the checkpoint", folder, ", no ".join(missing))
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a tokenizer's files are among a model's companions."""
+    return any(name.startswith(_TOKENIZER_FILES) for name in names)
 
 
 def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:

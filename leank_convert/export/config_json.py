@@ -13,7 +13,7 @@ from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
-from leank_convert.leank_block import FORMAT_VERSION, LAYERS_KEY
+from leank_convert.leank_block import FORMAT_VERSION, KEY_MEAN_KEY, LAYERS_KEY
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 
@@ -55,6 +55,7 @@ def build_leank_facts(
         "config_overrides": None if config_overrides is None else dict(config_overrides),
         **cache,
         **({} if known.layers is None else {LAYERS_KEY: list(known.layers)}),
+        **({} if mask.key_mean is None else {KEY_MEAN_KEY: True}),
     }
 
 

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken
+from leank_convert.families import Architecture
+from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, plan_head_layout
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
@@ -33,7 +34,7 @@ the cache{of_layers} keeps {kept:.1%} of the key channels of all tokens but the 
 | pruning ratio asked / reached | {asked} / {ratio:.4f} |
 | widths (kept channels of {head_dim}): heads | {histogram} |
 | mask | {method} |
-
+{centred}
 ## Bytes per cached token
 
 | region | tokens | K | V | saved |
@@ -58,12 +59,21 @@ inputs = tokenizer("The capital of France is", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 ```
 
-`{causal_lm_class}.from_pretrained(path)` loads the same weights as the original dense model.
-
+{stock} loads the same weights as the original dense model.
+{adapters}
 ## Accuracy
 
-{accuracy}
+{accuracy}{tried}
 {recipe}"""
+
+_ADAPTERS = """
+## Adapters
+
+KV heads are in another order than in {name}, so an adapter (LoRA) of it does not fit. `model.load_adapter`
+refuses it; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does the stock class, and the
+answers would be wrong without a warning. Merge it into {name} (`merge_and_unload`), save that, and convert it
+with this checkpoint's mask: `leank-convert export MERGED --mask path/to/this/checkpoint -o OUT`.
+"""
 
 _MEASURED = """\
 When the mask was made, {held_out.num_answers} questions on {held_out.num_contexts} held-out contexts of
@@ -77,6 +87,10 @@ So few samples find what is broken, not what is lost: measure on your own task."
 _IN_OWN_DTYPE = """\
 With the cache in the model's own dtype, for in {kv_dtype} nothing was measured when this checkpoint
 was written:
+
+"""
+_TRIED_APART = """\
+With the cache in the model's own dtype; what rounding it to {kv_dtype} costs is told below:
 
 """
 _TOKENS = """\
@@ -110,6 +124,7 @@ def build_model_card(
     noted_name: str | None = None,
     base_model: str | None = None,
     licence: Mapping[str, str] | None = None,
+    tried: str | None = None,
 ) -> str:
     """Build a checkpoint's README.md.
 
@@ -125,12 +140,14 @@ def build_model_card(
         noted_name: What the model's config.json calls it, if it may be that.
         base_model: The model's hub id, if it is known.
         licence: `license`, `license_name` and `license_link` of the model, those that are known.
+        tried: What came of the trial of a cache of a dtype of its own, a sentence without its full stop.
     """
     held_out = known.held_out
     # Of another model or other windows it says nothing about this checkpoint.
     if (known.model, known.sink_size, known.recent_size) != (name, windows.sink_size, windows.recent_size):
         held_out = None
     kv_dtype = leank.get("kv_dtype")
+    in_own_dtype = _IN_OWN_DTYPE if tried is None else _TRIED_APART
     given_name, name, mask_model = name, _clean(name), _clean(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     return _CARD.format(
@@ -147,15 +164,42 @@ def build_model_card(
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
         method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
+        centred=_describe_key_mean(mask, known),
         cache=cache,
         **_describe_stored(leank, cache),
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
-        causal_lm_class=facts.architecture.causal_lm_class,
-        accuracy=(_IN_OWN_DTYPE.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
+        stock=_describe_stock(facts.architecture),
+        adapters=_ADAPTERS.format(name=name) if _moves_heads(mask) else "",
+        accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
         + _describe_accuracy(held_out, known, given_name, noted_name),
+        tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",
         recipe=_describe_recipe(known.recipe) if known.recipe else "",
     )
+
+
+def _describe_key_mean(mask: ChannelMask, known: MaskProvenance) -> str:
+    """A row of the table, of a mask that centres keys."""
+    if mask.key_mean is None:
+        return ""
+    tokens = known.key_mean_tokens
+    measured = "" if tokens is None else f" over {tokens:,} tokens"
+    return f"| cached keys | less a constant, their mean{measured}: a removed channel counts as its mean |\n"
+
+
+def _describe_stock(family: Architecture) -> str:
+    """How the stock class loads the checkpoint."""
+    if family.experts is None:
+        return f"`{family.causal_lm_class}.from_pretrained(path)`"
+    # By the name in config.json transformers does not find how experts lie in files, and makes new ones up.
+    return (
+        f'After `config = {family.config_class}.from_pretrained(path)` and `config.model_type = "'
+        f'{family.model_type}"`, `{family.causal_lm_class}.from_pretrained(path, config=config)`'
+    )
+
+
+def _moves_heads(mask: ChannelMask) -> bool:
+    return any(list(order) != sorted(order) for order in plan_head_layout(mask.widths).head_permutation)
 
 
 def _describe_stored(leank: Mapping[str, Any], cache: BytesPerToken) -> dict[str, Any]:

@@ -6,7 +6,7 @@ fail for want of a disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from leank_convert.export.quantized import (
     find_moving_scales,
     is_quantized,
 )
-from leank_convert.families import Shapes
+from leank_convert.families import Shapes, evaluate_size, find_size_keys
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
@@ -180,16 +180,15 @@ def check_unedited(checkpoint: Checkpoint, facts: ModelFacts) -> None:
             is not quantized.
     """
     check_quantization(checkpoint)
+    _check_kinds_of_mlps(checkpoint, facts)
     for name, shape in _unedited(checkpoint, facts).items():
         _expect(checkpoint, name, shape)
     family = facts.architecture
     for layer in sorted({*range(facts.num_hidden_layers)} - {*facts.layers}):
         if not family.other_tensors:
             plan_layer(checkpoint, facts, layer, ())
-        for tensor in family.other_tensors:
-            name = f"{family.layer_prefix.format(layer=layer)}.{tensor}"
-            if checkpoint.find(name) is None and not is_quantized(checkpoint, name):
-                raise _missing(checkpoint, name)
+        for tensor, sizes in family.other_tensors.items():
+            _expect_other(checkpoint, facts, f"{family.layer_prefix.format(layer=layer)}.{tensor}", sizes)
     head = facts.architecture.head_tensor
     if not facts.tie_word_embeddings or checkpoint.find(head) is not None:
         _expect(checkpoint, head, (facts.vocab_size, facts.hidden_size))
@@ -210,7 +209,7 @@ def _unedited(checkpoint: Checkpoint, facts: ModelFacts) -> dict[str, tuple[int,
     for layer in range(facts.num_hidden_layers):
         prefix = family.layer_prefix.format(layer=layer) + "."
         tensors = dict(family.layer_tensors)
-        if experts and checkpoint.find(prefix + experts.router):
+        if experts and layer in facts.expert_layers:
             sizes[prefix + experts.router] = (facts.num_experts, facts.hidden_size)
             tensors = {name: shape for name, shape in tensors.items() if not name.startswith("mlp.")}
             tensors.update(experts.beside)
@@ -218,6 +217,40 @@ def _unedited(checkpoint: Checkpoint, facts: ModelFacts) -> dict[str, tuple[int,
                 tensors.update((name.format(expert=expert), shape) for name, shape in experts.tensors.items())
         add(prefix, tensors)
     return sizes
+
+
+def _check_kinds_of_mlps(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Refuse a layer with experts where config.json asks for a plain MLP, or the reverse.
+
+    transformers would go on with an MLP of random values.
+    """
+    family, experts = facts.architecture, facts.architecture.experts
+    if experts is None:
+        return
+    plain = [name for name in family.layer_tensors if name.startswith("mlp.") and name != experts.router]
+    if not plain:
+        return  # all layers have experts, and the router is asked for by name
+    of_kind = {"a mixture of experts": experts.router, "a plain MLP": plain[0]}
+    for layer in range(facts.num_hidden_layers):
+        asked, other = of_kind if layer in facts.expert_layers else reversed(of_kind)
+        wanted, name = (
+            f"{family.layer_prefix.format(layer=layer)}.{of_kind[kind]}" for kind in (asked, other)
+        )
+        found = checkpoint.find(name)
+        if found is None or checkpoint.find(wanted) is not None or is_quantized(checkpoint, wanted):
+            continue
+        raise LeanKError(
+            f"`{_file_of(checkpoint, name)}`: tensor `{name}` has shape {cut(list(found.shape))}, of {other};"
+            f" config.json asks for {asked} in layer {layer}{_stated(checkpoint, facts, experts.plain_keys)}",
+            hint="compare config.json with that of the model that it was made of",
+        )
+
+
+def _stated(checkpoint: Checkpoint, facts: ModelFacts, keys: Iterable[str]) -> str:
+    """Keys of config.json with their values, for a message; without those that are nowhere."""
+    values = {**facts.architecture.config_defaults, **checkpoint.config}
+    stated = [f"`{key}`: {cut(values[key])}" for key in dict.fromkeys(keys) if key in values]
+    return f" ({', '.join(stated)})" if stated else ""
 
 
 def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
@@ -233,7 +266,17 @@ def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
             raise LeanKError(f"`{checkpoint.folder}` has a tensor `{name}`, which is a checkpoint's")
 
 
-def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+def _expect_other(checkpoint: Checkpoint, facts: ModelFacts, name: str, sizes: tuple[str, ...]) -> None:
+    """Check a tensor of a layer that has none of attention's, and name the keys of sizes that differ."""
+    shape = tuple(evaluate_size(size, facts.other_sizes) for size in sizes)
+    found = checkpoint.find(name)
+    held = found.shape if found is not None and len(found.shape) == len(shape) else [None] * len(shape)
+    wrong = [size for size, count, has in zip(sizes, shape, held, strict=True) if count != has]
+    keys = (key for size in wrong for key in find_size_keys(size))
+    _expect(checkpoint, name, shape, _stated(checkpoint, facts, keys))
+
+
+def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], stated: str = "") -> None:
     """Check a tensor that stays as it is, or is plain; of a quantized one any layout will do."""
     if is_quantized(checkpoint, name):
         check_scaled(checkpoint, name)
@@ -247,16 +290,16 @@ def _expect(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
             "`quantization_config` that says what that means",
             hint="convert the model it was quantized from",
         )
-    _check_shape(checkpoint, name, shape)
+    _check_shape(checkpoint, name, shape, stated)
 
 
-def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+def _check_shape(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], stated: str = "") -> None:
     found = checkpoint.find(name)
     assert found is not None
     if found.shape != shape:
         raise LeanKError(
             f"`{_file_of(checkpoint, name)}`: tensor `{name}` has shape {cut(list(found.shape))}; "
-            f"config.json asks for {list(shape)}"
+            f"config.json asks for {list(shape)}{stated}"
         )
 
 

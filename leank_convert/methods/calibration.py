@@ -13,6 +13,7 @@ from leank_convert.data import SampleSource
 from leank_convert.methods.statistics import AttentionStatistics, mean_statistics, measure_attention
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
+from leank_convert.train.key_mean import KeyStatistics, count_contexts, measure_keys
 from leank_convert.train.model import LoadedModel, ModelFiles, load_model
 
 
@@ -49,10 +50,19 @@ class Calibration:
         """The model, dense and frozen, with its tokenizer."""
         return load_model(self._files, self.recipe, self._device)
 
+    @cached_property
+    def keys(self) -> KeyStatistics | None:
+        """Statistics of keys on its first contexts, whose mean they are centred by; None if they are not."""
+        if not self.recipe.key_mean:
+            return None
+        num_contexts, offload = count_contexts(self.recipe), self.recipe.offload_context
+        return measure_keys(
+            self.loaded, self._samples, num_contexts, offload=offload, progress=self._progress
+        )
+
     def prompts(self) -> Iterator[Tensor]:
         """Token ids [N] of each prompt: context and question, through the model's chat template."""
-        samples = SampleSource(self.loaded.tokenizer, self.recipe.data, self.recipe.seed)
-        samples.check()
+        samples = self._samples
         num_prompts = self.recipe.method_row.num_prompts
         total = self.recipe.calibration_prompts if num_prompts is None else num_prompts
         with progress_bar(self._progress, "measuring prompts", total) as advance:
@@ -61,5 +71,12 @@ class Calibration:
                 advance()
 
     def statistics(self) -> AttentionStatistics:
-        """Statistics of queries and keys after RoPE, the mean over all prompts."""
-        return mean_statistics([measure_attention(self.loaded.model, ids) for ids in self.prompts()])
+        """Statistics of queries and keys after RoPE, centred or not, the mean over all prompts."""
+        mean = None if self.keys is None else self.keys.mean
+        return mean_statistics([measure_attention(self.loaded.model, ids, mean) for ids in self.prompts()])
+
+    @cached_property
+    def _samples(self) -> SampleSource:
+        samples = SampleSource(self.loaded.tokenizer, self.recipe.data, self.recipe.seed)
+        samples.check()
+        return samples

@@ -174,7 +174,7 @@ def _measure(
 ) -> tuple[dict[float, ChannelMask], Tensor | None, dict[float, HeldOut]]:
     """Masks of every ratio by a method that trains nothing; gates [L, H_kv, 1], if it imports some."""
     files = find_model(model, recipe)
-    if recipe.held_out_samples:
+    if recipe.held_out_samples or recipe.key_mean:
         check_layers(files.facts, files.name)
     calibration = Calibration(files, recipe, ranks.device, progress=progress)
     for ratio in recipe.pruning_ratios:
@@ -196,10 +196,14 @@ def _measure(
                 f"`method: {recipe.method}` gives scores of shape {list(scores.shape)}; the model needs "
                 f"{list(calibration.shape)} (layers, KV heads, channels)"
             )
+    keys = calibration.keys
     masks = {
         ratio: ChannelMask(
             select_for(recipe, scores, ratio),
-            provenance=describe_origin(recipe, ratio, files.name, files.facts),
+            provenance=describe_origin(
+                recipe, ratio, files.name, files.facts, None if keys is None else keys.num_tokens
+            ),
+            key_mean=None if keys is None else keys.mean,
         )
         for ratio in recipe.pruning_ratios
     }

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from leank_convert.errors import LeanKError
 from leank_convert.families import ARCHITECTURES
+from leank_convert.train.centring import centre_keys
 from leank_convert.train.fusion import uncompiled
 from leank_convert.train.windowed import causal_attention
 
@@ -47,14 +48,17 @@ class AttentionStatistics:
 
 @dataclass
 class _Measurement:
-    """Statistics of the layers that have run, one tensor a layer."""
+    """Statistics of the layers that have run, one tensor a layer; of keys less their mean if it is given."""
 
     channel_norms: list[Tensor] = field(default_factory=list)
     high_frequency_ratio: list[Tensor] = field(default_factory=list)
     product_magnitudes: list[Tensor] = field(default_factory=list)
+    key_mean: Tensor | None = None
 
     def add(self, query: Tensor, key: Tensor, high: Tensor) -> None:
         """Measure a layer by its queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D]."""
+        if self.key_mean is not None:
+            key = centre_keys(key, self.key_mean[len(self.channel_norms)])
         # By KV head: the products of a long prompt, in float32, are the largest thing there is.
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
         high = high.to(key.device)
@@ -68,17 +72,20 @@ class _Measurement:
 
 
 @torch.no_grad()
-def measure_attention(model: PreTrainedModel, input_ids: Tensor) -> AttentionStatistics:
+def measure_attention(
+    model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
+) -> AttentionStatistics:
     """Measure queries and keys of one dense pass over a prompt.
 
     Args:
         model: A causal language model, as `train.model.load_model` loads it.
         input_ids: The prompt [N].
+        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
 
     Raises:
         LeanKError: If a statistic is not finite.
     """
-    measurement = _Measurement()
+    measurement = _Measurement(key_mean=key_mean)
     device = next(model.parameters()).device
     with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
         model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measurement=measurement)

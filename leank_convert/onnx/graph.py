@@ -14,8 +14,8 @@ Outputs: `logits` [B, K, V]; `present.{i}.key` [B, H_kv, Q, D] and `present.{i}.
 new tokens alone. Whoever runs the graph writes them into its buffers. What a slot without a token holds is
 multiplied by 0, so it must be finite.
 
-The lanes of a key are its channels in `channel_order`: a head's kept ones first, so that a pruned key is the
-first w lanes of the whole one.
+A cached key lacks the mean of keys, where the mask has one. Its lanes are its channels in `channel_order`: a
+head's kept ones first, so that a pruned key is the first w lanes of the whole one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class _LayerCache:
 
     buckets: list[tuple[int, int]]
     lanes: Tensor | None
+    key_mean: Tensor | None
     window: tuple[Tensor, Tensor]
     pruned: dict[int, tuple[Tensor, Tensor]]
 
@@ -72,6 +73,8 @@ class StepModel(nn.Module):
         self.buckets = pruned.buckets
         identity = torch.arange(pruned.channel_masks.shape[-1])
         self._reordered = []
+        self.key_mean: Tensor | None
+        self.register_buffer("key_mean", pruned.key_mean, persistent=False)
         for layer, order in enumerate(pruned.channel_order):
             self._reordered.append(not bool((order == identity).all()))
             self.register_buffer(f"lanes_{layer}", order, persistent=False)
@@ -120,7 +123,8 @@ class StepModel(nn.Module):
             for keys, _ in pruned.values():
                 num_pruned = keys.shape[2]
             lanes = getattr(self, f"lanes_{layer}") if self._reordered[layer] else None
-            layers.append(_LayerCache(buckets, lanes, window, pruned))
+            key_mean = None if self.key_mean is None else self.key_mean[layer][:, None]
+            layers.append(_LayerCache(buckets, lanes, key_mean, window, pruned))
         return layers, num_pruned
 
 
@@ -189,6 +193,8 @@ def attend_in_regions(
     batch, num_heads, num_new, head_dim = query.shape
     kv_heads = key.shape[1]
     groups = num_heads // kv_heads
+    if layer.key_mean is not None:  # all keys lose the same, which softmax does not see
+        key = (key.float() - layer.key_mean).to(key.dtype)
     if layer.lanes is not None:
         query = _reorder(query, layer.lanes.repeat_interleave(groups, dim=0))
         key = _reorder(key, layer.lanes)

@@ -21,6 +21,7 @@ from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.leank_block import read_windows
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -41,6 +42,7 @@ class PrunedModel:
         flush_size: Tokens that leave the recent window at once.
         name: The model's name, for the description.
         head_permutation: [layer][new] = old over KV heads, None where heads are in the model's own order.
+        key_mean: What comes off every key before it is cached, float32 [L, H_kv, D]; None for nothing.
     """
 
     model: Any
@@ -50,6 +52,7 @@ class PrunedModel:
     flush_size: int
     name: str = "model"
     head_permutation: list[list[int]] | None = None
+    key_mean: Tensor | None = None
 
     @property
     def dtype(self) -> str:
@@ -102,7 +105,22 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
         windows.flush_size,
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
+        key_mean=_read_key_mean(checkpoint, leank),
     )
+
+
+def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
+    """The mean of a checkpoint's keys in its own head order, float32 [L, H_kv, D]; None if it has none."""
+    if not leank.get("key_mean"):
+        return None
+    mean = load_mask(checkpoint / MASK_FILE_NAME).key_mean
+    if mean is None:
+        raise LeanKError(
+            f"`{checkpoint / MASK_FILE_NAME}` has no `key_mean`, of which config.json tells",
+            hint="copy or export the checkpoint again",
+        )
+    orders = zip(mean.float(), leank["head_permutation"], strict=True)
+    return torch.stack([own[list(order)] for own, order in orders])
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:

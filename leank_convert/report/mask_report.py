@@ -93,6 +93,8 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
         )
         if known.width_multiple is not None:
             facts.append(("widths", f"multiples of {known.width_multiple}"))
+        if known.key_mean_tokens is not None:
+            facts.append(("keys", f"cached less their mean over {known.key_mean_tokens:,} tokens"))
     if records:
         counts = Counter(record.stage for record in records)
         steps = [f"{counts[0]} (gates of heads)"] if counts[0] else []

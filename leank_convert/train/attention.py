@@ -20,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from leank_convert.train.centring import centre_keys, lower_sinks
 from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
 from leank_convert.train.split_attention import Regions, StoredContext, split_attention
@@ -112,7 +113,8 @@ def training_attention(
         dropout: Ignored: the model is in eval mode.
         leank_pass: Which pass runs.
         sliding_window: How many tokens a query of this layer sees, itself among them; None for all.
-        s_aux: Logits of attention sinks [H], by transformers' name for them; None without any.
+        s_aux: Logits of attention sinks [H], by transformers' name for them; None without any. They fall by
+            what centred keys leave out.
         **kwargs: What else the model's family passes.
 
     Returns:
@@ -125,6 +127,11 @@ def training_attention(
         raise TypeError(f"attention `{ATTENTION_NAME}` needs `leank_pass` and `scaling`, and takes no mask")
     layer: int = module.layer_idx
     context = leank_pass.context
+    if context.key_mean is not None and sliding_window is None:
+        key_mean = context.key_mean[_place(module)]
+        key = centre_keys(key, key_mean)
+        if s_aux is not None:
+            s_aux = lower_sinks(s_aux, query, key_mean, scaling)
     if isinstance(leank_pass, ContextPass):
         context.store(layer, key, value)
         if layer == module.config.num_hidden_layers - 1:
@@ -151,6 +158,13 @@ AttentionInterface.register(
 )
 
 
+def _place(module: Any) -> int:
+    """Which of the layers with full attention it is: factors, gates and means are of those alone."""
+    layer: int = module.layer_idx
+    kinds = getattr(module.config, "layer_types", None)
+    return layer if kinds is None else kinds[:layer].count("full_attention")
+
+
 def _answer_attention(
     module: Any,
     query: Tensor,
@@ -161,9 +175,7 @@ def _answer_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the answers' N tokens with a layer's factors and gates: [1, N, H, D]."""
-    # Among the layers with full attention: factors and gates are of those alone.
-    kinds = getattr(module.config, "layer_types", None)
-    place = module.layer_idx if kinds is None else kinds[: module.layer_idx].count("full_attention")
+    place = _place(module)
     factors = answers.scaling_factors[place]
 
     def attend_with(sees_middle: Tensor | None) -> Tensor:

@@ -60,6 +60,8 @@ class Gradients:
 
     Attributes:
         captures: Whether there are graphs.
+        key_mean: What comes off all keys, float32 [L, H_kv, D] where the model is; None for nothing. Set
+            before the first sample, as graphs read it where it lies.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Gradients:
         self.captures = not (device.type != "cuda" or spread or offload or _depends_on_padding(model))
         self._captures_context = self.captures and is_bound_by_host(model, longest)
         self._model, self._facts, self._longest, self._offload = model, facts, longest, offload
+        self.key_mean: Tensor | None = None
         self._room: StoredContext | None = None
         self._known: set[Sizes] = set()
         self._known_contexts: set[int] = set()
@@ -115,7 +118,8 @@ class Gradients:
     def _run(self, sample: TrainingSample, student: Student) -> Tensor:
         """A sample's loss, by the passes as they are written."""
         if not self.captures:
-            return distil(self._model, pack_sample(sample), student, offload=self._offload)
+            packed = pack_sample(sample)
+            return distil(self._model, packed, student, key_mean=self.key_mean, offload=self._offload)
         packed = pack_sample(sample, self._sizes(sample))
         context = self._store(sample, packed)
         return distil_answers(self._model, context, packed.to(self._model.device), student)
@@ -148,7 +152,9 @@ class Gradients:
         """Run the context pass into the room that all contexts share, where graphs find them."""
         model, size = self._model, packed.sizes.context
         if self._room is None:
-            self._room = StoredContext.of_zeros(self._facts, self._longest, model.dtype, model.device)
+            self._room = StoredContext.of_zeros(
+                self._facts, self._longest, model.dtype, model.device, self.key_mean
+            )
         context = self._room.first(size)
         if not self._captures_context:
             context.clear(len(sample.prefix_ids))  # of an earlier context, which need not be finite

@@ -86,6 +86,7 @@ def compare_answers(
     sample: TrainingSample,
     students: Sequence[Student],
     *,
+    key_mean: Tensor | None = None,
     offload: bool = False,
     longest: int | None = None,
 ) -> Compared:
@@ -95,13 +96,14 @@ def compare_answers(
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
         sample: Context and questions.
         students: What else the answers are computed with.
+        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
         offload: Keep the context's keys and values in host memory.
         longest: Pad the sample as training does, its context to no more than this: what CUDA's libraries plan
             for a size serves several then. None for no padding.
     """
     sample = _part_from_prefix(sample)
     packed = pack_sample(sample, None if longest is None else padded_sizes(sample, longest))
-    stored = StoredContext(packed.sizes.context, offload)
+    stored = StoredContext(packed.sizes.context, offload, key_mean=key_mean)
     context = run_context_pass(model, packed.context_ids, stored)
     hidden_states = run_question_pass(model, context, packed)
     teacher = hidden_states[packed.sizes.questions :]
@@ -181,10 +183,12 @@ def check_held_out(
         return {}
     source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _SEED_OFFSET)
     windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-    students = []
+    students, key_mean = [], None
     for mask in masks.values():
         kept = mask.channel_mask.to(ranks.device)
         students.append(Student(windows, kept.float(), kept.any(-1)))
+        if mask.key_mean is not None:  # all masks of a recipe have the same
+            key_mean = mask.key_mean.to(ranks.device, torch.float32)
     # Answer tokens and answers, those that the dense model gets right, its hidden states' magnitude; of each
     # student the tokens and answers it gets right, the squares of what contexts lost in tokens, and the loss.
     sums = [0.0] * (5 + 4 * len(students))
@@ -202,7 +206,7 @@ def check_held_out(
                         exit_code=ending.exit_code,
                     )
                 if start + ranks.rank < num_contexts:
-                    found = _measure(loaded, recipe, source.draw(start + ranks.rank), students)
+                    found = _measure(loaded, recipe, source.draw(start + ranks.rank), students, key_mean)
                     sums = [total + value for total, value in zip(sums, found, strict=True)]
             except LeanKError as error:
                 failure = error
@@ -237,7 +241,11 @@ def check_held_out(
 
 
 def _measure(
-    loaded: LoadedModel, recipe: Recipe, sample: TrainingSample, students: Sequence[Student]
+    loaded: LoadedModel,
+    recipe: Recipe,
+    sample: TrainingSample,
+    students: Sequence[Student],
+    key_mean: Tensor | None,
 ) -> list[float]:
     """A sample's share of the sums."""
     with out_of_memory(
@@ -249,6 +257,7 @@ def _measure(
             loaded.model,
             sample,
             students,
+            key_mean=key_mean,
             offload=recipe.offload_context,
             longest=recipe.data.max_length if bound else None,
         )

@@ -64,6 +64,7 @@ def train(
     run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
     if not run.is_done:
         ranks.on_first(lambda: refuse_foreign_masks(recipe, directory))
+    run.centre_keys(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
     return run
 

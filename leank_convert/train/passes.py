@@ -48,7 +48,12 @@ class Student:
 
 
 def distil(
-    model: PreTrainedModel, packed: PackedSample, student: Student, *, offload: bool = False
+    model: PreTrainedModel,
+    packed: PackedSample,
+    student: Student,
+    *,
+    key_mean: Tensor | None = None,
+    offload: bool = False,
 ) -> Tensor:
     """Loss of a sample: the mean over its questions of the paper's, without the penalty.
 
@@ -59,12 +64,14 @@ def distil(
         model: A causal language model loaded with `attention.ATTENTION_NAME`, frozen.
         packed: Context and questions.
         student: What the answers are computed with.
+        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
         offload: Keep the context's keys and values in host memory.
 
     Returns:
         A scalar, where the scaling factors are.
     """
-    context = run_context_pass(model, packed.context_ids, StoredContext(packed.sizes.context, offload))
+    room = StoredContext(packed.sizes.context, offload, key_mean=key_mean)
+    context = run_context_pass(model, packed.context_ids, room)
     return distil_answers(model, context, packed, student)
 
 
@@ -91,7 +98,7 @@ def run_context_pass(
     Args:
         model: A causal language model loaded with `attention.ATTENTION_NAME`.
         input_ids: The context [P].
-        context: Where they are kept; None for one of its own.
+        context: Where they are kept, and what comes off the keys; None for one of its own, and nothing.
     """
     num_tokens = len(input_ids)
     context = context or StoredContext(num_tokens)
@@ -170,7 +177,7 @@ def check_layers(facts: ModelFacts, name: str) -> None:
             f"model `{name}` has layers with linear attention, and transformers {transformers_version} is "
             "too old to train on them",
             hint="`pip install 'transformers>=5.23'`, or take a method that trains nothing: `--method "
-            "static-norm --set held_out_samples=0`",
+            "static-norm --set held_out_samples=0 --set key_mean=false`",
         )
 
 

@@ -46,6 +46,11 @@ class Ranks:
         if self.num_ranks > 1:
             torch.distributed.all_reduce(tensor)
 
+    def take_largest(self, tensor: Tensor) -> None:
+        """Replace each number of a tensor by its largest on any rank."""
+        if self.num_ranks > 1:
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+
     def totals(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks of a few numbers."""
         if self.num_ranks == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
-from leank_convert.data import TrainingSample
+from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.hub import hide_local_paths, model_name
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
+from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.passes import Student
@@ -33,6 +35,8 @@ from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
 from leank_convert.train.validation import Validation
 from leank_convert.windows import Windows
+
+_logger = logging.getLogger("leank_convert")
 
 
 class Run:
@@ -80,6 +84,7 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
+        self._key_mean: tuple[Tensor, int] | None = None
         self._best: tuple[float, Tensor] | None = None
         self._validation = None
         if recipe.stage2.validation_contexts:
@@ -102,6 +107,30 @@ class Run:
             tuple(self._finished),
             self._gates,
             self._best,
+            *(self._key_mean or ()),
+        )
+
+    def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
+        """Measure the mean of keys, unless the recipe leaves them as they are, or a saved state brought it.
+
+        Raises:
+            LeanKError: As `key_mean.measure_keys`.
+        """
+        if not self.recipe.key_mean or self._key_mean is not None:
+            return
+        measured = measure_keys(
+            self.loaded,
+            samples,
+            count_contexts(self.recipe),
+            ranks=self.ranks,
+            offload=self.recipe.offload_context,
+            progress=progress,
+        )
+        self._take_key_mean(measured.mean, measured.num_tokens)
+        _logger.info(
+            "keys are centred: their mean was measured on %d tokens of %d contexts",
+            measured.num_tokens,
+            measured.num_contexts,
         )
 
     @property
@@ -127,6 +156,8 @@ class Run:
                     hint="resume with the pattern that the run began with, or train into another folder",
                 )
             self._take_gates(state.gates)
+        if state.key_mean is not None and state.key_mean_tokens is not None:
+            self._take_key_mean(state.key_mean, state.key_mean_tokens)
         self._factors = state.scaling_factors.to(self.ranks.device).requires_grad_()
         self._optimizer = self._new_optimizer()
         self._stage1_factors = state.stage1_factors
@@ -211,11 +242,15 @@ class Run:
         """The mask of every asked ratio, of a run that is done."""
         unfinished = self._factors.detach() if self._stage1_factors is None else self._stage1_factors
         factors = self._finished or [unfinished] * len(self.recipe.pruning_ratios)
+        key_mean, num_tokens = self._key_mean or (None, None)
         return {
             ratio: ChannelMask(
                 channel_mask=self._select(learned, ratio).cpu(),
                 scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
-                provenance=describe_origin(self.recipe, ratio, self.loaded.name, self.loaded.facts),
+                provenance=describe_origin(
+                    self.recipe, ratio, self.loaded.name, self.loaded.facts, num_tokens
+                ),
+                key_mean=key_mean,
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
         }
@@ -232,6 +267,10 @@ class Run:
             scores = scores.masked_fill(~self._retrieval_heads, -1.0)
         chosen = select_for(self.recipe, scores, pruning_ratio)
         return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
+
+    def _take_key_mean(self, key_mean: Tensor, num_tokens: int) -> None:
+        self._key_mean = key_mean, num_tokens
+        self.gradients.key_mean = key_mean.to(self.loaded.model.device, torch.float32)
 
     def _take_gates(self, gates: Tensor) -> None:
         """Go on with gates that are known: to channels, if the method prunes those of the heads left."""
@@ -350,7 +389,13 @@ class Run:
         return "; or ".join(remedies) + "; the state before this step is saved"
 
 
-def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: ModelFacts) -> MaskProvenance:
+def describe_origin(
+    recipe: Recipe,
+    pruning_ratio: float,
+    model: str,
+    facts: ModelFacts,
+    key_mean_tokens: int | None = None,
+) -> MaskProvenance:
     """Say where the mask of one of a recipe's ratios comes from."""
     windows = recipe.windows
     return MaskProvenance.for_model(
@@ -364,6 +409,7 @@ def describe_origin(recipe: Recipe, pruning_ratio: float, model: str, facts: Mod
         width_multiple=recipe.width_unit(facts.head_dim),
         recipe=hide_local_paths(recipe.text, recipe.paths),
         seed=recipe.seed,
+        key_mean_tokens=key_mean_tokens,
     )
 
 

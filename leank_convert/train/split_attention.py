@@ -21,6 +21,7 @@ from transformers import Cache
 from leank_convert.architectures import ModelFacts
 from leank_convert.train.fused import attend, query_gradient
 from leank_convert.train.packing import PackedSample
+from leank_convert.train.windowed import of_queries
 from leank_convert.windows import Windows
 
 Pair = tuple[Tensor, Tensor]
@@ -34,6 +35,8 @@ class StoredContext:
         num_tokens: P, tokens of the context.
         offload: Whether they wait in host memory, pinned where there is a GPU.
         num_seen: Tokens of earlier blocks, while the context is filled block by block.
+        key_mean: What comes off all keys of layers with full attention, and off those of what follows the
+            context, float32 [L, H_kv, D]; None for nothing.
         questions: Per layer, keys and values of the questions' own tokens [1, H_kv, T, D], answers excluded.
         states: What layers with linear attention hold at the context's end, None before it is run.
         inputs: Per such layer, what the questions' own tokens put in [1, T, hidden_size].
@@ -42,6 +45,7 @@ class StoredContext:
     num_tokens: int
     offload: bool = False
     num_seen: int = 0
+    key_mean: Tensor | None = None
     questions: dict[int, Pair] = field(default_factory=dict)
     states: Cache | None = None
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -52,11 +56,16 @@ class StoredContext:
 
     @classmethod
     def of_zeros(
-        cls, facts: ModelFacts, num_tokens: int, dtype: torch.dtype, device: torch.device
+        cls,
+        facts: ModelFacts,
+        num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        key_mean: Tensor | None = None,
     ) -> StoredContext:
         """Room for contexts of up to so many tokens, which are stored one over the other."""
         shape = (1, facts.num_key_value_heads, num_tokens, facts.head_dim)
-        context = cls(num_tokens)
+        context = cls(num_tokens, key_mean=key_mean)
         for layer in range(facts.num_hidden_layers):
             key, value = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             context._pairs[layer] = key, value
@@ -64,7 +73,7 @@ class StoredContext:
 
     def first(self, num_tokens: int) -> StoredContext:
         """The first tokens, in the same memory."""
-        view = StoredContext(num_tokens)
+        view = StoredContext(num_tokens, key_mean=self.key_mean)
         for layer in self._pairs:
             view._pairs[layer] = self.load(layer, num_tokens)
         return view
@@ -203,7 +212,7 @@ def split_attention(
     """Attention over a stored context and the tokens that follow it.
 
     The logit is `scaling * q·k` where `regions` say full, and `scaling * (q ⊙ scaling_factors)·k` elsewhere.
-    Gradients reach query, key, value and scaling factors.
+    Gradients reach query, key, value, scaling factors and sinks.
 
     Args:
         query: After RoPE [1, H, N, D].
@@ -215,7 +224,8 @@ def split_attention(
         scaling: The model's softmax scale.
         scaling_factors: This layer's [H_kv, D]; None for dense attention.
         sees_middle: This layer's heads [H_kv] that see the middle; None for all.
-        sinks: Logits of this layer's attention sinks [H], which take their share of the softmax, or None.
+        sinks: Logits of this layer's attention sinks [H], or for every query [1, H, N], which take their
+            share of the softmax; None without any.
 
     Returns:
         [1, N, H, D] in the query's dtype.
@@ -228,7 +238,7 @@ def split_attention(
         scaled = folded.to(compute) * scaling_factors.to(query.device, compute)[:, None]
     hidden = None if sees_middle is None else ~sees_middle.to(query.device)
     if sinks is not None:
-        sinks = sinks.view(key.shape[1], -1, 1).expand(-1, -1, num_queries).flatten(1)
+        sinks = of_queries(sinks, num_queries).reshape(batch, key.shape[1], -1)
     output: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
         folded, scaled, key, value, context, layer, regions, scaling, hidden, sinks
     )
@@ -268,14 +278,14 @@ class _SplitAttention(torch.autograd.Function):
         output = scores.sub_(lse[..., None]).exp_() @ rest.values
         if middle is not None:
             output += middle * torch.exp(middle_lse - lse)[..., None]
-        ctx.save_for_backward(query, scaled, key, value, output, lse, hidden)
+        ctx.save_for_backward(query, scaled, key, value, output, lse, hidden, sinks)
         ctx.context, ctx.layer, ctx.regions, ctx.scaling = context, layer, regions, scaling
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradient = grad_outputs[0]
-        query, scaled, key, value, output, lse, hidden = ctx.saved_tensors
+        query, scaled, key, value, output, lse, hidden, sinks = ctx.saved_tensors
         regions: Regions = ctx.regions
         scaling: float = ctx.scaling
         stored = _seen(ctx.context, ctx.layer, regions)
@@ -284,6 +294,9 @@ class _SplitAttention(torch.autograd.Function):
         own = slice(rest.keys.shape[2] - key.shape[2], None)
         to_value = weights[..., own].mT @ gradient
         mean = (gradient * output).sum(-1, keepdim=True)
+        to_sinks = None
+        if ctx.needs_input_grad[-1]:
+            to_sinks = (torch.exp(sinks - lse) * -mean[..., 0]).to(sinks.dtype)  # its value is zero
         to_scores = weights.mul_((gradient @ rest.values.mT).sub_(mean)).mul_(scaling)
         to_scaled = None
         if scaled is None:
@@ -309,7 +322,8 @@ class _SplitAttention(torch.autograd.Function):
             to_scaled,
             to_key.to(key.dtype),
             to_value.to(value.dtype),
-            *(None,) * 6,
+            *(None,) * 5,
+            to_sinks,
         )
 
 

@@ -121,6 +121,8 @@ class TrainingState:
         finished: What stage 2 ended with, for each ratio that is done.
         gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
         best: Within a stage 2 whose masks are compared, the least loss so far and the factors that had it.
+        key_mean: The mean of keys, float16 [L, H_kv, D]; None for keys as they are.
+        key_mean_tokens: How many tokens it was measured on.
     """
 
     step: int
@@ -131,6 +133,8 @@ class TrainingState:
     finished: tuple[Tensor, ...] = ()
     gates: Tensor | None = None
     best: tuple[float, Tensor] | None = None
+    key_mean: Tensor | None = None
+    key_mean_tokens: int | None = None
 
 
 def fingerprint_run(recipe: Recipe, loaded: LoadedModel, samples: SampleSource) -> dict[str, str]:
@@ -183,6 +187,9 @@ def save_state(state: TrainingState, path: Path) -> None:
     if state.best is not None:
         loss, tensors["best"] = state.best[0], state.best[1].cpu()
         metadata["best_loss"] = loss.hex()
+    if state.key_mean is not None:
+        tensors["key_mean"] = state.key_mean.cpu()
+        metadata["key_mean_tokens"] = str(state.key_mean_tokens)
     try:
         write_atomically(path, save(tensors, metadata))
     except OSError as error:
@@ -218,6 +225,8 @@ def load_state(path: Path) -> TrainingState:
                 tensors[f"finished.{place}"]
                 for place in range(sum(name.startswith("finished.") for name in tensors))
             ),
+            key_mean=tensors.get("key_mean"),
+            key_mean_tokens=int(metadata["key_mean_tokens"]) if "key_mean" in tensors else None,
         )
     except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise LeanKError(

@@ -1,7 +1,8 @@
 """Causal attention where SDPA does not do: within a sliding window, or beside attention sinks.
 
-A sink is a logit of each query head that takes its share of the softmax and adds no value. Not
-differentiable: the passes that are, have `split_attention`. Letters as in `attention`; S keys.
+A sink is a logit of each query head that takes its share of the softmax and adds no value; beside centred
+keys every query has another. Not differentiable: the passes that are, have `split_attention`. Letters as in
+`attention`; S keys.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def causal_attention(
         value: The same.
         scaling: The softmax scale.
         window: How many tokens a query sees, itself among them; None for all before it.
-        sinks: Logits [H], or None.
+        sinks: Logits [H] or [1, H, N], or None.
 
     Returns:
         [1, N, H, D].
@@ -51,8 +52,19 @@ def causal_attention(
 
 
 def beside_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Give sinks [H] their share of a softmax, by its output [1, H, N, D] and log-sum-exp [1, H, N]."""
-    return output * torch.sigmoid(lse - sinks[:, None])[..., None].to(output.dtype)
+    """Give sinks their share of a softmax, by its output [1, H, N, D] and log-sum-exp [1, H, N].
+
+    Args:
+        output: The softmax's without them.
+        lse: The same.
+        sinks: Logits [H] or [1, H, N].
+    """
+    return output * torch.sigmoid(lse - of_queries(sinks, lse.shape[-1]))[..., None].to(output.dtype)
+
+
+def of_queries(sinks: Tensor, num_queries: int) -> Tensor:
+    """The logits of sinks [H] or [1, H, N] as those of every query [1, H, N]."""
+    return sinks if sinks.ndim == 3 else sinks[None, :, None].expand(-1, -1, num_queries)
 
 
 def masked_attention(
@@ -60,6 +72,8 @@ def masked_attention(
 ) -> Tensor:
     """Attention of the last N of S tokens [1, H_kv, S, D], in plain torch, a block of queries at a time."""
     num_heads, num_queries = query.shape[1:3]
+    if sinks is not None:
+        sinks = of_queries(sinks, num_queries)
     num_keys, groups = key.shape[2], num_heads // key.shape[1]
     compute = torch.promote_types(query.dtype, torch.float32)
     position = torch.arange(num_keys, device=query.device)
@@ -68,7 +82,8 @@ def masked_attention(
     for start in range(num_keys - num_queries, num_keys, size):
         stop = min(start + size, num_keys)
         first = 0 if window is None else max(start - window + 1, 0)
-        block = query[:, :, start - num_keys + num_queries : stop - num_keys + num_queries].to(compute)
+        own = slice(start - num_keys + num_queries, stop - num_keys + num_queries)
+        block = query[:, :, own].to(compute)
         folded = block.unflatten(1, (-1, groups))  # type: ignore[no-untyped-call]
         keys, values = (states[:, :, None, first:stop].to(compute) for states in (key, value))
         age = position[start:stop, None] - position[first:stop]
@@ -76,7 +91,7 @@ def masked_attention(
         scores = ((folded * scaling) @ keys.mT).masked_fill_(hidden, float("-inf")).flatten(1, 2)
         lse = scores.logsumexp(-1)
         if sinks is not None:
-            lse = torch.logaddexp(lse, sinks[:, None].to(compute))
+            lse = torch.logaddexp(lse, sinks[..., own].to(compute))
         weights = scores.sub_(lse[..., None]).exp_().unflatten(1, (-1, groups))
         outputs.append((weights @ values).flatten(1, 2))
     return torch.cat(outputs, dim=2).transpose(1, 2).to(query.dtype)

@@ -29,7 +29,7 @@ from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block, metadata_facts
+from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, KEY_MEAN_KEY, check_block, metadata_facts
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
@@ -168,7 +168,15 @@ def _check_mask_file(
     for layer, permutation in enumerate(leank["head_permutation"]):
         if not mask.channel_mask[layer][permutation].equal(masks[layer]):
             raise LeanKError(f"`{path}`: layer {layer} keeps other channels than the checkpoint's layer")
-    return "the same channels, in the original head order"
+    if (mask.key_mean is not None) != (KEY_MEAN_KEY in leank):
+        there, missing = f"tensor `{KEY_MEAN_KEY}`", f"`leank.{KEY_MEAN_KEY}`"
+        raise LeanKError(
+            f"`{path}` holds {there}, and config.json has no {missing}"
+            if mask.key_mean is not None
+            else f"config.json says {missing}, and `{path}` holds no {there}"
+        )
+    more = "" if mask.key_mean is None else ", and the mean of keys"
+    return f"the same channels, in the original head order{more}"
 
 
 def _check_metadata(checkpoint: Checkpoint, leank: Mapping[str, Any]) -> str:

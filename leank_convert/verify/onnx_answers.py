@@ -16,6 +16,7 @@ from leank_convert.checkpoint_io import open_checkpoint, read_leank_facts
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut
 from leank_convert.hub import resolve_model
+from leank_convert.mask import ChannelMask
 from leank_convert.onnx.check import distance, largest_difference
 from leank_convert.onnx.description import host_errors
 from leank_convert.onnx.graph import trial_sizes
@@ -127,15 +128,14 @@ def check_regions(model: LeanKOnnx) -> str:
     return f"a sink of {sink} tokens, then the pruned ones"
 
 
-def compare_with_source(
-    model: LeanKOnnx, source: Source, rope: Mapping[str, Any] | None, checks: Checks
-) -> None:
+def compare_with_source(model: LeanKOnnx, source: Source, mask: ChannelMask | None, checks: Checks) -> None:
     """Let a graph and the stock class of its source read the same prompt, and compare what they make of it.
 
     Args:
         model: The graph.
         source: The model.
-        rope: The rope parameters that it was exported with, None for its own.
+        mask: What it was exported with, of which rope parameters and the mean of keys are taken; None if that
+            cannot be read.
         checks: Takes the findings: keys and values of every layer, then logits.
     """
     description = model.description
@@ -146,11 +146,16 @@ def compare_with_source(
     if answer is None:
         return
     cache, logits = answer
+    known = mask.provenance if mask else None
+    rope = known.rope_parameters if known else None
+    key_mean = mask.key_mean if mask else None
     stock = _load(source, rope, description.content["dtype"])
     with torch.no_grad():
         expected = stock(torch.from_numpy(tokens)[None], use_cache=True)
     cached = [(layer.keys, layer.values) for layer in expected.past_key_values.layers]
-    checks.holds("source: keys and values", lambda: _check_cache(cache, cached, source, description))
+    checks.holds(
+        "source: keys and values", lambda: _check_cache(cache, cached, source, description, key_mean)
+    )
     checks.holds("source: logits", lambda: _check_logits(logits, expected.logits[0], description))
 
 
@@ -186,9 +191,16 @@ def _load(source: Source, rope: Mapping[str, Any] | None, dtype: str) -> Any:
 
 
 def _check_cache(
-    cache: Cache, cached: list[tuple[Tensor, Tensor]], source: Source, description: Description
+    cache: Cache,
+    cached: list[tuple[Tensor, Tensor]],
+    source: Source,
+    description: Description,
+    key_mean: Tensor | None,
 ) -> str:
-    """Compare windows with K and V [B, H_kv, S, D] of every layer, put in the order of the graph's lanes."""
+    """Compare windows with K and V [B, H_kv, S, D] of every layer, put in the order of the graph's lanes.
+
+    What came off keys, [L, H_kv, D] in the original head order, is added again.
+    """
     tensors, content = cache.tensors(), description.content
     permutations = None if source.is_checkpoint else content["head_permutation"]
     largest = 0.0
@@ -204,6 +216,10 @@ def _check_cache(
         for part, right in expected.items():
             window = torch.from_numpy(tensors[f"past_key_values.{layer}.window.{part}"])
             found = window.narrow(2 if part == "key" else 3, 0, keys.shape[2]).double()
+            if part == "key" and key_mean is not None:
+                order = content["head_permutation"]
+                mean = key_mean[layer] if order is None else key_mean[layer][order[layer]]
+                found = found + mean[:, None].double().take_along_dim(lanes[0], -1)
             if quantized:
                 difference, limit = distance(found, right.double()), _QUANTIZED_TOLERANCE
             else:

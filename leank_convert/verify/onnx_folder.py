@@ -77,8 +77,7 @@ def _check_folder(folder: Path, original: Source | None, checks: Checks) -> None
         return
     checks.holds("regions", lambda: check_regions(model))
     if original is not None:
-        known = mask.provenance if mask else None
-        compare_with_source(model, original, known.rope_parameters if known else None, checks)
+        compare_with_source(model, original, mask, checks)
 
 
 def _read(folder: Path) -> tuple[Description, str]:
@@ -120,7 +119,8 @@ def _check_mask_file(folder: Path, description: Description) -> tuple[ChannelMas
             raise LeanKError(
                 f"`{path}`: layer {layer} keeps other channels than `channel_order` and `widths`"
             )
-    return mask, "the same channels, in the original head order"
+    more = "" if mask.key_mean is None else ", and the mean of keys"
+    return mask, f"the same channels, in the original head order{more}"
 
 
 def _check_external_data(folder: Path, description: Description) -> tuple[Any, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +26,12 @@ from leank_convert.checkpoint_io import (
 from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
-from leank_convert.export.companions import find_tokenizer_class, names_class, read_tokenizer_config
+from leank_convert.export.companions import (
+    find_tokenizer_class,
+    has_tokenizer,
+    names_class,
+    read_tokenizer_config,
+)
 from leank_convert.export.plan import TensorEdit, plan_layer
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
@@ -111,15 +117,12 @@ def _compare_tokenizer_config(folder: Path, source: Path) -> None:
                 f"`{folder / TOKENIZER_CONFIG_NAME}`: `{key}` is {cut(found.get(key))}; its source's is "
                 f"{cut(expected.get(key))}"
             )
-    if named is not None and named == own:
-        return
-    # Whether a name was needed, and which, is what transformers makes of the source.
-    try:
-        chosen = find_tokenizer_class(source)
-    except LeanKError:
-        holds = named == own
-    else:
-        holds = names_class(folder, found, chosen)
+    holds = named == own
+    # Whether a name was needed, and which, is what transformers makes of the source: of one that has no
+    # tokenizer, an empty one of some class.
+    if has_tokenizer(find_companions(source)[0]) and not (holds and named is not None):
+        with suppress(LeanKError):
+            holds = names_class(folder, found, find_tokenizer_class(source))
     if not holds:
         raise LeanKError(
             f"`{folder / TOKENIZER_CONFIG_NAME}`: `tokenizer_class` is {cut(named)}, not that of its source"

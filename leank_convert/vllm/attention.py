@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from leank_convert._runtime.constants_leank import centre
 from leank_convert._runtime.fp8_leank import as_bytes, quantise
 from leank_convert._runtime.layout_leank import ChunkLayout, StoreTensors, gather_lanes
 
@@ -32,7 +33,7 @@ def append_by_slot(
         slots: Page times P plus place of each token `[T]`; of padding -1, and page 0 is nobody's.
         window_slots: The same of the window's pages.
     """
-    keys = _as_stored(keys, store.kept_keys.dtype, store.key_scale)
+    keys = _as_stored(centre(keys, store.key_mean), store.kept_keys.dtype, store.key_scale)
     values = _as_stored(values, store.kept_keys.dtype, store.value_scale)
     lanes = gather_lanes(keys.flatten(1)[None], store.chunk_index)[0]  # [T, C + C_dropped, E]
     lanes = lanes.masked_fill(store.chunk_index[0] < 0, 0)
@@ -51,7 +52,10 @@ def append_by_slot(
 def gather_tokens(
     store: StoreTensors, layout: ChunkLayout, row: int, num_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[H_kv, n, D]`."""
+    """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[H_kv, n, D]`.
+
+    Keys lack their mean, all of them, which attention does not see.
+    """
     num_heads, head_dim = len(layout.widths), layout.head_dim
     tables = (store.page_table, store.page_table, store.window_table, store.window_table)
     kept, values, dropped, window_values = (

@@ -299,7 +299,13 @@ def _store_of(
     pages = view_layer(kv_cache, window, layer.layout, layer.start)
     tables = step.block_table, window_step.block_table
     store = StoreTensors(
-        *pages, layer.chunk_index, layer.head_table, *tables, layer.key_scale, layer.value_scale
+        *pages,
+        layer.chunk_index,
+        layer.head_table,
+        *tables,
+        layer.key_mean,
+        layer.key_scale,
+        layer.value_scale,
     )
     # vLLM's pages of a cache in FP8 are bytes.
     return store if layer.key_scale is None else store.map_memory(lambda pool: pool.view(FP8))

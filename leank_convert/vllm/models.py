@@ -31,6 +31,7 @@ from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.layout_leank import order_channels
+from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.backend import LeanKBackend
@@ -40,7 +41,7 @@ from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 from leank_convert.vllm.rule import WindowSizes
 
 # Tensors of files beside the weights, which vLLM loads with them.
-_NO_WEIGHTS = ("channel_mask", "scaling_factors")
+_NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors")
 # What has heads, and whose: those of queries, or those of K and V.
 _HEADS = {
     "q_proj": "q",
@@ -86,6 +87,7 @@ class LeanKAttention(Attention):
         window: Whose cache the window's pages are; None where no layer drops a channel.
         kernels: What decodes; None is plain torch.
         wide_kernels: The same for rows of up to `MAX_DRAFT` new tokens.
+        key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
         key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
         value_scale: The same of values.
     """
@@ -133,7 +135,10 @@ class LeanKAttention(Attention):
         table = torch.tensor(self.layout.head_table, dtype=torch.int32, device="cpu")
         self.register_buffer("chunk_index", index.to(device), persistent=False)
         self.register_buffer("head_table", table.to(device), persistent=False)
-        for name in SCALE_NAMES:  # ones, as weights that an engine makes up have no scales
+        # Zeros and ones, as weights that an engine makes up have no constants.
+        zeros = torch.zeros(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
+        self.register_buffer("key_mean", zeros if settings.has_key_mean else None, persistent=False)
+        for name in SCALE_NAMES:
             ones = torch.ones(1, self.num_kv_heads, self.head_size, dtype=torch.float32, device=device)
             is_fp8 = self.kv_cache_dtype in FP8_NAMES
             self.register_buffer(name, ones if is_fp8 else None, persistent=False)
@@ -203,7 +208,9 @@ class _LeanKForCausalLM:
         # GPUs look for a backend of the stock layers, too, one that takes prompts' lengths.
         vllm_config.attention_config.backend = AttentionBackendEnum[BACKEND]
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        config = vllm_config.model_config.hf_config
+        config = self._config = vllm_config.model_config.hf_config
+        options = {"revision": vllm_config.model_config.revision}
+        self._source = vllm_config.model_config.model, options
         self._settings, self._num_heads = read_settings(config), config.num_attention_heads
         self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts is not None
         self._quantized = vllm_config.quant_config is not None
@@ -229,13 +236,25 @@ class _LeanKForCausalLM:
         """Load weights; heads of attention are put in the order of ranks.
 
         Raises:
-            ValueError: If a layer lacks one that another layer has, or heads are of another size.
+            ValueError: If a layer lacks one that another layer has, heads are of another size, or the mean of
+                keys or scales make no sense.
         """
         scales: dict[str, torch.Tensor] = {}
         loaded: set[str] = super().load_weights(self._in_rank_order(weights, scales))  # type: ignore[misc]
+        self._set_key_means()
         if self._attentions[0].key_scale is not None:
             self._set_scales(scales)
         return loaded
+
+    def _set_key_means(self) -> None:
+        """Give the stage's layers what comes off their keys, from the file beside the weights."""
+        means = load_key_means(self._config, self._settings, *self._source)
+        if means is None:
+            return
+        rank = get_tensor_model_parallel_rank()
+        for attention in self._attentions:
+            layer = extract_layer_index(attention.layer_name)
+            attention.key_mean.copy_(means[layer][:, list(self._pages.heads[rank][layer])])
 
     def _set_scales(self, scales: Mapping[str, torch.Tensor]) -> None:
         """Give the stage's layers what a cache in FP8 is multiplied by."""

@@ -12,6 +12,8 @@ from leank_convert.vllm.pages import STEP
 
 # Drafts that no model makes.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix")
+# Files of a model's state, which holds parameters alone.
+_STATES = ("sharded_state", "runai_streamer_sharded")
 # What the kernels are written in; vLLM asks for an older one, and does without for these models.
 _TILELANG = (0, 1, 15)
 
@@ -53,6 +55,12 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield (
             f"a cache in {wanted} needs measured scales, as requests share pages, and this checkpoint has "
             f"none: make it with `leank-convert export --kv-dtype fp8`, or add --kv-cache-dtype {plain}"
+        )
+    load_format = vllm_config.load_config.load_format
+    if load_format in _STATES and (wanted in FP8_NAMES or block.get("key_mean")):
+        yield (
+            f"--load-format {load_format}: such files lack the mean of keys and scales of a cache in FP8; "
+            "serve the checkpoint itself"
         )
     if cache.kv_cache_dtype_skip_layers:
         yield "--kv-cache-dtype-skip-layers: a page holds all layers, in one dtype; leave it out"

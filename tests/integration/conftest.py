@@ -21,16 +21,20 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 @dataclass
 class Converted:
-    """A checkpoint, the model it was made of, and its mask in that model's head order."""
+    """A checkpoint, the model it was made of, and its mask and mean of keys in that model's head order."""
 
     source: Path
     folder: Path
     channel_mask: torch.Tensor
+    key_mean: torch.Tensor | None = None
 
 
 @pytest.fixture
 def converted(tmp_path: Path) -> Callable[..., Converted]:
-    """Write a random model and export it: `converted("Qwen2", [[0, 8], [3, 16]])` keeps so many channels."""
+    """Write a random model and export it: `converted("Qwen2", [[0, 8], [3, 16]])` keeps so many channels.
+
+    `centred=True` caches its keys less a large mean.
+    """
 
     def make(
         family: str = "Llama",
@@ -39,6 +43,7 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
         name: str = "model",
         seed: int = 0,
         sizes: tuple[int, int, int] = (3, 6, 4),
+        centred: bool = False,
         **config: Any,
     ) -> Converted:
         torch.manual_seed(seed)
@@ -91,16 +96,17 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
             for layer, row in enumerate(widths):
                 for head, width in enumerate(row):
                     mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+        key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if centred else None
         sink, recent, flush = sizes
         export_checkpoint(
             source,
-            ChannelMask(mask, None, None),
+            ChannelMask(mask, None, None, key_mean),
             folder,
             sink_size=sink,
             recent_size=recent,
             flush_size=flush,
         )
-        return Converted(source, folder, mask)
+        return Converted(source, folder, mask, key_mean)
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,16 +10,21 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.dynamic_module_utils import get_imports
 
 from leank_convert.checkpoint_masks import encode_masks
 from leank_convert.verify import verify_checkpoint
 from runtime import configuration_leank, modeling_leank
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Converted
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
@@ -123,7 +129,8 @@ def test_shipped_files_need_torch_and_transformers_alone(converted):
     shipped = sorted(folder.glob("*_leank.py"))
     assert {file.name for file in shipped} >= {"modeling_leank.py", "configuration_leank.py"}
     for file in shipped:
-        assert set(get_imports(file)) - set(sys.stdlib_module_names) <= {"torch", "transformers"}, file.name
+        own = set(get_imports(file)) - set(sys.stdlib_module_names)
+        assert own <= {"torch", "transformers", "safetensors"}, file.name  # transformers brings the last
         assert not re.search(r"^\s*from \. import|^\s*from \.\w+\.\w", file.read_text(), re.MULTILINE)
 
 
@@ -217,6 +224,152 @@ def test_saving_leaves_the_models_own_config_as_it_is(changed, converted, load, 
     with pytest.raises((OSError, AssertionError)):
         model.save_pretrained(blocked / "below")
     assert model.config.leank == before
+
+
+def slow_logits(checkpoint: Converted, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+    """Logits of the last tokens of a row, decoded one by one, by the formula: dense keys, masked by place.
+
+    In float64, on the source's own weights and heads, by an attention function of transformers' own kind that
+    makes of dense keys what the rule says; windows are 3, 6 and 4.
+    """
+    sink, recent, flush = 3, 6, 4
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.source, dtype=torch.float64).eval()
+    assert checkpoint.key_mean is not None
+    mask, mean = checkpoint.channel_mask, checkpoint.key_mean.double()
+    state = {"pruned": 0, "decodes": False}
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        groups, layer = query.shape[1] // key.shape[1], module.layer_idx
+        output = torch.zeros_like(query)
+        for head in range(query.shape[1]):
+            kept = mask[layer, head // groups]
+            keys, values = key[0, head // groups], value[0, head // groups]
+            if state["decodes"]:
+                keys = keys - mean[layer, head // groups]
+            for row, place in enumerate(range(len(keys) - query.shape[2], len(keys))):
+                logits = keys[: place + 1] @ query[0, head, row] * scaling
+                if state["decodes"]:
+                    old = slice(sink, sink + state["pruned"])
+                    logits[old] = keys[old][:, kept] @ query[0, head, row][kept] * scaling
+                    if not kept.any():
+                        logits[old] = -torch.inf
+                output[0, head, row] = logits.softmax(0) @ values[: place + 1]
+        return output.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("slow", attend)
+    model.set_attn_implementation("slow")
+    cache, found = transformers.DynamicCache(), []
+    num_prompt = ids.shape[1] - num_decoded
+    state["pruned"] = max(num_prompt - sink - recent, 0)
+    with torch.no_grad():
+        model(ids[:, :num_prompt], past_key_values=cache)
+        state["decodes"] = True
+        for place in range(num_prompt, ids.shape[1]):
+            if place + 1 - sink - state["pruned"] > recent + flush:
+                state["pruned"] += flush
+            found.append(model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_heads_that_moved_take_their_own_mean(family, converted, load):
+    """The file has the mean in the original head order, the checkpoint its heads in another."""
+    checkpoint = converted(family, WIDTHS, centred=True)
+    assert json.loads((checkpoint.folder / "config.json").read_text())["leank"]["head_permutation"] == [
+        [1, 0],
+        [1, 0],
+    ]
+    ids = torch.randint(4, 64, (1, 50), generator=torch.Generator().manual_seed(2))
+    expected = slow_logits(checkpoint, ids, 20)
+    model = load(checkpoint.folder, dtype=torch.float64)
+    with torch.no_grad():
+        cache = model(ids[:, :30]).past_key_values
+        found = torch.stack(
+            [model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1] for place in range(30, 50)]
+        )
+        assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+        model.key_means = [mean.flip(1) for mean in model.key_means]  # as if no head had moved
+        cache = model(ids[:, :30]).past_key_values
+        wrong = model(ids[:, 30:31], past_key_values=cache).logits[0, -1]
+    assert (wrong - expected[0]).abs().max() > 1e-3 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("fault", ["gone", "altered", "of another mask"])
+def test_a_checkpoint_whose_mean_is_lost_or_another_is_not_loaded(fault, converted, load):
+    checkpoint = converted(widths=WIDTHS, centred=True)
+    file = checkpoint.folder / "channel_mask.safetensors"
+    whole = file.read_bytes()
+    if fault == "gone":
+        file.unlink()
+    elif fault == "altered":
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        file.write_bytes((converted(widths=WIDTHS, name="other").folder / file.name).read_bytes())
+    message = "`channel_mask.safetensors`, which holds the mean of keys, is missing or not the file that was"
+    with pytest.raises(ValueError, match=re.escape(f"`{checkpoint.folder}`: {message}")):
+        load(checkpoint.folder)
+    stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint.folder)  # needs no mean
+    original = transformers.LlamaForCausalLM.from_pretrained(checkpoint.source)
+    with torch.no_grad():
+        assert torch.allclose(stock(**batch()).logits, original(**batch()).logits, atol=1e-3)
+    file.write_bytes(whole)
+    load(checkpoint.folder)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_mean_that_the_digest_vouches_for_and_makes_no_sense_is_not_loaded(converted, load):
+    checkpoint = converted(widths=WIDTHS, centred=True)
+    file, config_file = checkpoint.folder / "channel_mask.safetensors", checkpoint.folder / "config.json"
+    tensors, config = load_file(file), json.loads(config_file.read_text())
+    mean = tensors.pop("key_mean")
+    for own, message in (
+        ({}, "holds no tensor `key_mean` that can be read"),
+        ({"key_mean": mean.float()}, "`key_mean` is torch.float32 [2, 2, 16], not finite float16 [2, 2, 16]"),
+        ({"key_mean": mean[:1].clone()}, "`key_mean` is torch.float16 [1, 2, 16], not finite float16"),
+        ({"key_mean": mean.masked_fill(mean > 1, torch.inf)}, "not finite float16 [2, 2, 16]"),
+    ):
+        save_file({**tensors, **own}, file)
+        config["leank"]["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        config_file.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load(checkpoint.folder)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, tmp_path):
+    checkpoint = converted("Qwen2", WIDTHS, centred=True)
+    model = load(checkpoint.folder)
+    expected = model.generate(**batch(), **GREEDY)
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert torch.equal(again.generate(**batch(), **GREEDY), expected)
+    report = verify_checkpoint(tmp_path / "again")
+    assert report.ok, [check for check in report.checks if not check.ok]
+    again.save_pretrained(tmp_path / "again")  # over itself
+    assert torch.equal(load(tmp_path / "again").generate(**batch(), **GREEDY), expected)
+
+    (checkpoint.folder / "channel_mask.safetensors").unlink()
+    before = json.loads(json.dumps(model.config.leank))
+    with pytest.raises(ValueError, match=r"^`channel_mask.safetensors`, .* is no longer in .*: put it back"):
+        model.save_pretrained(tmp_path / "third")
+    assert not (tmp_path / "third").exists() and model.config.leank == before
+    assert torch.equal(model.generate(**batch(), **GREEDY), expected)
+
+
+def test_a_model_of_its_config_alone_answers_nothing(converted, load):
+    model = load(converted(widths=WIDTHS, centred=True).folder)
+    bare = type(model)(model.config).eval()
+    with pytest.raises(ValueError, match="from its config alone, and the mean of keys lies in its check"):
+        bare.generate(**batch(), **GREEDY)
+
+
+def test_an_adapter_of_the_original_is_refused_where_an_export_moved_heads(converted, load):
+    checkpoint = converted("Llama", [[8, 3], [3, 16]])
+    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
+        load(checkpoint.folder).load_adapter("own/adapter")
+    assert "## Adapters" in (checkpoint.folder / "README.md").read_text()
 
 
 def test_two_checkpoints_live_in_one_process(converted, load):

@@ -24,7 +24,7 @@ from leank_convert.families import ARCHITECTURES, Architecture
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask, all_channels_mask
-from leank_convert.methods.kv_scales import measure_kv_scales
+from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
@@ -81,8 +81,12 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(
 
     def logits(folder: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         # torch has no fused product of experts in float64.
-        eager = {"experts_implementation": "eager"} if row.experts else {}
-        model, found = stock.from_pretrained(folder, dtype=dtype, output_loading_info=True, **eager)
+        options: dict[str, Any] = {}
+        if row.experts:
+            config = getattr(transformers, row.config_class).from_pretrained(folder)
+            config.model_type = row.model_type  # by which transformers knows how experts lie in files
+            options = {"experts_implementation": "eager", "config": config}
+        model, found = stock.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         assert not any(found.values()), found
         with torch.no_grad():
             return model.eval()(**batch()).logits
@@ -154,7 +158,7 @@ def test_masks_beside_linear_layers_are_measured(converted, load):
         data={"wording": "testbed", "min_length": 200, "max_length": 280},
         held_out_samples=0,
     )
-    assert measure_kv_scales(checkpoint.source, recipe).keys.shape == facts.mask_shape
+    assert measure_cache(checkpoint.source, recipe).statistics.mean.shape == facts.mask_shape
     cache = (
         load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
     )

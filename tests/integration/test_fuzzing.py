@@ -383,16 +383,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     known = MaskProvenance.for_model(
         "a/model", facts, method="leank", sink_size=4, recent_size=16, flush_size=4,
         pruning_ratio_asked=0.5, width_multiple=4, recipe=yaml.safe_dump(recipe), seed=3,
-        made_by="somebody", source="somewhere", evaluation="somehow",
+        made_by="somebody", source="somewhere", evaluation="somehow", key_mean_tokens=9,
     )  # fmt: skip
-    save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known), folder / MASK_FILE_NAME)
+    mean = torch.randn(2, 2, 8).half()
+    save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known, mean), folder / MASK_FILE_NAME)
     export_checkpoint(folder / "source", folder / MASK_FILE_NAME, folder / "checkpoint")
     return folder
 
 
 def test_unchanged_material_is_fine(material: Path) -> None:
     assert verify_checkpoint(material / "checkpoint", material / "source").ok
-    assert load_mask(material / MASK_FILE_NAME).provenance is not None
+    mask = load_mask(material / MASK_FILE_NAME)
+    assert mask.provenance is not None and mask.key_mean is not None
     load_recipe(material / "recipe.yaml")
 
 

@@ -17,6 +17,7 @@ from leank_convert.train.passes import (
     run_context_pass,
     run_question_pass,
 )
+from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from runtime import modeling_leank
 from tests.tiny_families import FAMILIES, OPTIONS, TRAINS_LINEAR
@@ -83,6 +84,12 @@ CASES = [
         for family in FAMILIES
     ),
     ("llama", "a layer without channels", "middle", QUESTIONS[1]),
+    *(("llama", "centred keys", place, QUESTIONS[1]) for place in PLACES),
+    *(
+        pytest.param(family.values[0].model_type, "centred keys", "middle", QUESTIONS[1], marks=family.marks)
+        for family in FAMILIES
+        if family.values[0].model_type in ("gpt_oss", "olmo3", "qwen3_next", "smollm3")
+    ),
 ]
 
 
@@ -93,9 +100,12 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     num_context, sink_size, recent_size = PLACES[place]
     save_model(family, tmp_path / "model")
     mask = draw_mask(kind)
+    # As large as keys are; it need not be theirs.
+    generator = torch.Generator().manual_seed(5)
+    key_mean = (3 * torch.randn(mask.shape, generator=generator)).half() if kind == "centred keys" else None
     export_checkpoint(
         tmp_path / "model",
-        ChannelMask(mask),
+        ChannelMask(mask, key_mean=key_mean),
         tmp_path / "out",
         sink_size=sink_size,
         recent_size=recent_size,
@@ -114,7 +124,8 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
     )
     with torch.no_grad():
         packed = pack_sample(TrainingSample("retrieval", prefix, tuple(questions)))
-        context = run_context_pass(trained, prefix)
+        room = StoredContext(num_context, key_mean=None if key_mean is None else key_mean.float())
+        context = run_context_pass(trained, prefix, room)
         teacher = run_question_pass(trained, context, packed)
         windows = Windows(sink_size, recent_size)
         student = run_answer_pass(trained, context, packed, Student(windows, mask.double(), mask.any(-1)))

@@ -27,7 +27,7 @@ from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
 
@@ -294,6 +294,24 @@ def retriever_onnx(
     return once_per_run(
         "retriever_onnx", lambda out: export_onnx(retriever_folder, retriever_mask, out, **sizes)
     )
+
+
+@pytest.fixture(scope="session")
+def retriever_centred(
+    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
+) -> Path:
+    """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
+    facts = read_model_facts(read_json(retriever_folder / "config.json"), origin="config.json")
+    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
+    known = MaskProvenance.for_model(retriever_folder.name, facts, method="leank", **sizes)
+    mean = 3 * torch.randn(facts.mask_shape, generator=torch.Generator().manual_seed(1))
+    mask = ChannelMask(retriever_mask.channel_mask, provenance=known, key_mean=mean.half())
+
+    def make(out: Path) -> None:
+        export_checkpoint(retriever_folder, mask, out / "checkpoint")
+        export_onnx(out / "checkpoint", None, out / "onnx")
+
+    return once_per_run("retriever_centred", make)
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, 
     window = 64 if "sliding_attention" in row.other_layers else None
     keys = {**keys, "num_hidden_layers": 6, "sliding_window": window, "max_position_embeddings": 300}
     if row.experts is not None:
-        keys[row.experts.count_keys[0]] = 4
+        keys |= {row.experts.count_keys[0]: 4, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(family, **keys)
     facts = read_model_facts({**keys, "model_type": family}, origin="config.json")
     assert facts.num_key_value_heads == config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""Checkpoints whose cache is int4: nothing is measured, and what checks, shows, decodes and refuses them."""
+"""Checkpoints whose cache is int4: keys are centred, and what checks, shows, decodes and refuses them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def run(*arguments):
 def testbed(tmp_path_factory):
     """The testbed with its packaged mask, by the command; not to be changed."""
     out = tmp_path_factory.mktemp("int4") / "testbed"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leank_convert.convert.measure_kv_scales", None)
-        result = run("export", "testbed", "--kv-dtype", "int4", "-o", out)
+    result = run("export", "testbed", "--kv-dtype", "int4", "-o", out)
     assert result.exit_code == 0, result.stderr
     return out
 
@@ -81,8 +79,7 @@ def test_inspect_and_the_card_tell_bytes(testbed):
     assert f"| {told['key_window']:,} | {told['value_window']:,} |" in card
 
 
-def test_training_measures_nothing_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("leank_convert.convert.measure_kv_scales", None)
+def test_training_makes_one_too(tmp_path):
     arguments = (
         "--method static-norm --pruning-ratio 0.5 --set calibration_prompts=1 --set held_out_samples=0"
     )
@@ -95,8 +92,8 @@ def test_what_has_no_int4_cache_refuses_in_a_sentence(testbed, tmp_path):
     for arguments, message in (
         (("export", testbed, "--format", "onnx", "-o", tmp_path / "out"), "keeps its cache in int4; a graph"),
         (
-            ("export", "testbed", "--kv-dtype", "int4", "--device", "cpu", "-o", tmp_path / "out"),
-            "--device goes with --kv-dtype fp8",
+            ("export", "testbed", "--device", "cpu", "-o", tmp_path / "out"),
+            "--device goes with --kv-dtype and --key-mean",
         ),
         (("inspect", testbed, "--memory", "1GiB"), "keeps its cache in int4, which vLLM does not serve"),
     ):

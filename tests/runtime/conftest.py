@@ -456,6 +456,8 @@ class PlainKernels:
         index = store.chunk_index.long().expand(len(seen), -1, -1)
         num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
         in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
+        if store.key_mean is not None:
+            keys = (keys - store.key_mean[:, :, None]).to(keys.dtype)
         if store.key_scale is not None:
             keys = as_bytes(quantise(keys, store.key_scale[:, :, None]))
             values = as_bytes(quantise(values, store.value_scale[:, :, None]))
@@ -526,6 +528,9 @@ class PlainKernels:
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
         seen = plan - pruned  # a plan of another step shows
         batch, num_columns = seen.shape
+        fallen = torch.zeros(query.shape[:3])  # what a sink's logit falls by, as all others do
+        if store.key_mean is not None:
+            fallen = (query * store.key_mean.repeat_interleave(self.num_groups, 1)[:, :, None]).sum(-1)
         if store.key_scale is not None:
             query = query * store.key_scale.repeat_interleave(self.num_groups, 1)[:, :, None]
         index = store.chunk_index.long().expand(batch, -1, -1)
@@ -565,8 +570,9 @@ class PlainKernels:
             own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
             scores = scores.masked_fill(~counted[:, None], -torch.inf)
             if sinks is not None:  # one more logit, without a value
-                own = sinks[head * self.num_groups :][: self.num_groups]
-                scores = torch.cat([scores, own[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+                heads = slice(head * self.num_groups, (head + 1) * self.num_groups)
+                own = sinks[heads, None] - softmax_scale * fallen[:, heads]
+                scores = torch.cat([scores, own[..., None]], -1)
             out = scores.softmax(-1)[..., : own_values.shape[1]] @ own_values[:, None]
             outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
         return torch.cat(outputs, 1)

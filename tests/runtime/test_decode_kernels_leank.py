@@ -185,7 +185,7 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
         shutil.copytree(Path(decode_kernels_leank.__file__).parent, tmp_path / copy)
     monkeypatch.syspath_prepend(tmp_path)
     query = torch.ones(1, 2, 1, 64)
-    rest = [torch.empty(0)] * 13
+    rest = [torch.empty(0)] * 14
     modules = [importlib.import_module(f"{copy}.{name}") for copy in ("first_copy", "second_copy")]
     for number, module in enumerate(modules):
         kernels = SimpleNamespace(_launch_attend=lambda query, *_, number=number: query + number)
@@ -200,7 +200,7 @@ def test_the_operators_have_true_schemas_and_shapes_without_data():
     )
     decode_kernels_leank._kernels.append(kernels)
     handle = len(decode_kernels_leank._kernels) - 1
-    tensors = [torch.zeros(2, 3) for _ in range(13)]
+    tensors = [torch.zeros(2, 3) for _ in range(14)]
     checks = ("test_schema", "test_faketensor")
     query = torch.zeros(2, 4, 1, 64)
     torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 8, 0.1), test_utils=checks)
@@ -212,7 +212,7 @@ def test_the_plan_that_arrives_behind_the_operator_is_the_one_that_was_given():
     plans = []
     kernels = SimpleNamespace(_launch_attend=lambda query, *rest: plans.append(rest[3]) or query * 2)
     decode_kernels_leank._kernels.append(kernels)
-    given = [torch.zeros(2, 3) for _ in range(13)]
+    given = [torch.zeros(2, 3) for _ in range(14)]
     with torch.inference_mode():
         decode_kernels_leank._attend(
             len(decode_kernels_leank._kernels) - 1, torch.zeros(2, 4, 1, 64), *given, 8, 0.1

@@ -13,9 +13,8 @@ import torch
 from runtime import graph_leank
 from runtime.configuration_leank import read_settings
 from runtime.fp8_leank import FP8, SCALE_NAMES, quantise, scale_of
-from runtime.layer_leank import LeanKLayer
 from tests.tiny_families import FAMILIES, OPTIONS
-from tests.twin_caches import Both, fed_apart, feed_joined, ids
+from tests.twin_caches import Both, RoundedFirst, fed_apart, feed_joined, ids, restated
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 # All numbers that e4m3 has, by the definition of its bits.
@@ -63,58 +62,42 @@ def slow_scales(keys, values, real):
     return found
 
 
-class RoundedFirst(LeanKLayer):
+class InEightBits(RoundedFirst):
     """A layer of an ordinary cache that is handed what an FP8 cache would give back."""
 
     static = None
 
-    def split(self, step):
-        keys, values = self.pending
-        real = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-        if self.rows.padding is not None:
-            real = self.rows.padding[:, : keys.shape[2]].bool()
+    def prepare(self, keys, values, real):
         own = slow_scales(keys, values, real)
         self.slow = own if self.static is None else [s.expand(len(keys), -1, -1) for s in self.static]
-        self.pending = self._rounded(keys, values)
-        super().split(step)
 
-    def decode(self, query, key, value, step, softmax_scale, sinks=None):
-        return super().decode(query, *self._rounded(key, value), step, softmax_scale, sinks)
+    def rounded(self, keys, values):
+        return tuple(
+            rounded(states, s[:, :, None]) for states, s in zip((keys, values), self.slow, strict=True)
+        )
 
     def select(self, rows):
         if self.store is not None:
             self.slow = [scale[rows] for scale in self.slow]
         super().select(rows)
 
-    def kernels_for(self, query, sinks=None):
-        return None
 
-    def _rounded(self, key, value):
-        return tuple(
-            rounded(states, s[:, :, None]) for states, s in zip((key, value), self.slow, strict=True)
-        )
-
-
-def as_slow(cache):
-    """Turn an ordinary cache into the slow re-statement."""
-    for layer in cache.pruned_layers:
-        layer.__class__ = RoundedFirst
-    return cache
-
-
-@pytest.fixture(params=["dynamic", "static"])
+@pytest.fixture(params=["dynamic", "static", "centred"])
 def model(request, model_pair, some_masks):
-    """A model whose keys differ much in size; its checkpoint has scales, or has not."""
+    """A model whose keys differ much in size; its checkpoint has scales, or has not, or has a mean too."""
     made = model_pair(some_masks(WIDTHS)).leank
     with torch.no_grad():
         for layer in made.model.layers:
             sizes = 2.0 ** torch.randint(-6, 7, (48, 1), generator=torch.Generator().manual_seed(1))
             layer.self_attn.k_proj.weight.mul_(sizes)
             layer.self_attn.v_proj.weight.mul_(sizes.flip(0))
-    if request.param == "static":
+    if request.param != "dynamic":
         block = {**made.config.leank, "kv_dtype": "fp8", "kv_scales": {"num_tokens": 1}}
         made.config.leank = block
         generator = torch.Generator().manual_seed(2)
+        if request.param == "centred":
+            made.config.leank = {**block, "key_mean": True}
+            made.key_means = [torch.randn(1, 3, 16, generator=generator) for _ in made.model.layers]
         for layer in made.model.layers:
             for name in SCALE_NAMES:
                 scale = 2.0 ** torch.randint(-9, 1, (3, 16), generator=generator)
@@ -125,11 +108,12 @@ def model(request, model_pair, some_masks):
 def twins(model, **kwargs):
     """An FP8 cache, and the slow re-statement of one."""
     cache = model.build_cache(kv_dtype="fp8", **kwargs)
-    slow = as_slow(model.build_cache(kv_dtype="auto", **kwargs))
+    slow = restated(model.build_cache(kv_dtype="auto", **kwargs), InEightBits)
     for layer in slow.pruned_layers:
         attention = model.model.layers[layer.layer_idx]
         if hasattr(attention.self_attn, "key_scale"):
             layer.static = [getattr(attention.self_attn, name)[None] for name in SCALE_NAMES]
+            layer.takes_mean = False
     return [cache, slow]
 
 
@@ -167,7 +151,7 @@ def test_rows_that_move_take_their_scales_along(model):
 def test_rows_of_several_caches_keep_their_scales(model, prune):
     ours, slow = fed_apart(model, lambda: twins(model, prune=prune))
     slow_parts = [[layer.slow for layer in cache.layers] for cache in slow]
-    joined = as_slow(type(slow[0]).concatenate(slow))
+    joined = restated(type(slow[0]).concatenate(slow), InEightBits)
     for number, layer in enumerate(joined.layers):
         layer.slow = [torch.cat(scales) for scales in zip(*(p[number] for p in slow_parts), strict=True)]
     feed_joined(model, [type(ours[0]).concatenate(ours), joined])
@@ -210,7 +194,7 @@ def test_a_row_whose_padding_fills_the_first_chunk_has_scales_of_the_others(mode
         both.feed(count, padding)
     if not read_settings(model.config).has_scales:
         for layer in both.caches[0].layers:
-            for scale in layer.store.scales:
+            for scale in layer.store.constants[1:]:
                 assert torch.equal(scale[1], torch.maximum(scale[0], scale[2]))
 
 

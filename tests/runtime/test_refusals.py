@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
@@ -150,6 +150,27 @@ def test_other_attention_requests_are_refused(request_, model_pair):
     model.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match=r'call `model.set_attn_implementation\("leank"\)`'):
         model(one_row())
+
+
+def test_an_adapter_is_refused_where_heads_moved(model_pair, monkeypatch):
+    model = model_pair(everything()).leank
+    base = LeanKLlamaModel(model.config).eval()
+    loaded = []
+    monkeypatch.setattr(
+        PreTrainedModel, "load_adapter", lambda _, *given, **named: loaded.append((given, named))
+    )
+    for each in (model, base):
+        each.load_adapter("own/adapter", adapter_name="x")
+    assert loaded == [(("own/adapter",), {"adapter_name": "x"})] * 2
+    model.config.leank = {**model.config.leank, "head_permutation": [[0, 1], [1, 0]]}
+    for each in (model, base):
+        with pytest.raises(
+            ValueError, match=r"load_adapter: KV heads are in another order .*`leank-convert export"
+        ):
+            each.load_adapter("own/adapter")
+        with pytest.raises(ValueError, match="load_adapter: KV heads"):
+            each.load_adapter(peft_config={"target_modules": ["q_proj"]}, adapter_state_dict={})
+    assert len(loaded) == 2
 
 
 def test_a_model_needs_a_leank_block():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -61,7 +62,7 @@ def random_checkpoint(
     """Makes a checkpoint of a family with random weights, whose answers depend on every channel."""
 
     @functools.cache
-    def make(model_type: str, kv_dtype: str | None = None) -> Path:
+    def make(model_type: str, kv_dtype: str | None = None, is_centred: bool = False) -> Path:
         source = tmp_path_factory.mktemp("sources") / model_type
         family = ARCHITECTURES[model_type]
         sizes = {
@@ -91,14 +92,16 @@ def random_checkpoint(
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.15)
         model.save_pretrained(source)
         mask = random_mask([[0, 13, 20, 32], [0, 0, 4, 16], [8, 8, 32, 32]], 32)
+        if is_centred:  # by what changes every answer
+            mean = 4 * torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2))
+            mask = dataclasses.replace(mask, key_mean=mean.half())
         options: dict[str, Any] = {**SIZES, "kv_dtype": kv_dtype}
         if kv_dtype is not None:  # of no two channels alike, but for pairs of K
             generator = torch.Generator().manual_seed(1)
             largest = [2 ** (5 * torch.rand(3, 4, 32, generator=generator)) for _ in range(2)]
             options["kv_scales"] = KVScales.of_largest(*largest, num_tokens=0, tasks=(), seed=0)
-        return once_per_run(
-            f"served_{model_type}_{kv_dtype}", lambda out: export_checkpoint(source, mask, out, **options)
-        )
+        name = f"served_{model_type}_{kv_dtype}{'_centred' * is_centred}"
+        return once_per_run(name, lambda out: export_checkpoint(source, mask, out, **options))
 
     return make
 
@@ -107,6 +110,12 @@ def random_checkpoint(
 def checkpoint(random_checkpoint: Callable[..., Path]) -> Path:
     """A Llama of random weights."""
     return random_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def centred(random_checkpoint: Callable[..., Path]) -> Path:
+    """The same, whose keys have a mean that comes off them."""
+    return random_checkpoint("llama", is_centred=True)
 
 
 @pytest.fixture(scope="session")

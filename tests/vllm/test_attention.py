@@ -23,11 +23,8 @@ LENGTHS = (70, 5, 33)
 PAGE, WINDOW_PAGE = 16, 32
 
 
-@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8"], ids=str)
-def case(request):
-    """A pool of used pages in which three rows have been written token by token; what they hold of them."""
-    is_fp8 = request.param == "fp8"
-    widths = (0, 5, 16) if is_fp8 else request.param
+def make_store(widths, is_fp8=False):
+    """A pool of used pages for three rows, nothing written."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in widths])
     layout = ChunkLayout(widths, HEAD_DIM, choose_chunk_size([widths], HEAD_DIM))
@@ -45,22 +42,41 @@ def case(request):
         layout.chunk_index(order_channels(mask)[None]),
         torch.tensor(layout.head_table, dtype=torch.int32),
         *pages,
+        None,
         *(scales if is_fp8 else (None, None)),
     )
-    keys, values = (
-        torch.randn(3, max(LENGTHS), len(widths), HEAD_DIM, generator=generator) for _ in range(2)
-    )
+    return layout, mask, store
+
+
+def write_rows(store, layout, keys, values):
+    """Write the rows' tokens `[3, n, H_kv, D]`, each row's first ones."""
     for row, length in enumerate(LENGTHS):
         token = torch.arange(length)
         slots = [
             table[row, token // size] * size + token % size
-            for table, size in zip(pages, (PAGE, WINDOW_PAGE), strict=True)
+            for table, size in ((store.page_table, PAGE), (store.window_table, WINDOW_PAGE))
         ]
         append_by_slot(keys[row, :length], values[row, :length], store, layout, *slots)
+
+
+def draw_tokens(num_heads):
+    """Keys and values of the rows, and a mean of keys `[1, H_kv, D]`, larger than they are."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(3, max(LENGTHS), num_heads, HEAD_DIM, generator=generator) for _ in range(2))
+    return keys, values, 4 * torch.randn(1, num_heads, HEAD_DIM, generator=generator)
+
+
+@pytest.fixture(params=[(0, 5, 16), (4, 8, 8), (16, 16, 16), "fp8"], ids=str)
+def case(request):
+    """Pages in which three rows have been written token by token; what they hold of them."""
+    is_fp8 = request.param == "fp8"
+    layout, mask, store = make_store((0, 5, 16) if is_fp8 else request.param, is_fp8)
+    keys, values, _ = draw_tokens(len(mask))
+    write_rows(store, layout, keys, values)
     if is_fp8:
         keys, values = (
             quantise(states, scale).float() * scale
-            for states, scale in zip((keys, values), scales, strict=True)
+            for states, scale in ((keys, store.key_scale), (values, store.value_scale))
         )
     return layout, mask, store, keys, values
 
@@ -139,6 +155,34 @@ def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
             0,
         )
         torch.testing.assert_close(output[number], expected.flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_a_mean_comes_off_keys_and_nothing_else_before_they_are_written(dtype):
+    layout, _, pages = make_store((0, 5, 16), dtype == FP8)
+    keys, values, mean = draw_tokens(3)
+    if dtype == torch.bfloat16:
+        pages = pages.map_memory(lambda pool: pool.to(dtype))
+        keys, values = keys.to(dtype), values.to(dtype)
+    held = []
+    for key_mean, given in ((mean, keys), (None, (keys.float() - mean).to(keys.dtype))):
+        store = pages.map_memory(torch.clone)._replace(key_mean=key_mean)
+        write_rows(store, layout, given, values)
+        held.append([as_bytes(pool)[1:] for pool in store[:4]])
+    for pools in zip(*held, strict=True):
+        torch.testing.assert_close(*pools, rtol=0, atol=0)
+
+
+def test_a_prompt_in_chunks_attends_as_to_keys_with_their_mean():
+    layout, mask, store = make_store((0, 5, 16))
+    keys, values, mean = (states.double() for states in draw_tokens(len(mask)))
+    store = store.map_memory(torch.Tensor.double)._replace(key_mean=mean.float())
+    write_rows(store, layout, keys, values)
+    gathered = gather_tokens(store, layout, 0, 70, torch.float64)
+    torch.testing.assert_close(gathered[0], (keys[0] - mean.float()).transpose(0, 1))
+    query = torch.randn(9, len(mask) * GROUPS, HEAD_DIM, dtype=torch.float64)
+    expected = attend_densely(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), SCALE)
+    torch.testing.assert_close(attend_densely(query, *gathered, SCALE), expected)
 
 
 def test_padding_is_written_nowhere_that_is_read(case):

@@ -67,6 +67,7 @@ def make_layer(kernels, is_fp8):
         head_table=torch.tensor(LAYOUT.head_table, dtype=torch.int32),
         kernels=kernels,
         wide_kernels=kernels,
+        key_mean=torch.randn(1, len(LAYOUT.widths), HEAD_DIM, generator=generator),
         key_scale=None,
         value_scale=None,
     )

@@ -33,6 +33,7 @@ DAMAGES = {
     "recent_size": "1024",
     "flush_size": 0,
     "prune": "sometimes",
+    "key_mean": "yes",
 }
 # Both read each folder in the process of an engine's front end, the runtime before the plugin is there.
 READ_CONFIGS = """

@@ -1,15 +1,18 @@
-"""Weights and scales of an FP8 cache go to the ranks that have their heads."""
+"""Weights, means of keys and scales of an FP8 cache go to the ranks that have their heads."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModel, SmolLM3Model
 
 pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
+from leank_convert._runtime.mask_file_leank import MASK_FILE
 from leank_convert.vllm import configs, models
 from leank_convert.vllm.models import _LeanKForCausalLM
 
@@ -19,6 +22,10 @@ SCALES = {
     for layer in range(2)
     for name in ("key_scale", "value_scale")
 }
+
+
+ORDERS = [[2, 0, 3, 1], [0, 1, 3, 2]]  # of the original's heads in the checkpoint
+MEANS = torch.randn(2, 4, 16).half()
 
 
 def set_scales(scales, monkeypatch):
@@ -63,6 +70,47 @@ def test_a_scale_that_is_wrong_is_named(damage, said, monkeypatch):
         scales[name] = damage
     with pytest.raises(ValueError, match=said):
         set_scales(scales, monkeypatch)
+
+
+def set_means(folder, monkeypatch, damage=None):
+    """What the second rank has of those in a mask's file."""
+    file = folder / MASK_FILE
+    save_file({"key_mean": MEANS}, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "another":
+        save_file({"key_mean": MEANS + 1}, file)
+    monkeypatch.setattr(models, "get_tensor_model_parallel_rank", lambda: 1)
+    attentions = [
+        SimpleNamespace(layer_name=f"model.layers.{layer}.self_attn.attn", key_mean=torch.zeros(1, 2, 16))
+        for layer in range(2)
+    ]
+    model = SimpleNamespace(
+        _attentions=attentions,
+        _pages=SimpleNamespace(heads=HEADS),
+        _settings=SimpleNamespace(has_key_mean=True, channel_masks=torch.ones(2, 4, 16)),
+        _config=SimpleNamespace(leank={"files": {MASK_FILE: digest}, "head_permutation": ORDERS}),
+        _source=(str(folder), {"revision": None}),
+    )
+    _LeanKForCausalLM._set_key_means(model)
+    return attentions
+
+
+def test_a_rank_has_the_means_of_its_own_heads(tmp_path, monkeypatch):
+    """Whose numbers are the checkpoint's; the file has the original's order."""
+    for layer, attention in enumerate(set_means(tmp_path, monkeypatch)):
+        heads = [ORDERS[layer][head] for head in HEADS[1][layer]]
+        assert attention.key_mean.equal(MEANS[layer, heads].float()[None])
+
+
+@pytest.mark.parametrize("damage", ["missing", "another"])
+def test_means_that_are_not_those_of_the_export_are_refused(damage, tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError,
+        match=f"^`{tmp_path}`: `{MASK_FILE}`, which holds the mean of keys, is missing or not the file that",
+    ):
+        set_means(tmp_path, monkeypatch, damage)
 
 
 @pytest.mark.parametrize(

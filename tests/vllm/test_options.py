@@ -30,6 +30,7 @@ def options(**changes):
             dtype=torch.bfloat16, attention_chunk_size=None, hf_config=SimpleNamespace(leank={})
         ),
         device_config=SimpleNamespace(device_type="cuda"),
+        load_config=SimpleNamespace(load_format="auto"),
         **dict.fromkeys(("kv_transfer_config", "speculative_config", "lora_config", "quant_config")),
     )
     for path, value in changes.items():
@@ -55,6 +56,13 @@ def options(**changes):
         (
             {"model_config__hf_config__leank": {"kv_dtype": "fp8"}, "model_config__dtype": torch.float16},
             "add --kv-cache-dtype float16",
+        ),
+        (
+            {
+                "load_config__load_format": "sharded_state",
+                "model_config__hf_config__leank": {"key_mean": True},
+            },
+            "--load-format sharded_state: such files lack the mean of keys",
         ),
         ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
@@ -96,6 +104,7 @@ def test_what_is_not_supported_is_named(changes, named):
 def test_what_is_supported_passes():
     check_options(options())
     check_options(options(speculative_config=SimpleNamespace(method="ngram")))
+    check_options(options(load_config__load_format="sharded_state"))
     as_it_was = {"model_config__hf_config__leank": {"head_permutation": [[0, 1], [0, 1]]}}
     check_options(options(**as_it_was, lora_config=object()))
     unscaled = {"model_config__hf_config__leank": {"kv_dtype": "fp8", "kv_scales": None}}

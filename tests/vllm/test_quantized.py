@@ -23,6 +23,9 @@ class Quantized(_LeanKForCausalLM, Stock):
     def __init__(self) -> None:
         self._quantized = True
         self._attentions = [SimpleNamespace(key_scale=None)]  # the cache is in the model's dtype
+        # Keys have no mean.
+        self._config, self._source = SimpleNamespace(leank={}), ("out", {})
+        self._settings = SimpleNamespace(has_key_mean=False)
 
 
 def test_scales_of_any_shape_are_loaded_as_they_are():

@@ -96,6 +96,21 @@ def test_tasks_are_compared_over_all_lengths_and_lengths_over_all_tasks(subject,
     assert found.ratio_of_others == pytest.approx(others.item() / 14, rel=1e-5)
 
 
+def test_of_a_mask_with_a_mean_keys_are_measured_as_they_are_cached(subject, prompts):
+    channels = torch.ones(4, 4, 64, dtype=torch.bool)
+    mean = (5 * torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(0))).half()
+    plain, zero, centred = (
+        measure_model(subject.model, ChannelMask(channels, key_mean=one), prompts[:1])
+        for one in (None, torch.zeros_like(mean), mean)
+    )
+    assert plain.high_frequency_ratio.equal(zero.high_frequency_ratio)
+    expected = measure_attention(subject.model, prompts[0].input_ids, mean).high_frequency_ratio
+    assert centred.high_frequency_ratio.equal(expected)
+    assert (centred.high_frequency_ratio - plain.high_frequency_ratio).abs().max() > 0.1
+    assert (plain.centred, centred.centred) == (False, True)
+    assert centred.to_dict()["key_mean"] is True
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["no channels", "all channels"])
 def test_a_mean_over_no_heads_is_left_out(subject, prompts, kept):
     found = measure_model(subject.model, ChannelMask(torch.full((4, 4, 64), kept)), prompts[:1])

@@ -147,7 +147,8 @@ def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoin
 
 
 def test_beside_layers_that_are_not_pruned_bits_are_the_runtimes_caches():
-    mixed = SimpleNamespace(leank={"layers": [1]}, channel_masks=torch.ones(1, 2, 16, dtype=torch.bool))
+    masks, model = torch.ones(1, 2, 16, dtype=torch.bool), SimpleNamespace(key_means=None)
+    mixed = SimpleNamespace(leank={"layers": [1]}, channel_masks=masks, model=model)
     variants = find_variants(["fp8", "leank+fp8", "int4", "leank+int4"], mixed)
     assert [(variant.name, variant.kv_dtype) for variant in variants] == [
         ("fp8", "fp8"), ("leank+fp8", "fp8"), ("int4", "int4"), ("leank+int4", "int4")

@@ -85,6 +85,18 @@ def test_the_card_says_what_was_pruned_and_what_it_saves() -> None:
     assert "## Recipe" not in text
 
 
+def test_the_card_warns_of_adapters_where_heads_moved() -> None:
+    text = card("owner/it's | <b>")  # the first layer's heads keep all and no channels
+    assert "KV heads are in another order than in owner/it's \\| \\<b>, so an adapter" in text
+    assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
+    assert "`leank-convert export MERGED --mask path/to/this/checkpoint -o OUT`" in text
+    ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool))
+    known = MaskProvenance.for_model("m", FACTS, method="x", sink_size=4, recent_size=16, flush_size=2)
+    cache = count_cache_bytes(ordered.widths, 8, 2)
+    text = build_model_card("m", ordered, known, FACTS, Windows(4, 16, 2), cache, element_bytes=2)
+    assert "adapter" not in text
+
+
 def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told() -> None:
     text = card(method="leank", pruning_ratio_asked=0.6, recipe="steps: 3 # {braces}\n")
     assert "```yaml\nsteps: 3 # {braces}\n```" in text

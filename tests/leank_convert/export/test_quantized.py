@@ -216,7 +216,7 @@ def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
     source_model, fitting_mask, tmp_path, edit_json, edit_tensors
 ):
     """As GPT-OSS is published: experts in MXFP4, whose layout says nothing to an export."""
-    sizes = {"head_dim": 8, "intermediate_size": 64, "num_local_experts": 2, "pad_token_id": 0}
+    sizes = {"head_dim": 8, "intermediate_size": 64, "num_local_experts": 4, "pad_token_id": 0}
     layers = ["full_attention"] * 3
     source = source_model("gpt_oss", shards=False, layer_types=layers, **sizes)
     mask = fitting_mask(source)

@@ -37,12 +37,13 @@ def make_one(short_recipe, retriever_folder, tmp_path):
 
 
 @pytest.fixture
-def measured(short_recipe, retriever_folder):
-    """Statistics of the recipe's first three prompts."""
+def measure(short_recipe, retriever_folder):
+    """Statistics of the recipe's first three prompts, of keys less a mean: `measure(key_mean)`."""
     recipe = short_recipe()
     loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
     samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
-    return [measure_attention(loaded.model, samples.draw(place).prompt_ids()) for place in range(3)]
+    prompts = [samples.draw(place).prompt_ids() for place in range(3)]
+    return lambda key_mean: [measure_attention(loaded.model, prompt, key_mean) for prompt in prompts]
 
 
 def keep_best(scores, width):
@@ -57,31 +58,37 @@ def keep_best(scores, width):
 @pytest.mark.parametrize(
     ("method", "statistic"), [("static-norm", "channel_norms"), ("double-sparsity", "product_magnitudes")]
 )
+@pytest.mark.parametrize("is_centred", [False, True])
 def test_measuring_methods_keep_the_best_channels_of_the_mean_over_prompts(
-    make_one, measured, method, statistic
+    make_one, measure, method, statistic, is_centred
 ):
-    scores = sum(getattr(one, statistic) for one in measured) / 3
-    assert torch.equal(make_one(method, pruning_ratio=0.5).channel_mask, keep_best(scores, 8))
+    uniform = make_one(method, pruning_ratio=0.5, key_mean=is_centred)
+    assert (uniform.key_mean is not None) == is_centred
+    scores = sum(getattr(one, statistic) for one in measure(uniform.key_mean)) / 3
+    assert torch.equal(uniform.channel_mask, keep_best(scores, 8))
     over_all = select_channels(scores, pruning_ratio=0.5, width_multiple=4)
-    assert torch.equal(make_one(method, "global", pruning_ratio=0.5, budget="global").channel_mask, over_all)
-    assert not torch.equal(over_all, keep_best(scores, 8))
+    found = make_one(method, "global", pruning_ratio=0.5, budget="global", key_mean=is_centred)
+    assert torch.equal(found.channel_mask, over_all)
+    # Of these keys, centred, the whole model's best happen to be every head's.
+    assert torch.equal(over_all, keep_best(scores, 8)) == is_centred
 
 
 @pytest.mark.parametrize(("ratio", "num_whole"), [(0.25, 3), (0.7, 1)])
 def test_high_frequency_ratio_empties_the_heads_of_the_highest_ratio_by_one_prompt(
-    make_one, measured, ratio, num_whole
+    make_one, measure, ratio, num_whole
 ):
     mask = make_one("high-frequency-ratio", pruning_ratio=ratio)
-    lowest = measured[0].high_frequency_ratio.flatten().argsort()[:num_whole].tolist()
+    lowest = measure(mask.key_mean)[0].high_frequency_ratio.flatten().argsort()[:num_whole].tolist()
     widths = [width for layer in mask.widths for width in layer]
     assert widths == [16 if head in lowest else 0 for head in range(4)]
     assert mask.provenance.width_multiple == 16
 
 
-def test_random_depends_on_the_seed_and_loads_no_model_unless_it_is_checked(make_one, monkeypatch):
+def test_random_depends_on_the_seed_and_loads_no_model_where_nothing_is_measured(make_one, monkeypatch):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
     first, same, other = (
-        make_one("random", str(place), seed=seed, held_out_samples=0) for place, seed in enumerate([3, 3, 4])
+        make_one("random", str(place), seed=seed, held_out_samples=0, key_mean=False)
+        for place, seed in enumerate([3, 3, 4])
     )
     assert torch.equal(first.channel_mask, same.channel_mask)
     assert not torch.equal(first.channel_mask, other.channel_mask)

@@ -90,11 +90,14 @@ def test_high_frequency_ratio_takes_the_faster_half_of_the_pairs_and_all_query_h
             assert found[layer, kv_head].item() == pytest.approx((fast / whole) ** 0.5, rel=1e-4)
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_product_magnitudes_are_means_of_each_query_with_its_own_key(family):
+def test_product_magnitudes_are_means_of_each_query_with_its_own_key(family, is_centred):
     model, ids = build(family), draw_prompt(40)
-    found = measure_attention(model, ids).product_magnitudes
+    mean = torch.randn(LAYERS, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(5)) * 3
+    found = measure_attention(model, ids, mean if is_centred else None).product_magnitudes
     for layer, (query, key) in enumerate(queries_and_keys(model, ids)):
+        key = key - mean[layer][:, None] if is_centred else key
         for kv_head in range(KV_HEADS):
             for channel in range(HEAD_DIM):
                 values = [

@@ -94,12 +94,16 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
     leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
     leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
     leank.load_state_dict(dense.state_dict())
+    if family == "Qwen2":  # of which keys have biases, the one family that centres them here
+        key_mean = torch.randn(masks.shape, generator=torch.Generator().manual_seed(1)) * 3
+        leank.key_means = list(key_mean[:, None].unbind())
     return dense, leank, masks
 
 
-def _write(folder: Path, model: Any, masks: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+def _write(folder: Path, model: Any, leank: Any, masks: torch.Tensor, sizes: tuple[int, int, int]) -> None:
     folder.mkdir()
-    export_graph(PrunedModel(model, masks, *sizes), folder)
+    key_mean = None if leank.key_means is None else torch.cat(leank.key_means)
+    export_graph(PrunedModel(model, masks, *sizes, key_mean=key_mean), folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -118,7 +122,7 @@ def exported(once_per_run: Callable[..., Path]) -> Callable[..., Exported]:
         dense, leank, masks = _build(family, sizes)
         dense.to(getattr(torch, dtype))
         name = "-".join([family, dtype, *map(str, windows or ())])
-        folder = once_per_run(name, lambda path: _write(path, dense, masks, sizes))
+        folder = once_per_run(name, lambda path: _write(path, dense, leank, masks, sizes))
         return Exported(folder, leank)
 
     return get

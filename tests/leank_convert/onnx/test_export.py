@@ -166,6 +166,23 @@ def test_a_converted_checkpoint_gives_the_same_folder(folder, retriever_half):
     assert content(retriever_half / "onnx") == content(folder)
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_graph_of_centred_keys_answers_as_its_checkpoint_and_others_do_not(retriever_centred, folder):
+    """Windows of nine tokens, so that most of what is fed is pruned: a dropped channel counts as its mean."""
+    rows = [torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)) for count in (40, 12)]
+    model = AutoModelForCausalLM.from_pretrained(retriever_centred / "checkpoint", trust_remote_code=True)
+    ours, plain = (
+        LeanKOnnx(path, threads=1).start().generate([row.tolist() for row in rows], max_new_tokens=20)
+        for path in (retriever_centred / "onnx", folder)
+    )
+    for row, answer in zip(rows, ours, strict=True):
+        expected = model.generate(
+            row[None], max_new_tokens=20, do_sample=False, pad_token_id=0, prune="deferred"
+        )
+        assert answer == expected[0, len(row) :].tolist()
+    assert ours != plain
+
+
 def test_tracing_leaves_weights_as_they_were_and_held_by_the_model_alone(tmp_path):
     config = LlamaConfig(
         vocab_size=64,

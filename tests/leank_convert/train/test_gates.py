@@ -69,15 +69,15 @@ def test_first_steps_follow_loss_and_penalty_of_the_gates(make, short_recipe, re
     recipe = short_recipe(method="duo-attention", heads=heads)
     loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
     samples = SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+    mean = load_mask(tmp_path / "out" / "channel_mask.safetensors").key_mean.float()
     gates = torch.ones(2, 2, requires_grad=True)
     adam = torch.optim.Adam([gates])
     for step in range(3):
         adam.param_groups[0]["lr"] = 0.1
         adam.zero_grad()
         ones = torch.ones(2, 2, 16)
-        loss = distil(
-            loaded.model, pack_sample(samples.draw(step)), Student(Windows(4, 16), ones, gates=gates)
-        )
+        student = Student(Windows(4, 16), ones, gates=gates)
+        loss = distil(loaded.model, pack_sample(samples.draw(step)), student, key_mean=mean)
         (loss + 0.5 * gates.mean()).backward()
         adam.step()
         with torch.no_grad():
@@ -129,7 +129,7 @@ def test_an_imported_pattern_gives_the_mask_of_its_gates_without_the_model(
 ):
     monkeypatch.setattr(calibration, "load_model", lambda *_: pytest.fail("the model was loaded"))
     pattern = write_pattern([[0.2, 1.0], [0.9, 0.1]])
-    mask = make(heads={"pattern": pattern}, pruning_ratio=0.5, held_out_samples=0)
+    mask = make(heads={"pattern": pattern}, pruning_ratio=0.5, held_out_samples=0, key_mean=False)
     assert mask.widths == ((0, 16), (16, 0))
     assert not TrainingDirectory(tmp_path / "out").state.exists()
 

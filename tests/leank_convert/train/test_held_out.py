@@ -52,7 +52,7 @@ def check(loaded, short_recipe, monkeypatch):
     def run(contexts="B" * 16, *, loss=0.01, magnitude=1.0, kept=False, steps=(), progress=False, **changes):
         answers = iter(contexts)
 
-        def compare(model, sample, students, *, offload, longest):
+        def compare(model, sample, students, *, key_mean, offload, longest):
             letters = next(answers)
             dense, pruned = (torch.tensor([letter in known for letter in letters]) for known in ("DB", "PB"))
             return Compared(torch.zeros(len(letters), dtype=torch.long), dense, (pruned,), (loss,), magnitude)

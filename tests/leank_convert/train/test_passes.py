@@ -117,23 +117,28 @@ def draw_sample(num_context, questions):
     return TrainingSample("retrieval", ids(num_context), asked)
 
 
-def run_passes(model, sample, windows, factors, sees=None, gates=None, *, offload=False):
+def run_passes(model, sample, windows, factors, sees=None, gates=None, *, key_mean=None, offload=False):
     packed = pack_sample(sample)
-    context = run_context_pass(model, sample.prefix_ids, StoredContext(len(sample.prefix_ids), offload))
+    room = StoredContext(len(sample.prefix_ids), offload, key_mean=key_mean)
+    context = run_context_pass(model, sample.prefix_ids, room)
     teacher = run_question_pass(model, context, packed)[packed.sizes.questions :]
     return teacher, run_answer_pass(model, context, packed, Student(windows, factors, sees, gates))
 
 
 def whole_sequence_attention(module, query, key, value, attention_mask, scaling=None, plan=None, **kwargs):
     """Dense rows for the prompt, pruned rows for the answer, in one pass over one question's sequence."""
-    factors, sees_middle, split, windows, gates = plan
+    factors, sees_middle, split, windows, gates, key_mean = plan
     groups, length, window = query.shape[1] // key.shape[1], query.shape[2], kwargs.get("sliding_window")
     kinds = getattr(module.config, "layer_types", ["full_attention"] * LAYERS)
     layer = kinds[: module.layer_idx].count("full_attention")
     if window is not None:
         factors, sees_middle, gates, layer = torch.ones_like(factors[:1]), None, None, 0
     keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    scaled = key * factors[layer][:, None].to(key.dtype)
+    # Nothing is centred here: what a factor takes of a channel, its mean fills up.
+    shares = factors[layer][:, None].to(key.dtype)
+    scaled = key * shares
+    if key_mean is not None:
+        scaled = scaled + (1 - shares) * key_mean[layer][:, None].to(key.dtype)
     dense = scaling * query @ keys.mT
     pruned = scaling * query @ scaled.repeat_interleave(groups, dim=1).mT
     if sees_middle is not None:
@@ -157,45 +162,55 @@ def whole_sequence_attention(module, query, key, value, attention_mask, scaling=
 AttentionInterface.register("whole_sequence", whole_sequence_attention)
 
 
-def run_whole(model, sample, windows, factors, sees=None, gates=None):
+def run_whole(model, sample, windows, factors, sees=None, gates=None, key_mean=None):
     """Every question as a sequence of its own: hidden states of the answers, as the passes pack them."""
     model.config._attn_implementation = "whole_sequence"
     found = []
     for question in sample.questions:
         ids = torch.cat([sample.prefix_ids, question.input_ids])[None]
         split = len(sample.prefix_ids) + question.answer_start
-        output = model.base_model(ids, use_cache=False, plan=(factors, sees, split, windows, gates))
+        output = model.base_model(ids, use_cache=False, plan=(factors, sees, split, windows, gates, key_mean))
         found.append(output.last_hidden_state[0, split:])
     model.config._attn_implementation = ATTENTION_NAME
     return torch.cat(found)
 
 
+def draw_key_mean(is_centred=True):
+    """A mean as large as keys are; it need not be theirs."""
+    shape, generator = (LAYERS, KV_HEADS, HEAD_DIM), torch.Generator().manual_seed(7)
+    return 3 * torch.randn(shape, generator=generator) if is_centred else None
+
+
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("questions", [ONE, SEVERAL, [(0, 1)]])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions):
+def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions, is_centred):
     model = build(family, torch.float64)
     sample, windows = draw_sample(48, questions), Windows(5, 8)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     kept = (factors > 0.6).double()
     kept[1, 0] = 0
+    mean = draw_key_mean(is_centred)
     for values, sees in ((factors, None), (kept, kept.bool().any(-1))):
-        teacher, student = run_passes(model, sample, windows, values, sees)
-        expected = run_whole(model, sample, windows, values, sees)
+        teacher, student = run_passes(model, sample, windows, values, sees, key_mean=mean)
+        expected = run_whole(model, sample, windows, values, sees, key_mean=mean)
         torch.testing.assert_close(student, expected, **close(family))
         dense = run_whole(model, sample, Windows(0, 1000), values)
         torch.testing.assert_close(teacher, dense, **close(family))
         assert (student - teacher).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("is_centred", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_equals_that_of_the_whole_sequences(family):
+def test_gradient_equals_that_of_the_whole_sequences(family, is_centred):
     model = build(family, torch.float64)
     sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64).requires_grad_()
-    distil(model, pack_sample(sample), Student(windows, factors)).backward()
+    mean = draw_key_mean(is_centred)
+    distil(model, pack_sample(sample), Student(windows, factors), key_mean=mean).backward()
     found, factors.grad = factors.grad, None
     # Each question weighs the same, however long its answer.
-    whole = run_whole(model, sample, windows, factors)
+    whole = run_whole(model, sample, windows, factors, key_mean=mean)
     dense = run_whole(model, sample, Windows(0, 1000), factors.detach())
     lengths = [after for _, after in SEVERAL]
     parts = (whole - dense).float().square().mean(-1).split(lengths)
@@ -242,6 +257,32 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     ids = torch.cat([sample.prefix_ids, sample.questions[0].input_ids])[None]
     stock = model.base_model(ids, use_cache=False).last_hidden_state[0, 60:]
     torch.testing.assert_close(teacher, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_channels_any_mean_leaves_the_student_the_teacher(family, offload, monkeypatch):
+    monkeypatch.setattr(passes, "BLOCK_SIZE", 25)
+    model, sample = build(family, torch.float64), draw_sample(60, SEVERAL)
+    ones, mean = torch.ones(LAYERS, KV_HEADS, HEAD_DIM), draw_key_mean()
+    windows = Windows(4, 6)
+    teacher, student = run_passes(model, sample, windows, ones, key_mean=mean, offload=offload)
+    torch.testing.assert_close(student, teacher, **close(family))
+    if not is_linear(family):  # whose layers go on from a block in float32
+        plain, _ = run_passes(model, sample, windows, ones)
+        torch.testing.assert_close(teacher, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_keys_are_centred_in_single_precision_and_rounded_once(dtype):
+    model, sample = build("gpt_oss", dtype), draw_sample(20, ONE)
+    mean, size = draw_key_mean(), len(sample.prefix_ids)
+    plain = run_context_pass(model, sample.prefix_ids)
+    centred = run_context_pass(model, sample.prefix_ids, StoredContext(size, key_mean=mean))
+    # Of the first layer, whose input does not depend on attention.
+    expected = (plain.load(0)[0].float() - mean[0][:, None]).to(dtype)
+    assert torch.equal(centred.load(0)[0], expected)
+    assert torch.equal(centred.load(0)[1], plain.load(0)[1])
 
 
 def test_questions_on_one_context_cost_and_count_as_samples_of_their_own():

@@ -66,6 +66,7 @@ def test_two_ranks_learn_what_one_learns_from_the_same_samples(
     expected, found = (load_mask(TrainingDirectory(folder).mask) for folder in (alone, out))
     torch.testing.assert_close(found.scaling_factors, expected.scaling_factors, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.channel_mask, expected.channel_mask)
+    assert torch.equal(found.key_mean, expected.key_mean)
     ours, theirs = found.provenance.held_out, expected.provenance.held_out
     assert (ours.num_answers, ours.dense, ours.pruned) == (theirs.num_answers, theirs.dense, theirs.pruned)
     assert ours.tokens == theirs.tokens

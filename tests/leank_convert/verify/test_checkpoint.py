@@ -15,9 +15,10 @@ from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, load_mask, save_mask
+from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, save_mask
 from leank_convert.verify import Check, verify_checkpoint
 from leank_convert.verify import source as comparison
+from tests.tiny_families import OPTIONS
 
 LAYER = "model.layers.1.self_attn."
 
@@ -135,6 +136,29 @@ def test_another_source_is_found(
     _, out = export("llama")
     assert "source: tensors" in failed(out, source_model("qwen2"))
     assert "source: tensors" in failed(out, source_model("llama", dtype="bfloat16"))
+
+
+# Of whose folders transformers makes an empty tokenizer, of a class that it has for them.
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "qwen3_next"])
+def test_a_model_without_a_tokenizer_verifies(
+    family: str, source_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = {"head_dim": 4, "num_hidden_layers": 4, "pad_token_id": 0, **OPTIONS[family]}
+    source = source_model(family, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (source / name).unlink()
+    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+    out = export_checkpoint(source, all_channels_mask(facts), tmp_path / "out")
+    assert failed(out, source) == {}
+    for key, value in (("tokenizer_class", "Qwen2Tokenizer"), ("eos_token", "x")):
+        (out / "tokenizer_config.json").write_text(json.dumps({key: value}))
+        bless(out)
+        assert failed(out, source).keys() == {"source: companions"}
+        assert f"`{key}` is {value!r}" in failed(out, source)["source: companions"]
+    (out / "tokenizer_config.json").unlink()
+    (out / "tokenizer.json").write_text("{}")
+    bless(out)
+    assert "is not in both folders" in failed(out, source)["source: companions"]
 
 
 def test_changed_missing_and_added_files_are_found(export: Callable[..., tuple[Path, Path]]) -> None:

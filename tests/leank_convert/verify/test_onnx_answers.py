@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,7 +15,7 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.onnx import export_onnx, libraries
 from leank_convert.verify import verify_checkpoint
 
@@ -35,6 +37,23 @@ def test_an_export_verifies_against_its_source(exported, retriever_folder):
 def test_a_float16_export_verifies_against_its_checkpoint_and_the_model(retriever_half, retriever_folder):
     for source in (retriever_half / "checkpoint", retriever_folder):
         assert verify_checkpoint(retriever_half / "onnx", source).ok
+
+
+def test_an_export_of_centred_keys_verifies_and_another_mean_does_not(
+    exported, retriever_centred, retriever_folder, tmp_path
+):
+    for source in (retriever_centred / "checkpoint", retriever_folder):
+        report = verify_checkpoint(retriever_centred / "onnx", source)
+        assert report.ok, [check for check in report.checks if not check.ok]
+        details = {check.name: check.detail for check in report.checks}
+        assert details["mask file"].endswith(", and the mean of keys")
+    folder = type(exported)(Path(shutil.copytree(retriever_centred / "onnx", tmp_path / "out")))
+    mask = load_mask(folder.path / MASK_FILE_NAME)
+    for mean in (None, mask.key_mean + 1):
+        known = replace(mask.provenance, key_mean_tokens=None)
+        save_mask(replace(mask, key_mean=mean, provenance=known), folder.path / MASK_FILE_NAME)
+        folder.bless()
+        assert folder.failed(retriever_folder).keys() == {"source: keys and values"}
 
 
 def test_a_quantized_export_under_another_rope_says_by_how_much_it_differs(retriever_int8, retriever_folder):

@@ -1,0 +1,109 @@
+"""Calibration of a cache: the mean of a model's keys, and scales for FP8, on its recipe's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from leank_convert.checkpoint_io import TRAINING_FOLDER
+from leank_convert.data import SampleSource
+from leank_convert.device import choose_device
+from leank_convert.hub import known_name
+from leank_convert.kv_scales import KVScales
+from leank_convert.mask import ChannelMask
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import RUN_RECIPE_NAME, load_recipe, packaged_recipe
+from leank_convert.train.derive import derive_recipe
+from leank_convert.train.key_mean import KeyStatistics, measure_keys
+from leank_convert.train.model import load_model, open_model
+from leank_convert.train.passes import check_layers
+
+# Of the recipe's own lengths: slow rotary pairs turn by as much as a context is long.
+NUM_CONTEXTS = 4
+
+
+@dataclass(frozen=True)
+class MeasuredCache:
+    """Keys and values of a model on its recipe's data, and what a cache is stored by.
+
+    Attributes:
+        statistics: What was measured.
+        tasks: The recipe's, whose data it was measured on.
+        seed: The recipe's.
+    """
+
+    statistics: KeyStatistics
+    tasks: Sequence[str]
+    seed: int
+
+    def centre(self, mask: ChannelMask) -> ChannelMask:
+        """The mask with a mean of keys: its own if it has one, else the measured one.
+
+        What held-out samples said of a mask without one holds no longer: removed channels counted as zero.
+        """
+        if mask.key_mean is not None:
+            return mask
+        known = mask.provenance
+        if known is not None:
+            known = replace(known, key_mean_tokens=self.statistics.num_tokens, held_out=None)
+        return replace(mask, key_mean=self.statistics.mean, provenance=known)
+
+    def scales(self, mask: ChannelMask) -> KVScales:
+        """Scales for FP8 of values, and of keys less the mask's mean."""
+        found = self.statistics
+        mean = torch.zeros(()) if mask.key_mean is None else mask.key_mean.float()
+        largest = torch.maximum(found.highest - mean, mean - found.lowest)
+        return KVScales.of_largest(
+            largest, found.largest_value, num_tokens=found.num_tokens, tasks=self.tasks, seed=self.seed
+        )
+
+
+def measure_cache(
+    model: str | Path,
+    recipe: Recipe | str | Path | None = None,
+    *,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+) -> MeasuredCache:
+    """Measure what the cache of a model is stored by, on the first contexts of its recipe's data.
+
+    Args:
+        model: A local folder, a hub id, or `testbed`.
+        recipe: A recipe, or its name or file; None for that of the training run in `out`, else the model's
+            packaged one, else one that is derived from its shape.
+        out: A folder that may hold a training run.
+        device: Default: CUDA if there is any, else the CPU.
+
+    Raises:
+        LeanKError: If the model or the recipe cannot be read, memory does not suffice, or a number is not
+            finite.
+    """
+    chosen = choose_cache_recipe(model, recipe, out, device)
+    files = open_model(model, chosen.model)
+    check_layers(files.facts, files.name)
+    loaded = load_model(files, chosen, choose_device(device))
+    samples = SampleSource(loaded.tokenizer, chosen.data, chosen.seed)
+    samples.check()
+    statistics = measure_keys(loaded, samples, NUM_CONTEXTS, offload=chosen.offload_context)
+    return MeasuredCache(statistics, tuple(chosen.data.tasks), chosen.seed)
+
+
+def choose_cache_recipe(
+    model: str | Path,
+    recipe: Recipe | str | Path | None,
+    out: str | Path | None,
+    device: str | torch.device | None,
+) -> Recipe:
+    """The recipe whose data a cache is measured on: as `measure_cache` takes it."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    trained = None if out is None else Path(out) / TRAINING_FOLDER / RUN_RECIPE_NAME
+    if recipe is None and trained is not None and trained.exists():
+        recipe = trained
+    if recipe is None:
+        known = known_name(model)
+        recipe = None if known is None else packaged_recipe(known)
+    return derive_recipe(model, (), device=device) if recipe is None else load_recipe(recipe)

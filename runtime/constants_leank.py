@@ -1,0 +1,131 @@
+"""What a layer's cache knows of each channel beside its tokens: what comes off keys, and scales of FP8.
+
+Softmax does not see what is added to all keys alike: q·(k - c) differs from q·k by one number per query. So
+the mean of keys comes off every key before it is stored. Channels of large constant parts, which biases leave
+behind, then round as others do, and a channel that is pruned counts as its mean, not as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .fp8_leank import scale_of
+
+
+class Constants(NamedTuple):
+    """What a layer's keys and values are stored by, each `[1 or B, H_kv, D]`, fp32, or None.
+
+    Attributes:
+        key_mean: What comes off every key, after rotary embedding.
+        key_scale: What stored keys are multiplied by, in FP8; one for both channels of a pair.
+        value_scale: What stored values are multiplied by, in FP8.
+    """
+
+    key_mean: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Constants:
+        """Return the same with `change` made to each that there is."""
+        return Constants(*(None if constant is None else change(constant) for constant in self))
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether some are a row's own."""
+        return any(constant is not None and len(constant) > 1 for constant in self)
+
+    def take(self, rows: torch.Tensor) -> Constants:
+        """Return those of some rows `[n]`; those of all rows stay."""
+        return self.map(lambda constant: constant.index_select(0, rows) if len(constant) > 1 else constant)
+
+    @classmethod
+    def join(cls, parts: Sequence[Constants], sizes: Sequence[int]) -> Constants:
+        """Join constants of so many rows each; those that all have in common stay one for all rows."""
+        return cls(*(_join(own, sizes) for own in zip(*parts, strict=True)))
+
+
+def _join(parts: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
+        return None
+    if all(len(part) == 1 and torch.equal(part, present[0]) for part in present):
+        return present[0]
+    return torch.cat([part.expand(size, -1, -1) for part, size in zip(present, sizes, strict=True)])
+
+
+def centre(keys: torch.Tensor, key_mean: torch.Tensor | None) -> torch.Tensor:
+    """Return keys as they are stored: less the mean, in fp32 from what their dtype holds, and rounded once.
+
+    Args:
+        keys: In whatever shape.
+        key_mean: Fp32, of a shape that goes with it; None leaves keys as they are.
+    """
+    if key_mean is None:
+        return keys
+    return (keys.to(torch.promote_types(keys.dtype, torch.float32)) - key_mean).to(keys.dtype)
+
+
+def choose_constants(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    real: torch.Tensor | None,
+    kv_dtype: str,
+    model: Constants,
+) -> Constants:
+    """Return a prompt's constants: the model's, and where a rounded cache lacks some, every row's own.
+
+    Args:
+        keys: The prompt's `[B, H_kv, S, D]`.
+        values: `[B, H_kv, S, D]`.
+        real: Columns that are no padding `[B, S]`, bool; None if all are.
+        kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
+        model: The model's. Scales that it has are of keys less its mean, if it has one.
+
+    Returns:
+        The constants. A row of nothing but padding, whose prompt comes in later chunks, has those of all rows
+        together.
+    """
+    model = model.map(lambda constant: constant.to(keys.device, torch.float32))
+    if kv_dtype == "auto":
+        return Constants(model.key_mean)
+    if kv_dtype == "fp8" and model.key_scale is not None:
+        return model
+    is_empty = None if real is None else ~real.any(1)[:, None, None]
+    key_mean = _mean(keys, real, is_empty) if model.key_mean is None else model.key_mean
+    if kv_dtype == "int4":
+        return Constants(key_mean)
+    largest_key = _largest(keys, real, is_empty, key_mean)
+    largest_value = _largest(values, real, is_empty, torch.zeros_like(key_mean[:1]))
+    pairs = torch.maximum(*largest_key.chunk(2, dim=-1))
+    return Constants(key_mean, scale_of(pairs.repeat(1, 1, 2)), scale_of(largest_value))
+
+
+def _mean(states: torch.Tensor, real: torch.Tensor | None, is_empty: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of every row's channels `[B, H, D]`, zero where it is not finite."""
+    if real is None or is_empty is None:
+        mean = states.mean(2, dtype=torch.float32)
+    else:
+        rows = zip(states, ~real[:, None, :, None], strict=True)
+        sums = torch.stack([row.masked_fill(padding, 0).sum(1, dtype=torch.float32) for row, padding in rows])
+        counts = real.sum(1)[:, None, None]
+        mean = torch.where(is_empty, sums.sum(0) / counts.sum(), sums / counts)
+    return mean.masked_fill(~mean.isfinite(), 0)
+
+
+def _largest(
+    states: torch.Tensor, real: torch.Tensor | None, is_empty: torch.Tensor | None, mean: torch.Tensor
+) -> torch.Tensor:
+    """Return how far every row's channels are from `mean` at most `[B, H, D]`, without a copy of them all."""
+    if real is None or is_empty is None:
+        return torch.maximum(states.amax(2) - mean, mean - states.amin(2))
+    rows = zip(states, ~real[:, None, :, None], strict=True)
+    extremes = [
+        (row.masked_fill(padding, -torch.inf).amax(1), row.masked_fill(padding, torch.inf).amin(1))
+        for row, padding in rows
+    ]
+    highest, lowest = (torch.stack(parts) for parts in zip(*extremes, strict=True))
+    largest = torch.maximum(highest - mean, mean - lowest).masked_fill(is_empty, 0)
+    return torch.where(is_empty, largest.amax(0), largest)

@@ -1,0 +1,292 @@
+"""Conversion in one go: means that masks lack, rounded caches that are tried, what stays of a refusal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from leank_convert import convert
+from leank_convert.architectures import read_model_facts
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate import rounding
+from leank_convert.files import read_json
+from leank_convert.held_out import HeldOut
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.masks import find_by_name
+from leank_convert.methods.measured_cache import measure_cache
+from leank_convert.recipe import Recipe
+from leank_convert.verify import verify_checkpoint
+
+SHAPE = (2, 2, 16)
+TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def done(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: Any) -> Path:
+    """A tiny model whose keys are all but constant in the slowest pairs, as Qwen2's biases make them."""
+    folder = tmp_path_factory.mktemp("models") / "biased"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            attention_bias=True,
+            vocab_size=len(testbed_tokenizer),
+            max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.15)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.view(2, 16)[:, [6, 7, 14, 15]] = 150 * torch.randn(2, 4).sign()
+    model.save_pretrained(folder)
+    testbed_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(short_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(short_recipe(held_out_samples=0).to_yaml())
+    return path
+
+
+@pytest.fixture
+def mask(biased: Path) -> ChannelMask:
+    """A mask of it without a mean, which says what it was made for."""
+    facts = read_model_facts(read_json(biased / "config.json"), origin="config.json")
+    sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
+    known = MaskProvenance.for_model(biased.name, facts, method="leank", **sizes)
+    generator = torch.Generator().manual_seed(0)
+    return ChannelMask(torch.rand(SHAPE, generator=generator) < 0.6, provenance=known)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    def save(mask: ChannelMask, name: str = "mask") -> Path:
+        save_mask(mask, tmp_path / f"{name}.safetensors")
+        return tmp_path / f"{name}.safetensors"
+
+    return save
+
+
+@pytest.fixture
+def loses_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial is passed."""
+    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **options: object) -> None:
+        raise AssertionError("the model is measured")
+
+    monkeypatch.setattr(convert, "measure_cache", refuse)
+
+
+def mean_of(folder: Path) -> torch.Tensor:
+    mean = load_mask(folder / MASK_FILE_NAME).key_mean
+    assert mean is not None
+    return mean
+
+
+def divergence(text: str, kv_dtype: str) -> float:
+    (found,) = re.findall(TRIED.format(kv_dtype), text)
+    return float(found)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
+def test_a_rounded_cache_is_tried_before_it_is_there(biased, mask, saved, recipe, tmp_path, kv_dtype):
+    zero = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "zero")
+    options = ("--kv-dtype", kv_dtype, "--recipe", recipe, "-o", tmp_path / "out")
+    before = sorted(tmp_path.iterdir())
+    result = run("export", biased, "--mask", zero, *options)
+    assert result.exit_code == 2 and "error: model `biased` loses its answers: on " in result.stderr
+    assert divergence(result.stderr, kv_dtype) > 0.5 and "; at most 0.1 is taken\nhint: " in result.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+    done("export", biased, "--mask", zero, *options, "--force")
+    out = tmp_path / "out"
+    assert not mean_of(out).any() and verify_checkpoint(out, source=biased).ok
+    accuracy = (out / "README.md").read_text().partition("## Accuracy")[2]
+    assert divergence(accuracy, kv_dtype) == divergence(result.stderr, kv_dtype)
+
+    plain = saved(mask, "plain")
+    done("export", biased, "--mask", plain, *options, "--overwrite")
+    assert mean_of(out)[..., [7, 15]].abs().min() > 100 and verify_checkpoint(out, source=biased).ok
+    accuracy = (out / "README.md").read_text().partition("## Accuracy")[2]
+    assert divergence(accuracy, kv_dtype) < 0.05
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tmp_path):
+    torch.save(torch.ones(SHAPE, dtype=torch.bool), tmp_path / "mask.pth")
+    options = ("--recipe", recipe, "--mask", tmp_path / "mask.pth", "-o", tmp_path / "out")
+    done("export", biased, *options, "--key-mean")
+    block = read_json(tmp_path / "out" / "config.json")["leank"]
+    assert block["key_mean"] is True and "kv_dtype" not in block
+    assert torch.equal(mean_of(tmp_path / "out"), measure_cache(biased, recipe).statistics.mean)
+    report = verify_checkpoint(tmp_path / "out", source=biased)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    dense = LlamaForCausalLM.from_pretrained(biased).eval()
+    ids = torch.randint(5, 60, (2, 60), generator=torch.Generator().manual_seed(0))
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
+    ours, expected = (one.generate(ids, **settings) for one in (model, dense))
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(ours.logits), torch.stack(expected.logits), atol=1e-3)
+    constants = ours.past_key_values.layers[0].store.constants
+    assert constants.key_mean is not None and constants.key_scale is None
+
+
+def test_a_mean_is_added_to_a_packaged_mask_whose_figures_are_of_another_cache(saved, tmp_path):
+    mask = load_mask(find_by_name("testbed-70"))
+    held_out = HeldOut(
+        tasks=("retrieval",), min_length=1, max_length=2, num_contexts=1, num_answers=1, seed=0,
+        dense=1.0, pruned=0.5, distillation=0.1, warnings=(),
+    )  # fmt: skip
+    known = replace(mask.provenance, key_mean_tokens=None, held_out=held_out)
+    path = saved(replace(mask, key_mean=None, provenance=known))
+    out = tmp_path / "out"
+    done("export", "testbed", "--mask", path, "--key-mean", "-o", out)
+    found = load_mask(out / MASK_FILE_NAME)
+    assert found.channel_mask.equal(mask.channel_mask) and found.key_mean is not None
+    assert found.provenance.key_mean_tokens > 1000 and found.provenance.held_out is None
+    assert verify_checkpoint(out, source="testbed").ok
+    card = (out / "README.md").read_text()
+    assert f"their mean over {found.provenance.key_mean_tokens:,} tokens" in card
+    assert "Not measured when this checkpoint was written" in card and "Rounding alone" not in card
+
+
+def test_a_mask_keeps_its_own_mean_and_scales_are_of_keys_less_that(biased, mask, saved, recipe, tmp_path):
+    measured = measure_cache(biased, recipe)
+    own = replace(mask, key_mean=measured.statistics.mean + 1)
+    options = ("--kv-dtype", "fp8", "--recipe", recipe, "-o", tmp_path / "out")
+    done("export", biased, "--mask", saved(own), *options)
+    assert torch.equal(mean_of(tmp_path / "out"), own.key_mean)
+    kept, found = own.key_mean.float(), measured.statistics
+    largest = torch.maximum((found.highest - kept).abs(), (found.lowest - kept).abs())
+    pairs = torch.maximum(*largest.chunk(2, dim=-1)).repeat(1, 1, 2)
+    scales = measured.scales(own).keys
+    stored = pairs / scales
+    assert (stored <= 224).all() and (stored > 112).all()
+    assert not torch.equal(scales, measured.scales(measured.centre(mask)).keys)
+
+
+@pytest.mark.usefixtures("measures_nothing")
+def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path):
+    options = ("--recipe", recipe, "-o", tmp_path / "out")
+    own = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "own")
+    done("export", biased, "--mask", own, "--key-mean", *options)
+    torch.save(torch.ones(2, 2, 8, dtype=torch.bool), tmp_path / "mask.pth")
+    wrong = ("--mask", tmp_path / "mask.pth")
+    result = run("export", biased, *wrong, "--kv-dtype", "fp8", *options, "--overwrite")
+    assert result.exit_code == 2 and "has shape [2, 2, 8]; model `" in result.stderr
+    result = run("export", biased, "--mask", own, "--kv-dtype", "fp8", *options)
+    assert result.exit_code == 2 and "already holds a checkpoint" in result.stderr
+
+
+def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        convert,
+        "measure_cache",
+        lambda model, recipe, **options: measured.append(recipe) or measure_cache(model, recipe, **options),
+    )
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    imported = ChannelMask(mask.channel_mask)
+    convert.export_model(biased, imported, tmp_path / "out", recipe=recipe, config_overrides=rope)
+    assert [dict(recipe.model.config_overrides) for recipe in measured] == [rope]
+    assert load_mask(tmp_path / "out" / MASK_FILE_NAME).provenance.rope_parameters["rope_theta"] == 1e4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--force",), "--force goes with --kv-dtype, whose cache is tried"),
+        (("--force", "--key-mean"), "--force goes with --kv-dtype, whose cache is tried"),
+        (("--key-mean", "--format", "onnx"), "--key-mean goes with checkpoints; "),
+        (("--force", "--format", "onnx"), "--force goes with checkpoints; "),
+        (("--device", "cpu"), "--device goes with --kv-dtype and --key-mean, which measure there"),
+    ],
+)
+def test_options_that_go_with_others_are_usage_errors_alone(tmp_path, arguments, message):
+    result = run("export", "testbed", *arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_written_anew_takes_no_mean(tmp_path):
+    result = run("export", "--from-checkpoint", tmp_path, "--key-mean", "-o", tmp_path / "out")
+    assert result.exit_code == 2 and "--from-checkpoint excludes --key-mean" in result.stderr
+
+
+def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    train = ("train", biased, "--recipe", recipe, "--kv-dtype", "fp8", "-o", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
+        result = run(*train)
+    assert result.exit_code == 2 and "model `biased` loses its answers: on " in result.stderr
+    assert "`leank-convert export … --force`" in result.stderr  # `train` has no such option
+    assert sorted(path.name for path in out.iterdir()) == [MASK_FILE_NAME, "leank"]
+    assert not (tmp_path / "out.partial").exists()
+    trained = load_mask(out / MASK_FILE_NAME)
+    assert trained.key_mean is not None and trained.scaling_factors is not None
+
+    done(*train, "--resume")
+    written = load_mask(out / MASK_FILE_NAME)
+    assert written.stores_alike(trained) and verify_checkpoint(out, source=biased).ok
+    assert divergence((out / "README.md").read_text(), "fp8") < 0.1
+
+
+@pytest.mark.usefixtures("loses_answers")
+def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path):
+    out = tmp_path / "out"
+    options = ("--kv-dtype", "int4", "-o", out)
+    assert run("train", biased, "--recipe", recipe, *options).exit_code == 2
+    assert run("export", biased, *options).exit_code == 2 and not (out / "config.json").exists()
+    done("export", biased, *options, "--force")
+    assert read_json(out / "config.json")["leank"]["kv_dtype"] == "int4" and verify_checkpoint(out).ok
+
+
+def test_a_mean_may_be_added_to_a_trained_mask_in_its_own_folder(biased, recipe, tmp_path):
+    out = tmp_path / "out"
+    options = ("--recipe", recipe, "--set", "key_mean=false", "-o", out)
+    done("train", biased, *options, "--kv-dtype", "fp8")
+    block = read_json(out / "config.json")["leank"]
+    assert block["key_mean"] is True and block["kv_dtype"] == "fp8" and verify_checkpoint(out).ok
+
+
+def test_no_number_is_no_pass():
+    for value in (float("nan"), 0.1001):
+        with pytest.raises(LeanKError, match=r"^model `m` loses its answers: on 9 tokens"):
+            rounding.RoundedAnswers("fp8", value, 1.0, 4, 9).check("m")
+    rounding.RoundedAnswers("fp8", 0.1, 1.0, 4, 9).check("m")

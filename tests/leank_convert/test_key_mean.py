@@ -1,0 +1,249 @@
+"""The mean of keys in a mask file and in a checkpoint: written, read, checked, told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.checkpoint_io import DIGESTS_NAME
+from leank_convert.digests import write_digests
+from leank_convert.errors import LeanKError
+from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
+from leank_convert.inspection import inspect_artifact, render_inspection
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.report.mask_report import write_report
+from leank_convert.rewrite import rewrite_checkpoint
+from leank_convert.safetensors_file import read_header
+from leank_convert.verify import verify_checkpoint
+
+TOKENS = 4321
+
+
+@pytest.fixture
+def source(source_model: Callable[..., Path]) -> Path:
+    return source_model(head_dim=6)
+
+
+@pytest.fixture
+def mask(source: Path, fitting_mask: Callable[[Path], ChannelMask]) -> ChannelMask:
+    """A mask of the source with all that a mask can have."""
+    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+    sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 2}
+    known = MaskProvenance.for_model(source.name, facts, method="leank", key_mean_tokens=TOKENS, **sizes)
+    channels = fitting_mask(source).channel_mask
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.rand(channels.shape, generator=generator)
+    return ChannelMask(channels, factors, known, torch.randn(channels.shape, generator=generator).half())
+
+
+@pytest.fixture
+def checkpoint(source: Path, mask: ChannelMask, tmp_path: Path) -> Path:
+    return export_checkpoint(source, mask, tmp_path / "out")
+
+
+def mean_of(mask: ChannelMask) -> torch.Tensor:
+    assert mask.key_mean is not None
+    return mask.key_mean
+
+
+def failed(out: Path) -> dict[str, str]:
+    return {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
+
+
+def bless(out: Path) -> None:
+    """Bring all digests up to date, so that what lies behind them is looked at alone."""
+    (out / DIGESTS_NAME).unlink()
+    config = read_json(out / "config.json")
+    config["leank"]["files"] = {}
+    write_digests(out, {})
+    config["leank"]["files"] = {
+        name: digest
+        for name, digest in read_json(out / DIGESTS_NAME)["files"].items()
+        if name.endswith("_leank.py") or name == MASK_FILE_NAME
+    }
+    (out / "config.json").write_text(json.dumps(config))
+    (out / DIGESTS_NAME).unlink()
+    write_digests(out, {})
+
+
+def rewrite_mask(path: Path, **tensors: torch.Tensor | None) -> None:
+    """Write a mask file again with other tensors; None takes one out."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    kept = {name: tensor for name, tensor in {**load_file(path), **tensors}.items() if tensor is not None}
+    save_file(kept, path, metadata)
+
+
+# --- the mask file -----------------------------------------------------------------------------------------
+
+
+def test_it_is_read_back_whole_and_equal_masks_give_equal_bytes(mask: ChannelMask, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_mask(mask, tmp_path / f"{name}.safetensors")
+    read = load_mask(tmp_path / "a.safetensors")
+    assert mean_of(read).equal(mean_of(mask)) and mean_of(read).dtype == torch.float16
+    assert read.provenance == mask.provenance and read.stores_alike(mask)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    header = read_header(tmp_path / "a.safetensors")
+    assert [(t.name, t.dtype) for t in header.tensors.values()] == [
+        ("scaling_factors", "F32"),
+        ("key_mean", "F16"),
+        ("channel_mask", "BOOL"),
+    ]
+
+
+def test_a_mask_without_it_says_nothing_of_it(mask: ChannelMask, tmp_path: Path) -> None:
+    save_mask(replace(mask, key_mean=None), tmp_path / "m.safetensors")
+    header = read_header(tmp_path / "m.safetensors")
+    assert "key_mean" not in header.tensors and "key_mean_tokens" not in header.metadata
+    read = load_mask(tmp_path / "m.safetensors")
+    assert read.key_mean is None and not read.stores_alike(mask) and not mask.stores_alike(read)
+
+
+@pytest.mark.parametrize(
+    ("mean", "message"),
+    [
+        (torch.zeros(3, 4, 6), "`key_mean` is F32 [3, 4, 6], not F16 [3, 4, 6]"),
+        (torch.zeros(3, 4, 7).half(), "`key_mean` is F16 [3, 4, 7], not F16 [3, 4, 6]"),
+        (torch.zeros(72).half(), "`key_mean` is F16 [72], not F16 [3, 4, 6]"),
+        (torch.full((3, 4, 6), torch.nan).half(), "`key_mean` holds nan at [0, 0, 0], no finite number"),
+        (torch.full((3, 4, 6), torch.inf).half(), "`key_mean` holds inf at [0, 0, 0], no finite number"),
+    ],
+)
+def test_what_is_no_mean_of_the_masks_keys_is_refused(
+    mask: ChannelMask, tmp_path: Path, mean: torch.Tensor, message: str
+) -> None:
+    path = tmp_path / "m.safetensors"
+    save_mask(mask, path)
+    rewrite_mask(path, key_mean=mean)
+    with pytest.raises(LeanKError, match=re.escape(f"mask `{path}`: {message}")) as caught:
+        load_mask(path)
+    assert caught.value.exit_code == 2
+    with pytest.raises(LeanKError, match="a mean of keys is a tensor of finite float16 of the mask's shape"):
+        ChannelMask(mask.channel_mask, key_mean=mean)
+
+
+def test_it_holds_under_a_rope_that_the_file_has_to_name(mask: ChannelMask, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    message = re.escape(f"mask `{path}` has a tensor `key_mean` and no provenance")
+    with pytest.raises(LeanKError, match=message):
+        save_mask(replace(mask, provenance=None), path)
+    save_mask(ChannelMask(mask.channel_mask), path)
+    rewrite_mask(path, key_mean=mask.key_mean)
+    with pytest.raises(LeanKError, match=message):
+        load_mask(path)
+
+
+@pytest.mark.parametrize("tokens", ["0", "-3", '"x"', "1.5", "true"])
+def test_tokens_are_a_number_of_them(mask: ChannelMask, tmp_path: Path, tokens: str) -> None:
+    path = tmp_path / "m.safetensors"
+    save_mask(mask, path)
+    with safe_open(path, "pt") as file:
+        metadata = {**file.metadata(), "key_mean_tokens": tokens}
+    save_file(load_file(path), path, metadata)
+    with pytest.raises(LeanKError, match="`key_mean_tokens` is "):
+        load_mask(path)
+
+
+def test_a_mean_that_was_lost_is_missed(mask: ChannelMask, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_mask(mask, path)
+    rewrite_mask(path, key_mean=None)
+    with pytest.raises(LeanKError, match="has no tensor `key_mean`, and its header metadata says"):
+        load_mask(path)
+
+
+def test_a_model_of_another_rope_is_refused(source: Path, mask: ChannelMask, tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    with pytest.raises(LeanKError, match="under which alone its mean of keys holds; model `"):
+        export_checkpoint(source, mask, tmp_path / "out", config_overrides=rope)
+    assert not (tmp_path / "out").exists()
+
+
+# --- the checkpoint ----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_carries_it_in_its_mask_file_and_says_so(
+    source: Path, mask: ChannelMask, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert read_json(checkpoint / "config.json")["leank"]["key_mean"] is True
+    assert mean_of(load_mask(checkpoint / MASK_FILE_NAME)).equal(mean_of(mask))
+    report = verify_checkpoint(checkpoint, source)
+    assert report.ok, failed(checkpoint)
+    (detail,) = (check.detail for check in report.checks if check.name == "mask file")
+    assert detail == "the same channels, in the original head order, and the mean of keys"
+    plain = export_checkpoint(source, replace(mask, key_mean=None), tmp_path / "plain")
+    assert "key_mean" not in read_json(plain / "config.json")["leank"]
+    for shard in plain.glob("model*.safetensors"):
+        assert load_file(shard).keys() == load_file(checkpoint / shard.name).keys()
+
+
+def test_a_checkpoint_whose_parts_contradict_one_another_is_found(checkpoint: Path) -> None:
+    path, config = checkpoint / MASK_FILE_NAME, read_json(checkpoint / "config.json")
+    whole = path.read_bytes()
+
+    def say(value: Any) -> dict[str, str]:
+        own = {key: item for key, item in config["leank"].items() if key != "key_mean"}
+        leank = own if value is None else {**own, "key_mean": value}
+        (checkpoint / "config.json").write_text(json.dumps({**config, "leank": leank}))
+        bless(checkpoint)
+        return failed(checkpoint)
+
+    assert "config.json has no `leank.key_mean`" in say(None)["mask file"]
+    for value in (False, 1, "x", [True]):
+        assert f"`leank.key_mean` is {value!r}, not true" in say(value)["config"]
+    rewrite_mask(path, key_mean=torch.full((3, 4, 6), torch.nan).half())
+    assert "`key_mean` holds nan" in say(True)["mask file"]
+    path.write_bytes(whole)
+    known = load_mask(path).provenance
+    assert known is not None
+    save_mask(ChannelMask(load_mask(path).channel_mask, None, known), path)
+    assert "config.json says `leank.key_mean`, and `" in say(True)["mask file"]
+
+
+def test_it_is_told_by_inspect_card_and_report(mask: ChannelMask, checkpoint: Path, tmp_path: Path) -> None:
+    save_mask(mask, tmp_path / "m.safetensors")
+    for path in (tmp_path / "m.safetensors", checkpoint):
+        facts = inspect_artifact(path)
+        assert facts["key_mean"] is True and facts["provenance"]["key_mean_tokens"] == TOKENS
+        assert json.loads(json.dumps(facts)) == facts
+        told = "cached less their mean over 4,321 tokens: a removed channel counts as its mean"
+        assert told in render_inspection(facts)
+    save_mask(replace(mask, key_mean=None), tmp_path / "plain.safetensors")
+    plain = inspect_artifact(tmp_path / "plain.safetensors")
+    assert plain["key_mean"] is False and "cached less" not in render_inspection(plain)
+    card = (checkpoint / "README.md").read_text()
+    assert "\n| cached keys | less a constant, their mean over 4,321 tokens: a removed channel counts" in card
+    assert "counts as its mean |\n\n## Bytes per cached token" in card
+    write_report(mask, (), tmp_path / "report.html")
+    assert "cached less their mean over 4,321 tokens" in (tmp_path / "report.html").read_text()
+
+
+def test_a_checkpoint_that_is_written_anew_keeps_it(
+    checkpoint: Path, tmp_path: Path, snapshot: Callable[[Path], dict[str, str]]
+) -> None:
+    new = rewrite_checkpoint(checkpoint, tmp_path / "new")
+    assert snapshot(new) == snapshot(checkpoint)
+
+
+def test_a_run_keeps_its_own_mean(source: Path, mask: ChannelMask, tmp_path: Path) -> None:
+    """The same channels with another mean, or without, are another mask."""
+    out = tmp_path / "run"
+    out.mkdir()
+    save_mask(mask, out / MASK_FILE_NAME)
+    for other in (replace(mask, key_mean=None), replace(mask, key_mean=mean_of(mask) + 1)):
+        with pytest.raises(LeanKError, match="is another mask than the one to export; it would be lost"):
+            export_checkpoint(source, other, out)
+    export_checkpoint(source, mask, out)
+    assert failed(out) == {}

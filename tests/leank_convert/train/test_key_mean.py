@@ -1,0 +1,187 @@
+"""The mean that keys are centred by: what is measured, once in a run, and where it ends up."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from leank_convert.data import SampleSource
+from leank_convert.errors import LeanKError
+from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.methods.statistics import attention_of
+from leank_convert.recipe import Recipe
+from leank_convert.train import held_out, key_mean, run
+from leank_convert.train.key_mean import count_contexts, measure_keys
+from leank_convert.train.model import find_model, load_model
+from leank_convert.train.ranks import Ranks
+from leank_convert.train.state import TrainingDirectory, load_state
+
+
+@pytest.fixture
+def load(short_recipe, retriever_folder):
+    """A model of the test's own, and the samples of a recipe: `load(**changes)`."""
+
+    def run(**changes):
+        recipe = short_recipe(**changes)
+        loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
+        return loaded, SampleSource(loaded.tokenizer, recipe.data, recipe.seed)
+
+    return run
+
+
+def stock_cache(loaded, input_ids):
+    """Keys and values that transformers' own cache holds of a context, each [L, H_kv, N, D]."""
+    cache = DynamicCache(config=loaded.model.config)
+    with torch.no_grad(), attention_of(loaded.model, "eager"):
+        loaded.model.base_model(input_ids=input_ids[None], past_key_values=cache, use_cache=True)
+    return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_is_measured_over_all_tokens_of_the_first_contexts(load, offload):
+    loaded, samples = load()
+    found = measure_keys(loaded, samples, 3, offload=offload)
+    contexts = [samples.draw(place).prefix_ids for place in range(3)]
+    parts = zip(*(stock_cache(loaded, ids) for ids in contexts), strict=True)
+    keys, values = (torch.cat(part, dim=2) for part in parts)
+    mean = keys.double().mean(2)
+    assert found.mean.dtype == torch.float16
+    torch.testing.assert_close(found.mean.double(), mean, rtol=2**-10, atol=1e-5)
+    torch.testing.assert_close(found.lowest, keys.amin(2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.highest, keys.amax(2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.largest_value, values.abs().amax(2), rtol=1e-4, atol=1e-5)
+    centred = (keys - found.mean.float()[:, :, None]).abs().amax(2)
+    torch.testing.assert_close(found.largest_key, centred, rtol=1e-4, atol=1e-5)
+    assert (found.num_tokens, found.num_contexts) == (keys.shape[2], 3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch_size", "expected"), [(7, 1, 1), (350, 1, 3), (350, 2, 7), (2000, 4, 8), (0, 1, 1)]
+)
+def test_a_run_measures_a_hundredth_of_its_contexts(short_recipe, steps, batch_size, expected):
+    recipe = short_recipe(stage1={"steps": steps}, stage2={"steps": 0}, batch_size=batch_size)
+    assert count_contexts(recipe) == expected
+
+
+def test_a_method_without_training_measures_the_most(short_recipe):
+    assert count_contexts(short_recipe(method="static-norm")) == 8
+
+
+def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, short_recipe, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="leank_convert")
+    mask = train_one(short_recipe(), tmp_path)
+    expected = measure_keys(*load(), 1)
+    assert torch.equal(mask.key_mean, expected.mean)
+    saved = load_mask(TrainingDirectory(tmp_path).mask)
+    assert torch.equal(saved.key_mean, mask.key_mean)
+    assert saved.provenance.key_mean_tokens == expected.num_tokens
+    told = [record.message for record in caplog.records if "centred" in record.message]
+    assert told == [
+        f"keys are centred: their mean was measured on {expected.num_tokens} tokens of 1 contexts"
+    ]
+
+
+def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask, short_recipe, tmp_path):
+    mask = train_one(short_recipe(key_mean=False), tmp_path)
+    assert mask.key_mean is None
+    assert mask.provenance.key_mean_tokens is None
+    assert load_state(TrainingDirectory(tmp_path).state).key_mean is None
+    # What is left of keys is what is learned on.
+    assert not torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
+
+
+def test_by_default_keys_are_centred():
+    assert Recipe().key_mean
+
+
+def test_a_resumed_run_does_not_measure_again(train_one, finished_mask, short_recipe, tmp_path, monkeypatch):
+    advance = run.Run.advance
+
+    def failing(self, samples):
+        if self.step == 4:
+            raise LeanKError("enough")
+        return advance(self, samples)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.Run, "advance", failing)
+        with pytest.raises(LeanKError, match="enough"):
+            train_one(short_recipe(), tmp_path)
+    monkeypatch.setattr(run, "measure_keys", lambda *_, **__: pytest.fail("keys were measured again"))
+    mask = train_one(short_recipe(), tmp_path, resume=True)
+    assert torch.equal(mask.key_mean, finished_mask.key_mean)
+    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
+    assert mask.provenance == finished_mask.provenance
+
+
+def test_a_run_is_not_resumed_with_keys_as_they_are(train_one, short_recipe, tmp_path):
+    train_one(short_recipe(), tmp_path)
+    with pytest.raises(LeanKError, match="recipe: key_mean was `true`, is `false`"):
+        train_one(short_recipe(key_mean=False), tmp_path, resume=True)
+
+
+def test_held_out_samples_are_answered_by_centred_keys(load, short_recipe, finished_mask, monkeypatch):
+    loaded, _ = load()
+    given = []
+
+    def compare(*_, key_mean, **__):
+        given.append(key_mean)
+        raise LeanKError("seen")
+
+    monkeypatch.setattr(held_out, "compare_answers", compare)
+    for mask in (finished_mask, ChannelMask(finished_mask.channel_mask)):
+        with pytest.raises(LeanKError, match="seen"):
+            held_out.check_held_out(
+                loaded, short_recipe(), {0.7: mask}, Ranks(torch.device("cpu")), (), progress=False
+            )
+    assert torch.equal(given[0], finished_mask.key_mean.float())
+    assert given[1] is None
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_keys_and_values_that_are_not_finite_are_refused(load, name, value):
+    loaded, samples = load()
+    with torch.no_grad():
+        getattr(loaded.model.model.layers[1].self_attn, name).weight[3] = value
+    size = len(samples.draw(0).prefix_ids)
+    with pytest.raises(LeanKError, match=f"are not finite on a context of {size} tokens") as caught:
+        measure_keys(loaded, samples, 1)
+    assert caught.value.exit_code == 1
+
+
+def test_a_mean_beyond_float16_is_refused(load, monkeypatch):
+    loaded, samples = load()
+    context = key_mean.run_context_pass(loaded.model, samples.draw(0).prefix_ids)
+    key, value = context.load(0)
+    context._pairs[0] = key + 1e5, value
+    monkeypatch.setattr(key_mean, "run_context_pass", lambda *_: context)
+    with pytest.raises(LeanKError, match=r"the mean of keys of model `.*` is beyond float16's numbers"):
+        measure_keys(loaded, samples, 1)
+
+
+def test_memory_that_does_not_suffice_is_told_with_what_to_change(load, monkeypatch):
+    loaded, samples = load()
+
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(key_mean, "run_context_pass", exhaust)
+    with pytest.raises(LeanKError, match=r"memory does not suffice for a context of \d+ tokens") as caught:
+        measure_keys(loaded, samples, 1)
+    assert "key_mean=false" in caught.value.hint
+
+
+def test_ranks_share_the_contexts(load, monkeypatch):
+    """Each measures its own; what they add up to is told by their exchange alone."""
+    loaded, samples = load()
+    drawn = []
+    draw = SampleSource.draw
+    monkeypatch.setattr(SampleSource, "draw", lambda self, at: drawn.append(at) or draw(self, at))
+    for name in ("add_up", "take_largest", "check"):
+        monkeypatch.setattr(Ranks, name, lambda *_: None)
+    monkeypatch.setattr(Ranks, "totals", lambda self, values: values)
+    second = replace(Ranks(torch.device("cpu")), rank=1, num_ranks=2)
+    measure_keys(loaded, samples, 5, ranks=second)
+    assert drawn == [1, 3]
