@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from leank_convert.onnx import export_onnx
     from leank_convert.recipe import Recipe
     from leank_convert.recipe_file import load_recipe
-    from leank_convert.rewrite import rewrite_checkpoint
     from leank_convert.verify import verify_checkpoint
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "load_mask",
     "load_recipe",
     "measure_cache",
-    "rewrite_checkpoint",
     "train_mask",
     "train_masks",
     "verify_checkpoint",
@@ -47,7 +45,6 @@ _HOMES = {
     "load_mask": "mask",
     "load_recipe": "recipe_file",
     "measure_cache": "methods.measured_cache",
-    "rewrite_checkpoint": "rewrite",
     "train_mask": "methods.make",
     "train_masks": "methods.make",
     "verify_checkpoint": "verify",

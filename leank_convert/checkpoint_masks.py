@@ -1,4 +1,4 @@
-"""Channel masks of a checkpoint, in its own head order: in config.json, or in the shards of format 1."""
+"""Channel masks in a checkpoint's config.json, in its own head order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
 from leank_convert.errors import LeanKError, cut
-from leank_convert.files import open_file
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, check_block
+from leank_convert.leank_block import check_block
 
 
 def encode_masks(channel_masks: Tensor) -> list[str]:
@@ -23,13 +22,8 @@ def encode_masks(channel_masks: Tensor) -> list[str]:
     return [layer.tobytes().hex() for layer in packed]
 
 
-def name_mask_tensors(facts: ModelFacts) -> list[str]:
-    """The tensor of each layer that holds its mask in a format-1 checkpoint."""
-    return [facts.architecture.attention_tensor(layer, "channel_mask") for layer in facts.layers]
-
-
 def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> Tensor:
-    """Read the masks of a checkpoint of either format.
+    """Read the masks of a checkpoint.
 
     Args:
         checkpoint: The checkpoint.
@@ -44,17 +38,12 @@ def read_channel_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping
     """
     origin = checkpoint.folder / CONFIG_NAME
     check_block(leank, facts, origin=str(origin))
-    if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
-        where, masks = "the tensor of layer", _read_tensors(checkpoint, facts)
-    else:
-        where, masks = (
-            "`leank.channel_masks` of layer",
-            _decode(leank["channel_masks"], facts, str(origin)),
-        )
+    masks = _decode(leank["channel_masks"], facts, str(origin))
     for layer, (row, widths) in enumerate(zip(masks.sum(-1).tolist(), leank["widths"], strict=True)):
         if row != widths:
             raise LeanKError(
-                f"`{origin}`: {where} {layer} keeps {row} channels, `leank.widths` says {cut(widths)}",
+                f"`{origin}`: `leank.channel_masks` of layer {layer} keeps {row} channels, `leank.widths` "
+                f"says {cut(widths)}",
                 hint="copy or export the checkpoint again",
             )
     return masks
@@ -79,25 +68,3 @@ def _decode(value: object, facts: ModelFacts, origin: str) -> Tensor:
             hint="copy or export the checkpoint again",
         )
     return torch.from_numpy(bits[..., : facts.head_dim].copy())
-
-
-def _read_tensors(checkpoint: Checkpoint, facts: ModelFacts) -> Tensor:
-    masks = []
-    shape = (facts.num_key_value_heads, facts.head_dim)
-    for name in name_mask_tensors(facts):
-        shard = checkpoint.shard_of(name)
-        if shard is None:
-            raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing", hint="export it again")
-        header = checkpoint.shards[shard]
-        info = header.tensors[name]
-        if info.dtype != "BOOL" or info.shape != shape:
-            raise LeanKError(
-                f"`{header.path}`: tensor `{name}` is {info.dtype} {list(info.shape)}, not BOOL {list(shape)}"
-            )
-        with open_file(header.path) as file:
-            file.seek(header.data_start + info.start)
-            values = np.frombuffer(file.read(info.num_bytes), dtype=np.uint8)
-        if values.size != info.num_bytes or values.max() > 1:
-            raise LeanKError(f"`{header.path}`: tensor `{name}` holds bytes that are neither 0 nor 1")
-        masks.append(torch.from_numpy(values.copy()).bool().view(shape))
-    return torch.stack(masks)

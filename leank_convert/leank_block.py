@@ -1,4 +1,4 @@
-"""The `leank` block of a checkpoint's config.json: its keys in every format, and whether it makes sense."""
+"""The `leank` block of a checkpoint's config.json: its keys, and whether it makes sense."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut
 from leank_convert.windows import Windows
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 KV_DTYPES = ("fp8", "int4")
-# Its shards hold the masks as tensors that the source has not.
-FORMAT_WITH_MASK_TENSORS = 1
 LEANK_KEYS = (
     "format_version",
     "widths",
@@ -36,8 +34,7 @@ CACHE_KEYS = ("kv_dtype", "kv_scales")
 LAYERS_KEY = "layers"
 # True where the mask file holds a mean of keys, which comes off every key before it is stored.
 KEY_MEAN_KEY = "key_mean"
-# What format 2 added, and what its shards' metadata leave out: it says nothing to a reader there.
-_NEW_KEYS = ("channel_masks", "config_overrides")
+# What the shards' metadata leave out: it says nothing to a reader there.
 _NOT_IN_METADATA = ("channel_masks", "files")
 
 
@@ -56,7 +53,7 @@ def read_windows(leank: Mapping[str, Any]) -> Windows:
 
 
 def check_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> None:
-    """Check a block of either format, but for its masks and digests.
+    """Check a block, but for its masks and digests.
 
     Args:
         leank: The block.
@@ -80,17 +77,13 @@ def check_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> 
 
 def _check_keys(leank: Mapping[str, Any]) -> None:
     version = leank.get("format_version")
-    if type(version) is not int or version not in (FORMAT_VERSION, FORMAT_WITH_MASK_TENSORS):
+    if type(version) is not int or version != FORMAT_VERSION:
         raise LeanKError(
-            f"`leank.format_version` is {cut(version)}; this release knows {FORMAT_WITH_MASK_TENSORS} and "
-            f"{FORMAT_VERSION}",
+            f"`leank.format_version` is {cut(version)}; this release reads {FORMAT_VERSION}",
             hint="update leank-convert",
         )
-    if version == FORMAT_WITH_MASK_TENSORS:
-        expected = set(LEANK_KEYS) - set(_NEW_KEYS)
-    else:
-        expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
-        expected |= {LAYERS_KEY, KEY_MEAN_KEY} & leank.keys()
+    expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
+    expected |= {LAYERS_KEY, KEY_MEAN_KEY} & leank.keys()
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):

@@ -1,12 +1,10 @@
-"""Trust: before a checkpoint's code is imported, it is held to that of this release and of earlier ones."""
+"""Trust: a checkpoint's code is compared with this release's before it is imported."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,10 @@ _LARGEST = 1 << 20
 
 
 def check_code(folder: Path, *, trust: bool = False) -> None:
-    """Check that transformers, told to trust a checkpoint's remote code, would run nothing but a release's.
+    """Check that transformers, told to trust a checkpoint's remote code, would run this release's alone.
 
-    Every Python file in the folder and below has to be one of this release's runtime files or of an earlier
-    one's, by name and SHA-256, and config.json has to refer to those alone.
+    Every Python file in the folder and below has to be one of this release's runtime files, by name and
+    SHA-256, and config.json has to refer to those alone.
 
     Args:
         folder: A converted checkpoint.
@@ -58,12 +56,12 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
             f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer needs any",
             hint=_HINT,
         )
-    known = read_known_digests()
+    known = {name: hashlib.sha256(data).hexdigest() for name, data in read_runtime_files().items()}
     for path in _python_files(folder):
-        if path.parent != folder or not _is_known(path, known.get(path.name, set())):
+        if path.parent != folder or not _is_known(path, known.get(path.name)):
             raise LeanKError(
                 f"{cut(str(path.relative_to(folder)))} in `{folder}` is no runtime file of this release of "
-                "leank-convert, nor of an earlier one",
+                "leank-convert",
                 hint=_HINT,
             )
 
@@ -92,17 +90,6 @@ def check_config(folder: Path) -> None:
             )
 
 
-def read_known_digests() -> dict[str, set[str]]:
-    """SHA-256 of every runtime file by its name, as this release has it and as earlier ones had it."""
-    content: dict[str, list[str]] = json.loads(
-        files("leank_convert").joinpath("known_runtimes.json").read_text(encoding="utf-8")
-    )
-    known = {name: set(digests) for name, digests in content.items()}
-    for name, data in read_runtime_files().items():
-        known.setdefault(name, set()).add(hashlib.sha256(data).hexdigest())
-    return known
-
-
 def _python_files(folder: Path) -> Iterator[Path]:
     """Every Python file in a folder and below, hidden ones too.
 
@@ -124,8 +111,8 @@ def _python_files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if name.lower().endswith(".py"))
 
 
-def _is_known(path: Path, digests: set[str]) -> bool:
-    return bool(digests) and path.is_file() and path.stat().st_size < _LARGEST and sha256_of(path) in digests
+def _is_known(path: Path, digest: str | None) -> bool:
+    return path.is_file() and path.stat().st_size < _LARGEST and sha256_of(path) == digest
 
 
 def _read(path: Path) -> dict[str, Any]:

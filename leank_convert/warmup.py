@@ -13,7 +13,7 @@ import torch
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.kv_scales import SCALE_NAMES
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, KEY_MEAN_KEY
+from leank_convert.leank_block import KEY_MEAN_KEY
 from leank_convert.trust import check_code
 
 _COMPUTED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dic
     if chosen.type != "cuda":
         raise LeanKError(f"kernels are compiled for `cuda` devices, not for `{chosen.type}`")
     model = load_without_weights(checkpoint, trust=trust)
-    config, layout = model.config, _pruned_layers(model)[0].layout
+    config, layout = model.config, model.build_cache().pruned_layers[0].layout
     name = str(config.dtype or "bfloat16").removeprefix("torch.")
     if name not in _COMPUTED_DTYPES:
         raise LeanKError(
@@ -99,11 +99,6 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # type: ignore[no-untyped-call]
-        if config.leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
-            # Its masks are weights. Kernels are compiled for the widths alone, whichever channels those are.
-            for layer, widths in zip(model.base_model.layers, config.leank["widths"], strict=True):
-                channels = torch.arange(layer.self_attn.channel_mask.shape[-1])
-                layer.self_attn.channel_mask = channels < torch.tensor(widths)[:, None]
         if config.leank.get("kv_scales") is not None:
             for name, scale in model.named_buffers():
                 if name.endswith(SCALE_NAMES):
@@ -116,12 +111,6 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
             hint=f"`leank-convert verify {checkpoint}` lists what is wrong",
         ) from error
     return model
-
-
-def _pruned_layers(model: Any) -> list[Any]:
-    """The layers of a model's cache that are pruned."""
-    cache = model.build_cache()
-    return list(getattr(cache, "pruned_layers", cache.layers))  # earlier releases prune all
 
 
 def find_kernels(
@@ -139,31 +128,18 @@ def find_kernels(
 
     Returns:
         The kernels; None where plain torch decodes, be it in one layer.
-
-    Raises:
-        LeanKError: If the model's runtime files look for kernels in another way.
     """
     if device.type != "cuda":
         return None
-    config, layers = model.config, _pruned_layers(model)
+    config, layers = model.config, model.build_cache().pruned_layers
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
     runtime = sys.modules[type(layers[0]).__module__]
-    find: Any = getattr(runtime, "find_kernels", None)
-    if find is None:
-        raise LeanKError(
-            f"`{config.name_or_path}` was exported by another release of leank-convert",
-            hint="export it again",
-        )
-    # Earlier releases have no kernels for drafts.
-    most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
-    # Nor another dtype for the cache.
+    most_columns = runtime.MAX_DRAFT if drafts else 1
     more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
-    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(
-        getattr(layers[0], "kv_dtype", "auto")
-    )
+    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype)
     stored = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
     found = [
-        find(
+        runtime.find_kernels(
             device,
             dtype,
             head_dim=layers[0].layout.head_dim,

@@ -29,6 +29,11 @@ class Windows:
     flush_size: int = 32
     prune: str = "eager"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The three sizes by name."""
+        return {"sink_size": self.sink_size, "recent_size": self.recent_size, "flush_size": self.flush_size}
+
     def __post_init__(self) -> None:
         for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
             value = getattr(self, name)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 PRUNE_MODES = ("eager", "deferred")
 KV_DTYPES = ("auto", "fp8", "int4")
 MAX_SIZE = 1 << 24
@@ -85,8 +85,7 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     if version != FORMAT_VERSION:
         raise ValueError(
             f"config.json: `leank.format_version` is {version!r}, these runtime files read {FORMAT_VERSION}; "
-            "load the checkpoint with the *_leank.py files that it was exported with, or write it anew by "
-            "`leank-convert export --from-checkpoint OLD -o NEW`"
+            "load the checkpoint with the *_leank.py files that it was exported with"
         )
     required = (
         "widths",

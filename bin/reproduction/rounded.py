@@ -12,7 +12,6 @@ from transformers import Cache
 from leank_convert.benchmark.rounded_cache import round_to_fp8
 from leank_convert.evaluate.int4 import assign_chunks
 from leank_convert.evaluate.int4 import quantise as round_to_int4
-from leank_convert.evaluate.pending_caches import pruned_layers
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.kv_scales import scale_of
 from leank_convert.windows import Windows
@@ -41,7 +40,7 @@ class RoundedPrompt:
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
         """The model, and a fork of the prefill's cache with rounded prompts."""
         cache = prefill.fork()
-        for place, layer in enumerate(pruned_layers(cache)):
+        for place, layer in enumerate(cache.pruned_layers):
             keys, values = layer.pending
             mask = self.channel_masks[place].to(keys.device)
             mean = self.key_mean[place].to(keys.device, torch.float32)

@@ -24,15 +24,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model")
 @out_option
-@click.option(
-    "--from-checkpoint",
-    "old",
-    metavar="OLD",
-    type=click.Path(path_type=Path),
-    help="In place of MODEL: a checkpoint of an earlier release, to be written anew in today's format.",
-)
 @click.option(
     "--mask",
     "mask_path",
@@ -86,9 +79,8 @@ if TYPE_CHECKING:
 @overwrite_option
 @hub_options
 def export(
-    model: str | None,
+    model: str,
     out: Path,
-    old: Path | None,
     mask_path: str | None,
     pruning_ratio: float | None,
     all_channels: bool,
@@ -117,23 +109,12 @@ def export(
     packaged one of MODEL, as far as MODEL is a hub id, lies in the hub's cache, or is a folder whose
     config.json names one. With --format onnx MODEL may also be a checkpoint that was written before: its mask
     and windows are taken.
-
-    With --from-checkpoint everything is taken from OLD, whose digests are checked first.
     """
     if mask_path and all_channels:
         raise click.UsageError("--mask and --all-channels exclude each other")
     if pruning_ratio is not None and all_channels:
         raise click.UsageError("--pruning-ratio and --all-channels exclude each other")
     check_hub_options(base_model, repo_id, private)
-    if old is not None:
-        _check_rewriting()
-        from leank_convert.rewrite import rewrite_checkpoint
-
-        rewrite_checkpoint(old, out, base_model=base_model, overwrite=overwrite)
-        finish_export(out, repo_id, private)
-        return
-    if model is None:
-        raise click.UsageError("name MODEL, or a checkpoint by --from-checkpoint")
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in ("windows", "mask", "model"):
@@ -211,17 +192,6 @@ def quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _check_rewriting() -> None:
-    """Refuse what a checkpoint that is written anew already says."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if given and name not in ("old", "out", "overwrite", "base_model", "repo_id", "private"):
-            what = parameter.opts[0] if isinstance(parameter, click.Option) else "MODEL"
-            raise click.UsageError(f"--from-checkpoint excludes {what}: that checkpoint says it")
 
 
 def _check_onnx_options(base_model: str | None, repo_id: str | None) -> None:

@@ -121,10 +121,9 @@ def _as_stock(model: Any, architecture: Architecture) -> Any:
     values["attn_implementation"] = "eager" if architecture.sinks else "sdpa"
     with init_empty_weights():
         dense = getattr(transformers, architecture.causal_lm_class)(config_class.from_dict(values))
-    # The very parameters, which decoding may lay elsewhere. Masks of format 1 and scales of an FP8 cache are
-    # tensors, too.
+    # The very parameters, which decoding may lay elsewhere. Scales of an FP8 cache are tensors, too.
     tensors = model.state_dict(keep_vars=True)
-    own = (".channel_mask", *(f".{name}" for name in SCALE_NAMES))
+    own = tuple(f".{name}" for name in SCALE_NAMES)
     weights = {key: value for key, value in tensors.items() if not key.endswith(own)}
     dense.load_state_dict(weights, assign=True)
     # Its own is made of the config, which often names fewer of the tokens that end a turn.

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leank_convert.evaluate.pending_caches import fork, join, pruned_layers, stack_left_padded
 from leank_convert.windows import Windows
 
 # Of a padded batch, lest the feed-forward layers' intermediate results take more than the cache does.
@@ -40,12 +40,12 @@ class Prefill:
 
     def fork(self, windows: Windows | None = None) -> Any:
         """A LeanK cache that goes on from the prompts, with the model's windows or others."""
-        return fork(self.cache, windows)
+        return self.cache.fork(**({} if windows is None else windows.sizes))
 
     @property
     def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         """Of each layer, of all columns, after RoPE; each [B, H_kv, S, D]."""
-        return [layer.pending for layer in pruned_layers(self.cache)]
+        return [layer.pending for layer in self.cache.pruned_layers]
 
 
 @torch.no_grad()
@@ -63,9 +63,11 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
     # Padding needs a mask of S x S for every row, which fills the memory and which flash attention does not
     # take. Rows of one length by themselves need none.
     parts = [_run(model, ids, query_window) for ids in _without_padding(input_ids, attention_mask)]
-    cache = join([part.cache for part in parts], model, attention_mask)
+    cache = type(parts[0].cache).concatenate([part.cache for part in parts])
     next_token = torch.cat([part.next_token for part in parts])
-    queries = tuple(stack_left_padded(layer) for layer in zip(*(part.queries for part in parts), strict=True))
+    queries = tuple(
+        _stack_left_padded(layer) for layer in zip(*(part.queries for part in parts), strict=True)
+    )
     return Prefill(model, cache, attention_mask, next_token, queries)
 
 
@@ -106,7 +108,7 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
     for index in range(len(caches[0].layers)):
         layers: list[Any] = [cache.layers[index] for cache in caches]
         keys, values = (
-            stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
+            _stack_left_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values")
         )
         joined.update(keys, values, index)
         for layer in layers:  # one layer is held twice, not all
@@ -145,6 +147,12 @@ def decode_token(model: Any, cache: Any, token: Tensor, attention_mask: Tensor) 
         past_key_values=cache,
     ).logits
     return logits[:, -1], attention_mask
+
+
+def _stack_left_padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of [1, H, N, D], as many columns of zeros before each as make it as long as the longest."""
+    longest = max(row.shape[2] for row in rows)
+    return torch.cat([functional.pad(row, (0, 0, longest - row.shape[2], 0)) for row in rows])
 
 
 def _without_padding(input_ids: Tensor, attention_mask: Tensor) -> Iterator[Tensor]:

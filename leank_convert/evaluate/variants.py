@@ -25,7 +25,6 @@ from leank_convert.evaluate.compared_cache import Compared
 from leank_convert.evaluate.evaluated import EvaluatedModel
 from leank_convert.evaluate.int4 import Int4Layer
 from leank_convert.evaluate.kivi import KiviLayer
-from leank_convert.evaluate.pending_caches import pruned_layers
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.evaluate.quest import QuestLayer
 from leank_convert.evaluate.snapkv import SnapKVLayer
@@ -117,10 +116,10 @@ class Masked:
                 )
             cache.kv_dtype = self.kv_dtype
         if self.channel_masks is not None:
-            for layer, mask in zip(pruned_layers(cache), self.channel_masks, strict=True):
+            for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
                 layer.set_channel_mask(mask.to(prefill.model.device))
         if self.constants is not None:
-            for place, layer in enumerate(pruned_layers(cache)):
+            for place, layer in enumerate(cache.pruned_layers):
                 own = {name: constant[place][None].float() for name, constant in self.constants.items()}
                 layer.model_constants = layer.model_constants._replace(**own)
         return prefill.model, cache
@@ -166,7 +165,7 @@ class ThinK:
         keys_of_layers = [keys for keys, _ in prefill.keys_and_values]
         widths = self._widths(keys_of_layers)
         for layer, queries, keys, kept in zip(
-            pruned_layers(cache), prefill.queries, keys_of_layers, widths, strict=True
+            cache.pruned_layers, prefill.queries, keys_of_layers, widths, strict=True
         ):
             window = queries[:, :, -self.query_window :]
             layer.set_channel_mask(choose_channels(window, keys, prefill.attention_mask, kept))

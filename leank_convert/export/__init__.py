@@ -200,7 +200,6 @@ def export_checkpoint(
         plan,
         choice.mask,
         choice.windows,
-        copy_companions=copy_companions,
         try_cache=try_cache,
         overwrite=overwrite,
     )
@@ -209,14 +208,14 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class Original:
-    """What a checkpoint is written of: a model, or an older checkpoint, whose heads are in order already.
+    """The model that a checkpoint is written of.
 
     Attributes:
         name: The model's hub id or folder name.
         checkpoint: The folder with the tensors that are to be written.
         config: The model's config.json, overrides applied.
         facts: The facts of that.
-        config_overrides: Those overrides, None where they are not known.
+        config_overrides: Those overrides.
         base_model: The model's hub id, None to find out.
         cache: What the `leank` block is to say of the cache's dtype.
     """
@@ -225,7 +224,7 @@ class Original:
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     facts: ModelFacts
-    config_overrides: Mapping[str, Any] | None
+    config_overrides: Mapping[str, Any]
     base_model: str | None = None
     cache: Mapping[str, Any] = field(default_factory=dict)
 
@@ -237,7 +236,6 @@ def write_checkpoint(
     mask: ChannelMask,
     windows: Windows,
     *,
-    copy_companions: Callable[[Path, Path], None],
     try_cache: CacheTrial | None = None,
     overwrite: bool,
 ) -> None:
@@ -249,7 +247,6 @@ def write_checkpoint(
         plan: What becomes of its tensors.
         mask: Which channels are kept, in the model's own head order.
         windows: Window sizes, and when to prune.
-        copy_companions: Copies the tokenizer and its kin from one folder to another.
         try_cache: As in `export_checkpoint`.
         overwrite: Whether to replace a checkpoint in `out`.
 
@@ -261,9 +258,7 @@ def write_checkpoint(
         original.name,
         facts,
         method="all-channels" if mask.channel_mask.all() else "imported",
-        sink_size=windows.sink_size,
-        recent_size=windows.recent_size,
-        flush_size=windows.flush_size,
+        **windows.sizes,
     )
     mask = dataclasses.replace(mask, provenance=known)
     leank = build_leank_facts(mask, known, plan.layout, windows, original.config_overrides, original.cache)

@@ -23,7 +23,7 @@ def build_leank_facts(
     known: MaskProvenance,
     layout: HeadLayout,
     windows: Windows,
-    config_overrides: Mapping[str, Any] | None,
+    config_overrides: Mapping[str, Any],
     cache: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build the `leank` block without its digests.
@@ -33,7 +33,7 @@ def build_leank_facts(
         known: Its provenance.
         layout: The heads' order and widths.
         windows: Window sizes.
-        config_overrides: Keys of the source's config.json that were replaced, None where that is not known.
+        config_overrides: Keys of the source's config.json that were replaced.
         cache: What `kv_scales.describe_cache` says of the cache.
     """
     reordered = [
@@ -45,14 +45,12 @@ def build_leank_facts(
         "widths": [list(layer) for layer in layout.widths],
         "head_permutation": [list(layer) for layer in layout.head_permutation],
         "channel_masks": encode_masks(torch.stack(reordered)),
-        "sink_size": windows.sink_size,
-        "recent_size": windows.recent_size,
-        "flush_size": windows.flush_size,
+        **windows.sizes,
         "prune": windows.prune,
         "pruning_ratio_asked": known.pruning_ratio_asked,
         "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple,
-        "config_overrides": None if config_overrides is None else dict(config_overrides),
+        "config_overrides": dict(config_overrides),
         **cache,
         **({} if known.layers is None else {LAYERS_KEY: list(known.layers)}),
         **({} if mask.key_mean is None else {KEY_MEAN_KEY: True}),

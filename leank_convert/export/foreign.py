@@ -14,9 +14,7 @@ from typing import Any
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     DIGESTS_NAME,
-    INDEX_NAME,
     ONNX_DESCRIPTION_NAME,
-    SINGLE_FILE_NAME,
     TRAINING_FOLDER,
 )
 from leank_convert.digests import find_unlisted
@@ -30,28 +28,6 @@ MARKER_NAME = ".leank-export"
 README_NAME = "README.md"
 
 _logger = logging.getLogger("leank_convert")
-
-# Checkpoints of format 1 have no list of what was copied from their source. Not all of COMPANION_PATTERNS: a
-# user's file may well begin with `tokenizer`.
-_COPIED_BEFORE = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "tekken.json",
-    "*.tiktoken",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 
 
 def is_export(folder: Path) -> bool:
@@ -117,16 +93,6 @@ def _find_own(out: Path) -> Set[str]:
         return names
     names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME}
     lists = [_read(out / name).get("files") for name in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME)]
-    if not any(lists):
-        leank = _read(out / CONFIG_NAME).get("leank")
-        shards = _read(out / INDEX_NAME).get("weight_map")
-        lists.append(leank.get("files") if isinstance(leank, dict) else None)
-        names |= {SINGLE_FILE_NAME, INDEX_NAME}
-        names.update(
-            name for name in (shards.values() if isinstance(shards, dict) else ()) if isinstance(name, str)
-        )
-        for pattern in _COPIED_BEFORE:
-            names.update(path.relative_to(out).as_posix() for path in out.glob(pattern))
     for files in lists:
         names.update(files if isinstance(files, dict) else ())
     return names

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
-from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.errors import LeanKError, cut
 from leank_convert.export.quantized import (
     FLOAT_DTYPES,
@@ -254,14 +253,13 @@ def _stated(checkpoint: Checkpoint, facts: ModelFacts, keys: Iterable[str]) -> s
 
 
 def _refuse_own_names(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Refuse a source with the names that a checkpoint has for its masks and scales."""
+    """Refuse a source with the names that a checkpoint has for its mask and scales."""
     if MASK_FILE_NAME in checkpoint.shards:
         raise LeanKError(
             f"`{checkpoint.folder}`: a shard is named `{MASK_FILE_NAME}`, as a checkpoint's mask file is",
             hint="rename it, and in its index",
         )
-    scales = [name for layer in name_scale_tensors(facts) for name in layer]
-    for name in name_mask_tensors(facts) + scales:
+    for name in (name for layer in name_scale_tensors(facts) for name in layer):
         if checkpoint.find(name) is not None:
             raise LeanKError(f"`{checkpoint.folder}` has a tensor `{name}`, which is a checkpoint's")
 

@@ -57,12 +57,6 @@ def find_base_model(folder: Path, name: str, mask_model: str) -> str | None:
     return next((known for known in (name, mask_model) if is_repository(known)), name_in_config(folder))
 
 
-def read_base_model(checkpoint: Path) -> str | None:
-    """Read what a checkpoint's card calls the model that it was made of, if that is a hub id."""
-    given = _read_front_matter(checkpoint / CARD_NAME).get("base_model")
-    return given if is_repository(given) else None
-
-
 def read_base_models(folder: Path) -> list[object]:
     """Read what a model's own card says that the model was made from; nothing where it does not say."""
     given = _read_front_matter(folder / CARD_NAME).get("base_model")

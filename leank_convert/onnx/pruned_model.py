@@ -137,13 +137,8 @@ def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architectu
     """
     refuse_quantized(config, folder)
     stock: Any = getattr(transformers, architecture.causal_lm_class)
-
-    class Stock(stock):  # type: ignore[misc]
-        # Tensors of a format-1 checkpoint, of which the stock model would warn.
-        _keys_to_ignore_on_load_unexpected = (r"\.channel_mask$",)
-
     values = {**config, "model_type": architecture.model_type}
-    model = Stock.from_pretrained(
+    model = stock.from_pretrained(
         folder,
         config=getattr(transformers, architecture.config_class).from_dict(values),
         dtype=DTYPES[dtype],

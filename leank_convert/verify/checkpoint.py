@@ -21,7 +21,7 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.checkpoint_masks import name_mask_tensors, read_channel_masks
+from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.digests import find_unlisted, read_digests
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.export.plan import check_unedited, plan_layer
@@ -29,7 +29,7 @@ from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS, KEY_MEAN_KEY, check_block, metadata_facts
+from leank_convert.leank_block import KEY_MEAN_KEY, check_block, metadata_facts
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
@@ -74,19 +74,16 @@ def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: P
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     own = f"LeanK{facts.architecture.causal_lm_class}"
-    if leank["format_version"] != FORMAT_WITH_MASK_TENSORS and config.get("architectures") != [own]:
+    if config.get("architectures") != [own]:
         raise LeanKError(f"`architectures` is {cut(config.get('architectures'))}, not `{own}`")
     ratio = leank["pruning_ratio"]
     return f"format {leank['format_version']}, {config['model_type']}, pruning ratio {ratio:.4f}"
 
 
 def _check_digests(checks: Checks, folder: Path, leank: Mapping[str, Any], opened: Checkpoint | None) -> None:
-    """Compare files with their digests: those of config.json, and from format 2 on those of all files."""
+    """Compare files with their digests: those of all files, else those of config.json."""
     files = leank.get("files")
     own = files if isinstance(files, dict) else {}
-    if leank.get("format_version") == FORMAT_WITH_MASK_TENSORS:
-        checks.digests(folder, own, listed_in=CONFIG_NAME)
-        return
     listed = checks.value("list of digests", lambda: _list_digests(folder, own, opened))
     if listed:
         checks.digests(folder, listed, listed_in=DIGESTS_NAME)
@@ -148,14 +145,6 @@ def _check_shapes(checkpoint: Checkpoint, facts: ModelFacts) -> str:
 
 def _read_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> tuple[Tensor, str]:
     masks = read_channel_masks(checkpoint, facts, leank)
-    names = name_mask_tensors(facts)
-    tensors = [name for name in names if checkpoint.find(name)]
-    if tensors and leank["format_version"] != FORMAT_WITH_MASK_TENSORS:
-        raise LeanKError(f"tensor `{tensors[0]}` is none of format {leank['format_version']}")
-    for layer, name in zip(facts.layers, names, strict=True):
-        query = facts.architecture.attention_tensor(layer, "q_proj.weight")
-        if checkpoint.find(name) and checkpoint.shard_of(name) != checkpoint.shard_of(query):
-            raise LeanKError(f"tensor `{name}` is not in the file of its layer's q_proj")
     return masks, f"{len(masks)} layers, widths as in config.json"
 
 

@@ -23,7 +23,6 @@ from leank_convert.checkpoint_io import (
     Checkpoint,
     find_companions,
 )
-from leank_convert.checkpoint_masks import name_mask_tensors
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import (
@@ -36,7 +35,6 @@ from leank_convert.export.plan import TensorEdit, plan_layer
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
-from leank_convert.leank_block import FORMAT_WITH_MASK_TENSORS
 from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
 
@@ -44,8 +42,6 @@ _BUFFER_BYTES = 8 << 20
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
 _CHANGED_KEYS = {"model_type", "architectures", "auto_map", "leank"}
 _NOTED_KEYS = {"transformers_version", "_name_or_path"}
-# What may have been overridden where the overrides are not known; the mask file says which rope it holds for.
-_OVERRIDDEN_KEYS = {"rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"}
 
 
 def compare_with_source(
@@ -65,8 +61,6 @@ def compare_with_source(
         holds: Makes one check.
     """
     _compare_weights(checkpoint, original, facts, leank, holds)
-    if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
-        return
     holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
     if (checkpoint.folder / DIGESTS_NAME).exists():  # else transformers wrote them anew
         holds("source: companions", lambda: _compare_companions(checkpoint.folder, original.folder))
@@ -77,10 +71,9 @@ def _compare_config(
     checkpoint: Checkpoint, original: Checkpoint, architecture: Architecture, leank: Mapping[str, Any]
 ) -> str:
     overrides = leank["config_overrides"]
-    expected = _complete(apply_config_overrides(original.config, overrides or {}), architecture, original)
+    expected = _complete(apply_config_overrides(original.config, overrides), architecture, original)
     found = _complete(checkpoint.config, architecture, checkpoint)
-    ignored = _CHANGED_KEYS | _NOTED_KEYS | (_OVERRIDDEN_KEYS if overrides is None else set())
-    compared = sorted((expected.keys() | found.keys()) - ignored)
+    compared = sorted((expected.keys() | found.keys()) - _CHANGED_KEYS - _NOTED_KEYS)
     for key in compared:
         if expected.get(key) != found.get(key):
             raise LeanKError(
@@ -88,11 +81,7 @@ def _compare_config(
                 f"{cut(expected.get(key))}"
             )
     return f"{len(compared)} keys as the source has them" + (
-        "; what was overridden is not known, so rope and positions are not compared"
-        if overrides is None
-        else f", {len(overrides)} overridden"
-        if overrides
-        else ""
+        f", {len(overrides)} overridden" if overrides else ""
     )
 
 
@@ -131,7 +120,7 @@ def _compare_tokenizer_config(folder: Path, source: Path) -> None:
 
 def _check_runtime(folder: Path) -> str:
     check_code(folder)
-    return "of this release, or of an earlier one"
+    return "of this release"
 
 
 def _complete(config: Mapping[str, Any], architecture: Architecture, origin: Checkpoint) -> dict[str, Any]:
@@ -162,8 +151,6 @@ def _compare_weights(
                 (edit.tensor, edit) for edit in plan_layer(original, facts, layer, tuple(permutation))
             )
         added: set[str] = set()
-        if leank["format_version"] == FORMAT_WITH_MASK_TENSORS:
-            added.update(name_mask_tensors(facts))
         if leank.get("kv_scales") is not None:
             added.update(name for layer in name_scale_tensors(facts) for name in layer)
         for name in original.shards.keys() ^ checkpoint.shards.keys():

@@ -60,7 +60,6 @@ def test_wheel_holds_runtime_recipes_masks_and_the_shipped_model(wheel):
         assert linked or path.relative_to(ROOT).as_posix() in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"leank_convert/testbed/model/{file}" in names
-    assert "leank_convert/known_runtimes.json" in names
     top_level = {name.split("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"leank_convert"}
 

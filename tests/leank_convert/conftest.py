@@ -10,10 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -22,7 +20,6 @@ from transformers import (
 )
 
 from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
@@ -196,39 +193,6 @@ def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], C
         return ChannelMask(ragged_mask(*facts.mask_shape))
 
     return build
-
-
-@pytest.fixture
-def as_format_1() -> Callable[[Path], Path]:
-    """Make of a checkpoint what an earlier release would have written, but for the runtime files."""
-
-    def change(folder: Path) -> Path:
-        config = read_json(folder / "config.json")
-        leank, head_dim = config["leank"], config["head_dim"]
-        leank["format_version"] = 1
-        packed, _ = leank.pop("channel_masks"), leank.pop("config_overrides")
-        facts = json.dumps({key: value for key, value in leank.items() if key != "files"})
-        index_file = folder / INDEX_NAME
-        index = read_json(index_file) if index_file.exists() else None
-        for file in sorted(folder.glob("model*.safetensors")):
-            tensors = load_file(file)
-            for layer, (digits, widths) in enumerate(zip(packed, leank["widths"], strict=True)):
-                prefix = f"model.layers.{layer}.self_attn"
-                if f"{prefix}.q_proj.weight" in tensors:
-                    rows = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8).reshape(len(widths), -1)
-                    mask = torch.from_numpy(np.unpackbits(rows, axis=-1)[:, :head_dim].astype(bool))
-                    tensors[f"{prefix}.channel_mask"] = mask.contiguous()
-                    if index is not None:
-                        index["weight_map"][f"{prefix}.channel_mask"] = file.name
-                        index["metadata"]["total_size"] += mask.numel()
-            save_file(tensors, file, {"format": "pt", "leank": facts})
-        if index is not None:
-            index_file.write_text(json.dumps(index))
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / DIGESTS_NAME).unlink()
-        return folder
-
-    return change
 
 
 @pytest.fixture

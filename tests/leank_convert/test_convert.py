@@ -243,11 +243,6 @@ def test_options_that_go_with_others_are_usage_errors_alone(tmp_path, arguments,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_is_written_anew_takes_no_mean(tmp_path):
-    result = run("export", "--from-checkpoint", tmp_path, "--key-mean", "-o", tmp_path / "out")
-    assert result.exit_code == 2 and "--from-checkpoint excludes --key-mean" in result.stderr
-
-
 def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, tmp_path, monkeypatch):
     out = tmp_path / "out"
     train = ("train", biased, "--recipe", recipe, "--kv-dtype", "fp8", "-o", out)

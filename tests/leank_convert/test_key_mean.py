@@ -23,7 +23,6 @@ from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
 from leank_convert.report.mask_report import write_report
-from leank_convert.rewrite import rewrite_checkpoint
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
 
@@ -228,13 +227,6 @@ def test_it_is_told_by_inspect_card_and_report(mask: ChannelMask, checkpoint: Pa
     assert "counts as its mean |\n\n## Bytes per cached token" in card
     write_report(mask, (), tmp_path / "report.html")
     assert "cached less their mean over 4,321 tokens" in (tmp_path / "report.html").read_text()
-
-
-def test_a_checkpoint_that_is_written_anew_keeps_it(
-    checkpoint: Path, tmp_path: Path, snapshot: Callable[[Path], dict[str, str]]
-) -> None:
-    new = rewrite_checkpoint(checkpoint, tmp_path / "new")
-    assert snapshot(new) == snapshot(checkpoint)
 
 
 def test_a_run_keeps_its_own_mean(source: Path, mask: ChannelMask, tmp_path: Path) -> None:

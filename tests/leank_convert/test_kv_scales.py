@@ -25,7 +25,6 @@ from leank_convert.kv_scales import KVScales
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
-from leank_convert.rewrite import rewrite_checkpoint
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
@@ -164,19 +163,6 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, f
     assert all(layer.store.constants.key_scale.shape == (2, 4, 12) for layer in cache.layers)
 
 
-def test_a_checkpoint_written_anew_keeps_its_scales(exported, tmp_path):
-    _, _, out = exported
-    new = rewrite_checkpoint(out, tmp_path / "new")
-    before, after = tensors_of(out), tensors_of(new)
-    assert before.keys() == after.keys() and all(torch.equal(before[n][1], after[n][1]) for n in before)
-    assert read_json(new / "config.json")["leank"]["kv_scales"] == {
-        "num_tokens": 7,
-        "tasks": ["retrieval"],
-        "seed": 3,
-    }
-    assert verify_checkpoint(new).ok
-
-
 SCALE = "model.layers.1.self_attn.value_scale"
 
 
@@ -286,7 +272,7 @@ def test_a_token_beyond_the_window_takes_at_most_so_much_of_a_dense_one(kv_dtype
         num_key_value_heads=8,
         hidden_size=4096,
         leank={
-            "format_version": 2,
+            "format_version": 1,
             "widths": mask.sum(-1).tolist(),
             "channel_masks": [bytes(_pack(layer)).hex() for layer in mask],
             "head_permutation": [list(range(8))] * 32,
@@ -322,10 +308,6 @@ def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
         ),
         (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype and --key-mean"),
         (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
-        (
-            ("export", "--from-checkpoint", testbed, "--kv-dtype", "fp8"),
-            "--from-checkpoint excludes --kv-dtype",
-        ),
         (("train", "testbed", "--mask-only", "--kv-dtype", "fp8"), "--mask-only writes no checkpoint"),
         (
             ("export", testbed, "--format", "onnx"),

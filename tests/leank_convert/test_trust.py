@@ -5,15 +5,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from leank_convert import trust
 from leank_convert.errors import LeanKError
-from leank_convert.trust import check_code, check_config, read_known_digests
+from leank_convert.trust import check_code, check_config
 
 
 @pytest.fixture
@@ -112,22 +110,6 @@ def test_what_runs_nothing_is_let_be(folder: Path) -> None:
     (folder / "cache_leank.py").symlink_to(folder.parent / "blob")  # as the hub's cache keeps files
     change_json(folder / "config.json", _name_or_path="me/source", attn_implementation="sdpa")
     check_code(folder)
-
-
-def test_an_earlier_releases_files_are_known_by_name_and_content(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = read_known_digests()
-    assert all(name.endswith("_leank.py") for name in known)
-    assert "attention_leank.py" in known  # the name that a file had before
-    earlier = b"# as it was\n"
-    (folder / "cache_leank.py").write_bytes(earlier)
-    known["cache_leank.py"].add(sha256(earlier).hexdigest())
-    monkeypatch.setattr(trust, "read_known_digests", lambda: known)
-    check_code(folder)
-    (folder / "layer_leank.py").write_bytes(earlier)
-    with pytest.raises(LeanKError, match=r"'layer_leank.py' in .* is no runtime file"):
-        check_code(folder)
 
 
 def test_a_model_that_is_compared_with_brings_no_kernels_either(source_model: Callable[..., Path]) -> None:

@@ -92,7 +92,7 @@ def build_pair(
         sizes["hidden_size"] = num_kv_heads * groups * head_dim
     sizes.update(config)
     block = {
-        "format_version": 2,
+        "format_version": 1,
         "widths": masks.sum(-1).tolist(),
         "channel_masks": packed(masks),
         "head_permutation": [list(range(num_kv_heads))] * num_pruned,

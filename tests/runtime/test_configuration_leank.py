@@ -18,7 +18,7 @@ from runtime.configuration_leank import (
 
 def block(**changes: Any) -> dict[str, Any]:
     good = {
-        "format_version": 2,
+        "format_version": 1,
         "widths": [[0, 16], [8, 8]],
         "channel_masks": ["0000ffff", "ff00aaaa"],
         "head_permutation": [[1, 0], [0, 1]],
@@ -72,7 +72,7 @@ def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 1}, r"`leank.format_version` is 1, these runtime files read 2; load"),
+        ({"format_version": 2}, r"`leank.format_version` is 2, these runtime files read 1; load"),
         ({"format_version": "absent"}, r"`leank.format_version` is None"),
         ({"widths": "absent", "prune": "absent"}, r"lacks `widths`, `prune`; export"),
         ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, 2 are pruned"),

@@ -165,7 +165,7 @@ def test_layers_beside_those_that_are_pruned_are_refused(monkeypatch):
     (own,) = (found for found in configs.CONFIG_CLASSES if found.__name__ == "LeanKQwen2Config")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     block = {
-        "format_version": 2,
+        "format_version": 1,
         "layers": [0],
         "widths": [[16, 16]],
         "channel_masks": ["f" * 8],

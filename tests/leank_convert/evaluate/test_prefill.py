@@ -64,11 +64,7 @@ def test_a_row_is_what_it_is_alone(model):
             torch.testing.assert_close(states[index, :, -min(len(row), WINDOW) :], expected[0])
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_fork_decodes_every_row_as_it_would_alone(model, monkeypatch, older):
-    """Also with a cache of a checkpoint that was exported before caches could be forked."""
-    if older:
-        monkeypatch.delattr(type(model.build_cache("deferred")), "fork")
+def test_a_fork_decodes_every_row_as_it_would_alone(model):
     rows = prompts(30, 17, 17, 1)
     logits = decode(model, run_prefill(model, *pad_left(rows, CPU)))
     for index, row in enumerate(rows):

@@ -197,7 +197,7 @@ def test_config_is_the_sources_with_the_leank_block(
     assert list(leank) == LEANK_KEYS
     assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (4, 0, 1)
     assert leank["pruning_ratio"] == mask.pruning_ratio
-    assert (leank["format_version"], leank["prune"], leank["config_overrides"]) == (2, "eager", {})
+    assert (leank["format_version"], leank["prune"], leank["config_overrides"]) == (1, "eager", {})
     assert leank["pruning_ratio_asked"] is None and leank["width_multiple"] is None
 
 

@@ -174,7 +174,7 @@ def test_names_that_a_checkpoint_has_for_its_masks_are_refused(
     (source / MASK_FILE_NAME).write_bytes((source / shard).read_bytes())
     edit_json(source / INDEX_NAME, weight_map=own)
     refused(source, mask, tmp_path / "out", f"a shard is named `{MASK_FILE_NAME}`")
-    name = ATTENTION + "channel_mask"
+    name = ATTENTION + "key_scale"
     save_file({**load_file(source / shard), name: torch.ones(1)}, source / shard, {"format": "pt"})
     edit_json(source / INDEX_NAME, weight_map={**weight_map, name: shard})
     refused(source, mask, tmp_path / "out", f"has a tensor `{name}`")

@@ -82,7 +82,7 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
             if name.endswith("bias"):  # zero in a new model
                 parameter.normal_(0, 0.3)
     block = {
-        "format_version": 2,
+        "format_version": 1,
         "widths": widths,
         "channel_masks": encode_masks(masks),
         "head_permutation": [list(range(kv_heads))] * num_layers,

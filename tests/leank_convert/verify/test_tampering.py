@@ -184,7 +184,7 @@ def rotated(block: dict[str, Any]) -> None:
 
 
 NEW_LEANK: dict[str, object] = {
-    "format_version": 1,
+    "format_version": 2,
     "widths": [[4, 12], [12, 4]],
     "head_permutation": [[0, 1], [1, 0]],
     "channel_masks": rotated,
