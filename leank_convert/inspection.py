@@ -21,7 +21,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.head_layout import BYTES_PER_ELEMENT, INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.held_out import HeldOut
-from leank_convert.leank_block import KEY_MEAN_KEY, check_block, read_windows
+from leank_convert.leank_block import KEY_MEAN_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.prospect import find_config, inspect_model, render_model
@@ -113,12 +113,12 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
 def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     config, leank = read_leank_config(path)
     facts = read_leank_facts(config, path)
-    check_block(leank, facts, origin=str(path / CONFIG_NAME))
+    windows = read_block(leank, facts, origin=str(path / CONFIG_NAME)).windows
     mask = load_mask(path / MASK_FILE_NAME)
     described = _describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"))
     if facts.is_mixed:
         described["num_hidden_layers"], described["pruned_layers"] = facts.num_hidden_layers, facts.layers
-        described["layers"] = _describe_layers(facts, leank, described["element_bytes"])
+        described["layers"] = _describe_layers(facts, leank, windows, described["element_bytes"])
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -131,7 +131,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "pruning_ratio_asked": leank["pruning_ratio_asked"],
         "pruning_ratio": leank["pruning_ratio"],
         "width_multiple": leank["width_multiple"],
-        "windows": asdict(read_windows(leank)),
+        "windows": asdict(windows),
         "key_mean": KEY_MEAN_KEY in leank,
         "head_permutation": leank["head_permutation"],
         "provenance": _describe_provenance(mask),
@@ -145,9 +145,11 @@ def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
     return {"pruned_layers": known.layers, "layers": sentence}
 
 
-def _describe_layers(facts: ModelFacts, leank: Mapping[str, Any], element_bytes: int) -> str:
+def _describe_layers(
+    facts: ModelFacts, leank: Mapping[str, Any], windows: Windows, element_bytes: int
+) -> str:
     cache = count_cache_bytes(leank["widths"], facts.head_dim, element_bytes, leank.get("kv_dtype"))
-    return describe_layers(facts, cache, read_windows(leank), element_bytes)
+    return describe_layers(facts, cache, windows, element_bytes)
 
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     from leank_convert.vllm.capacity import count_dense, count_pruned
     from leank_convert.vllm.configs import FAMILIES
     from leank_convert.vllm.pages import BLOCK_SIZE
-    from leank_convert.vllm.rule import WindowSizes
+    from leank_convert.windows import Windows
 
     if facts["kind"] == "onnx":
         raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")
@@ -229,7 +231,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             hint="add `--kv-dtype fp8`, or inspect its mask file for a cache in the model's dtype",
         )
     windows = facts["windows"] or asdict(Windows())  # as an export has them
-    sizes = WindowSizes(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
+    sizes = Windows(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
     widths = [sorted(layer) for layer in facts["widths"]]

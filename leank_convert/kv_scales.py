@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leank_convert._runtime.configuration_leank import KV_DTYPES
+from leank_convert._runtime.fp8_leank import EXPONENTS, SCALE_NAMES, scale_of
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.files import open_file
-from leank_convert.leank_block import KV_DTYPES
 
-SCALE_NAMES = ("key_scale", "value_scale")
-_LARGEST = 448
-# Powers of two that float16 has, too.
-_EXPONENTS = (-14, 15)
 # A model that was cast before it was saved has them in halves, which hold the same numbers.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HINT = "copy or export the checkpoint again"
@@ -79,19 +76,11 @@ def describe_cache(kv_dtype: str | None, scales: KVScales | None) -> dict[str, A
     """
     if kv_dtype is None and scales is None:
         return {}
-    if kv_dtype not in KV_DTYPES:
-        raise LeanKError(f"`kv_dtype` is {kv_dtype!r}, not one of {', '.join(KV_DTYPES)}")
+    if kv_dtype not in (rounded := KV_DTYPES[1:]):
+        raise LeanKError(f"`kv_dtype` is {kv_dtype!r}, not one of {', '.join(rounded)}")
     if kv_dtype != "fp8" and scales is not None:
         raise LeanKError(f"`kv_scales` are for `kv_dtype` `fp8`, not `{kv_dtype}`")
     return {"kv_dtype": kv_dtype, "kv_scales": None if scales is None else scales.describe()}
-
-
-def scale_of(largest: Tensor) -> Tensor:
-    """The power of two 2^ceil(log2(2 * largest / 448)), so that numbers twice as large fit; of zeros 1."""
-    fraction, exponent = torch.frexp(largest.float() / (_LARGEST / 2))
-    exponent = (exponent - (fraction == 0.5).int()).clamp(*_EXPONENTS)
-    scale = torch.ldexp(torch.ones_like(fraction), exponent)
-    return torch.where(largest > 0, scale, 1)
 
 
 def name_scale_tensors(facts: ModelFacts) -> list[tuple[str, ...]]:
@@ -138,7 +127,7 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
         file.seek(header.data_start + info.start)
         values = torch.frombuffer(bytearray(file.read(info.num_bytes)), dtype=dtype).float()
     fractions, exponents = torch.frexp(values)
-    low, high = _EXPONENTS
+    low, high = EXPONENTS
     wrong = values[(fractions != 0.5) | (exponents <= low) | (exponents > high + 1)]
     if len(wrong):
         raise LeanKError(

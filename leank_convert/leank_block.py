@@ -1,18 +1,20 @@
-"""The `leank` block of a checkpoint's config.json: its keys, and whether it makes sense."""
+"""The `leank` block of a checkpoint's config.json: its keys, and its check by the runtime and beyond."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from leank_convert._runtime.configuration_leank import FORMAT_VERSION, LeanKSettings, read_settings
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut
-from leank_convert.windows import Windows
 
-FORMAT_VERSION = 1
-KV_DTYPES = ("fp8", "int4")
 LEANK_KEYS = (
     "format_version",
     "widths",
@@ -43,74 +45,59 @@ def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in leank.items() if key not in _NOT_IN_METADATA}
 
 
-def read_windows(leank: Mapping[str, Any]) -> Windows:
-    """Read a checkpoint's window sizes, and when it prunes.
-
-    Raises:
-        LeanKError: If one makes no sense.
-    """
-    return Windows(*(leank[key] for key in ("sink_size", "recent_size", "flush_size", "prune")))
+def encode_masks(channel_masks: Tensor) -> list[str]:
+    """Write masks bool [L, H_kv, D] as hex digits, a string per layer; a byte's highest bit comes first."""
+    packed = np.packbits(channel_masks.cpu().numpy(), axis=-1)
+    return [layer.tobytes().hex() for layer in packed]
 
 
-def check_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> None:
-    """Check a block, but for its masks and digests.
+def read_block(leank: Mapping[str, Any], facts: ModelFacts, *, origin: str) -> LeanKSettings:
+    """Read a block as the checkpoint's own runtime does, and check what that takes on trust.
 
     Args:
         leank: The block.
         facts: Of the model that the checkpoint was made from.
         origin: The config.json, for messages.
 
+    Returns:
+        Windows, widths and channel masks, in the checkpoint's head order.
+
     Raises:
         LeanKError: If it is of another format, lacks a key, or contradicts itself or the model.
     """
+    kinds = ["full_attention" if n in facts.layers else "other" for n in range(facts.num_hidden_layers)]
+    config: Any = SimpleNamespace(
+        leank=leank,
+        num_key_value_heads=facts.num_key_value_heads,
+        head_dim=facts.head_dim,
+        layer_types=kinds,
+    )
     try:
+        settings = read_settings(config)
         _check_keys(leank)
-        read_windows(leank)
-        _check_heads(leank, facts)
+        _check_heads(leank)
         _check_values(leank, facts)
-    except LeanKError as error:
+    except (ValueError, LeanKError) as error:
         raise LeanKError(
-            f"`{origin}`: {error}",
-            hint=error.hint or "`leank-convert verify` lists everything that is wrong with a checkpoint",
+            f"`{origin}`: {str(error).removeprefix('config.json: ')}",
+            hint="export the checkpoint again; `leank-convert verify` lists everything that is wrong",
         ) from error
+    return settings
 
 
 def _check_keys(leank: Mapping[str, Any]) -> None:
-    version = leank.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise LeanKError(
-            f"`leank.format_version` is {cut(version)}; this release reads {FORMAT_VERSION}",
-            hint="update leank-convert",
-        )
     expected = set(LEANK_KEYS) | set(CACHE_KEYS if not leank.keys().isdisjoint(CACHE_KEYS) else ())
     expected |= {LAYERS_KEY, KEY_MEAN_KEY} & leank.keys()
     for key in sorted(expected - set(leank)):
         raise LeanKError(f"the `leank` block has no `{key}`")
     for key in sorted(set(leank) - expected):
-        raise LeanKError(f"the `leank` block has key {cut(key)}, which format {version} does not know")
+        raise LeanKError(f"the `leank` block has key {cut(key)}, which format {FORMAT_VERSION} does not know")
 
 
-def _check_heads(leank: Mapping[str, Any], facts: ModelFacts) -> None:
-    num_layers, num_heads, head_dim = facts.mask_shape
-    if leank.get(LAYERS_KEY, list(range(facts.num_hidden_layers))) != list(facts.layers):
-        raise LeanKError(
-            f"`leank.{LAYERS_KEY}` is {cut(leank.get(LAYERS_KEY))}, not the layers with full attention, "
-            f"{list(facts.layers)}"
-        )
-    for key in ("widths", "head_permutation"):
-        rows = leank[key]
-        if not (
-            isinstance(rows, list)
-            and len(rows) == num_layers
-            and all(isinstance(row, list) and len(row) == num_heads for row in rows)
-            and all(type(value) is int for row in rows for value in row)
-        ):
-            raise LeanKError(f"`leank.{key}` is no table of {num_layers} layers and {num_heads} KV heads")
+def _check_heads(leank: Mapping[str, Any]) -> None:
     for layer, (row, order) in enumerate(zip(leank["widths"], leank["head_permutation"], strict=True)):
-        if row != sorted(row) or row[0] < 0 or row[-1] > head_dim:
-            raise LeanKError(f"`leank.widths[{layer}]` is {cut(row)}, not ascending within 0 and {head_dim}")
-        if sorted(order) != list(range(num_heads)):
-            raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(order)}, no permutation")
+        if row != sorted(row):
+            raise LeanKError(f"`leank.widths[{layer}]` is {cut(row)}, not ascending")
         # Stable: heads of one width keep the order they had.
         if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, order, strict=True))):
             raise LeanKError(f"`leank.head_permutation[{layer}]` is {cut(order)}, not stable within a bucket")
@@ -129,10 +116,6 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
         value = leank.get(key)
         if value is not None and type(value) not in kinds:
             raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
-    if leank.get(KEY_MEAN_KEY, True) is not True:
-        raise LeanKError(f"`leank.{KEY_MEAN_KEY}` is {cut(leank[KEY_MEAN_KEY])}, not true")
-    if "kv_dtype" in leank and leank["kv_dtype"] not in KV_DTYPES:
-        raise LeanKError(f"`leank.kv_dtype` is {cut(leank['kv_dtype'])}, not one of {', '.join(KV_DTYPES)}")
     scales = leank.get("kv_scales")
     if scales is not None and not (isinstance(scales, dict) and type(scales.get("num_tokens")) is int):
         raise LeanKError(f"`leank.kv_scales` is {cut(scales)}, no object with `num_tokens`")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.kv_scales import SCALE_NAMES
 from leank_convert.leank_block import KEY_MEAN_KEY
 from leank_convert.trust import check_code
 

@@ -1,18 +1,16 @@
-"""Window sizes: which tokens of a sequence keep every channel."""
+"""Window sizes as the toolkit takes them: the runtime's, refused in the toolkit's way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from leank_convert._runtime.windows_leank import MAX_SIZE
+from leank_convert._runtime.windows_leank import Windows as RuntimeWindows
+from leank_convert.errors import LeanKError
 
-from leank_convert.errors import LeanKError, cut
-
-PRUNE_MODES = ("eager", "deferred")
-MAX_WINDOW = 2**24  # more tokens than any context has
+MAX_WINDOW: int = MAX_SIZE
 
 
-@dataclass(frozen=True)
-class Windows:
-    """How a checkpoint prunes while it decodes.
+class Windows(RuntimeWindows):  # type: ignore[misc]
+    """The runtime's `Windows`.
 
     Attributes:
         sink_size: First tokens that keep every channel.
@@ -24,22 +22,14 @@ class Windows:
         LeanKError: If a size or the mode makes no sense.
     """
 
-    sink_size: int = 128
-    recent_size: int = 1024
-    flush_size: int = 32
-    prune: str = "eager"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The three sizes by name."""
-        return {"sink_size": self.sink_size, "recent_size": self.recent_size, "flush_size": self.flush_size}
+    sink_size: int
+    recent_size: int
+    flush_size: int
+    prune: str
 
     def __post_init__(self) -> None:
-        for name, least in (("sink_size", 0), ("recent_size", 0), ("flush_size", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= MAX_WINDOW:
-                raise LeanKError(
-                    f"`{name}` is {cut(value)}, not a whole number of tokens from {least} to {MAX_WINDOW}"
-                )
-        if self.prune not in PRUNE_MODES:
-            raise LeanKError(f"`prune` is {cut(self.prune)}, not one of `eager`, `deferred`")
+        """Check all four."""
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise LeanKError(str(error)) from None

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from .configuration_leank import check_kv_dtype, check_prune, check_size, read_settings
+from .configuration_leank import check_kv_dtype, read_settings
 from .constants_leank import Constants
 from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
@@ -25,6 +25,7 @@ from .other_layers_leank import (
     other_memory,
 )
 from .rows_leank import RowState
+from .windows_leank import check_prune, check_size
 
 
 class LeanKCache(Cache):
@@ -65,8 +66,8 @@ class LeanKCache(Cache):
         constants: Sequence[Constants] | None = None,
     ) -> None:
         settings = read_settings(config)
-        mode = settings.prune if prune is None else check_prune(prune, "`prune`")
-        self.rows = RowState(settings.sink_size, settings.recent_size, settings.flush_size, mode)
+        mode = settings.windows.prune if prune is None else check_prune(prune, "`prune`")
+        self.rows = RowState(**settings.windows.sizes, prune=mode)
         self.graph = DecodeGraph(use_graphs)
         chunk_size = choose_chunk_size(settings.widths, settings.head_dim)
         kv_dtype = settings.kv_dtype if kv_dtype is None else check_kv_dtype(kv_dtype, "`kv_dtype`")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as cut
 from string import hexdigits
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from .windows_leank import Windows, check_prune, check_size
 
 FORMAT_VERSION = 1
-PRUNE_MODES = ("eager", "deferred")
 KV_DTYPES = ("auto", "fp8", "int4")
-MAX_SIZE = 1 << 24
-"""Most tokens that sink_size, recent_size, flush_size and what is reserved may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +26,7 @@ class LeanKSettings:
         layers: Numbers of the layers that are pruned `[L]`; the others keep transformers' own cache.
         widths: Kept channels per pruned layer and KV head `[L][H_kv]`, in the checkpoint's head order.
         channel_masks: Which ones `[L, H_kv, D]`, bool, on the CPU, in the same order.
-        sink_size: Tokens at the start of a row that keep every channel.
-        recent_size: Latest tokens that keep every channel.
-        flush_size: Tokens that leave the full-width part at a time while decoding.
-        prune: When prompt tokens are pruned: `eager` after every forward, `deferred` when decoding begins.
+        windows: Window sizes, and when to prune.
         kv_dtype: What keys and values are stored in: `auto` as they come, `fp8` or `int4`.
         has_scales: Whether the checkpoint holds scales for FP8.
         has_key_mean: Whether the file of its mask holds the mean of keys.
@@ -39,10 +35,7 @@ class LeanKSettings:
     layers: tuple[int, ...]
     widths: tuple[tuple[int, ...], ...]
     channel_masks: torch.Tensor
-    sink_size: int
-    recent_size: int
-    flush_size: int
-    prune: str
+    windows: Windows
     kv_dtype: str
     has_scales: bool
     has_key_mean: bool
@@ -82,10 +75,10 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     if not isinstance(block, Mapping):
         raise ValueError(f"config.json: `leank` is {type(block).__name__}, not an object")
     version = block.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"config.json: `leank.format_version` is {version!r}, these runtime files read {FORMAT_VERSION}; "
-            "load the checkpoint with the *_leank.py files that it was exported with"
+            f"config.json: `leank.format_version` is {cut(version)}, these runtime files read "
+            f"{FORMAT_VERSION}; load the checkpoint with the *_leank.py files that it was exported with"
         )
     required = (
         "widths",
@@ -119,53 +112,31 @@ def read_settings(config: PreTrainedConfig) -> LeanKSettings:
     ):
         if sorted(row) != list(range(num_heads)):
             raise ValueError(
-                f"config.json: `leank.head_permutation[{layer}]` is {list(row)}, "
+                f"config.json: `leank.head_permutation[{layer}]` is {cut(list(row))}, "
                 f"not a permutation of 0…{num_heads - 1}"
             )
-    for key in ("sink_size", "recent_size", "flush_size"):
-        check_size(key, block[key], "config.json: `leank.")
+    sizes = {key: block[key] for key in ("sink_size", "recent_size", "flush_size")}
+    if block.get("key_mean", True) is not True:
+        raise ValueError(f"config.json: `leank.key_mean` is {cut(block['key_mean'])}, not true")
+    for key, size in sizes.items():
+        check_size(key, size, "config.json: `leank.")
     return LeanKSettings(
         layers=layers,
         widths=widths,
         channel_masks=channel_masks,
-        sink_size=block["sink_size"],
-        recent_size=block["recent_size"],
-        flush_size=block["flush_size"],
-        prune=check_prune(block["prune"], "config.json: `leank.prune`"),
+        windows=Windows(**sizes, prune=check_prune(block["prune"], "config.json: `leank.prune`")),
         kv_dtype=check_kv_dtype(block.get("kv_dtype", "auto"), "config.json: `leank.kv_dtype`"),
         has_scales=block.get("kv_scales") is not None,
-        has_key_mean=_read_flag(block.get("key_mean", False), "key_mean"),
+        has_key_mean="key_mean" in block,
     )
-
-
-def check_prune(value: object, origin: str) -> str:
-    """Return a prune mode, or raise a ValueError that names where it came from."""
-    if not isinstance(value, str) or value not in PRUNE_MODES:
-        raise ValueError(
-            f"{origin} is {value!r}, not one of {', '.join(f'`{mode}`' for mode in PRUNE_MODES)}"
-        )
-    return value
 
 
 def check_kv_dtype(value: object, origin: str) -> str:
     """Return what keys and values are stored in, or raise a ValueError that names where it came from."""
     if not isinstance(value, str) or value not in KV_DTYPES:
-        raise ValueError(f"{origin} is {value!r}, not one of {', '.join(f'`{name}`' for name in KV_DTYPES)}")
-    return value
-
-
-def check_size(name: str, value: object, origin: str = "`") -> None:
-    """Raise a ValueError that begins with `origin` and `name` unless `value` can be a number of tokens."""
-    least = 1 if name == "flush_size" else 0
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
         raise ValueError(
-            f"{origin}{name}` is {reprlib.repr(value)}, not an integer from {least} to {MAX_SIZE}"
+            f"{origin} is {cut(value)}, not one of {', '.join(f'`{name}`' for name in KV_DTYPES)}"
         )
-
-
-def _read_flag(value: object, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"config.json: `leank.{key}` is {reprlib.repr(value)}, not true or false")
     return value
 
 
@@ -175,12 +146,13 @@ def _is_int(value: object) -> bool:
 
 def _int_table(value: object, key: str, num_layers: int, num_heads: int) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, Sequence) or len(value) != num_layers:
-        size = len(value) if isinstance(value, Sequence) else type(value).__name__
-        raise ValueError(f"config.json: `leank.{key}` has {size} layers, {num_layers} are pruned")
+        raise ValueError(
+            f"config.json: `leank.{key}` is {cut(value)}, not {num_layers} rows, one for each pruned layer"
+        )
     for layer, row in enumerate(value):
         if not isinstance(row, Sequence) or len(row) != num_heads or not all(map(_is_int, row)):
             raise ValueError(
-                f"config.json: `leank.{key}[{layer}]` is {row!r}, not one integer for each of the "
+                f"config.json: `leank.{key}[{layer}]` is {cut(row)}, not one integer for each of the "
                 f"{num_heads} KV heads"
             )
     return tuple(tuple(row) for row in value)
@@ -208,8 +180,8 @@ def _read_channel_masks(value: object, widths: Sequence[Sequence[int]], head_dim
     for layer, row in enumerate(masks.sum(-1).tolist()):
         if row != list(widths[layer]):
             raise ValueError(
-                f"config.json: `leank.channel_masks[{layer}]` keeps {row} channels per head, `leank.widths` "
-                f"says {list(widths[layer])}; `leank-convert verify` lists what is wrong with a checkpoint"
+                f"config.json: `leank.channel_masks[{layer}]` keeps {cut(row)} channels per head, "
+                f"`leank.widths` says {cut(list(widths[layer]))}; `leank-convert verify` lists what is wrong"
             )
         if bool(bits[layer, :, head_dim:].any()):
             raise ValueError(
@@ -227,7 +199,7 @@ def _read_layers(value: object, config: PreTrainedConfig) -> tuple[int, ...]:
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if (list(range(len(kinds))) if value is None else value) != full:
         raise ValueError(
-            f"config.json: `leank.layers` is {reprlib.repr(value)}, the layers with full attention are "
+            f"config.json: `leank.layers` is {cut(value)}, the layers with full attention are "
             f"{full}; export the checkpoint again"
         )
     return tuple(full)
@@ -269,7 +241,7 @@ def config_class_of(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         # `from_pretrained`. Under that name it finds the auto class, which finds each checkpoint's own class.
         # Set on the module's class: while it serves, transformers looks in another module object than here.
         family = name.removesuffix("Config").removesuffix("Text")
-        setattr(type(transformers), f"{family}ForCausalLM", AutoModelForCausalLM)
+        setattr(type(transformers), f"{family}ForCausalLM", transformers.AutoModelForCausalLM)
         fields = {
             "__module__": __name__,
             "__doc__": f"{stock.__name__} with a `leank` block.",

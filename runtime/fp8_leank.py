@@ -15,8 +15,8 @@ FP8 = torch.float8_e4m3fn
 SCALE_NAMES = ("key_scale", "value_scale")
 """Buffers of an attention module, each `[H_kv, D]`, in a checkpoint that holds scales."""
 _LARGEST = 448.0
-# Powers of two that fp16 has as well, whatever a model's buffers are cast to.
-_EXPONENTS = (-14, 15)
+EXPONENTS = (-14, 15)
+"""Least and greatest scale: powers of two that fp16 has as well, whatever a model's buffers are cast to."""
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def scale_of(largest: torch.Tensor) -> torch.Tensor:
     """
     largest = largest.float()
     fraction, exponent = torch.frexp(largest / (_LARGEST / 2))
-    exponent = (exponent - (fraction == 0.5).int()).clamp(*_EXPONENTS)
+    exponent = (exponent - (fraction == 0.5).int()).clamp(*EXPONENTS)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return torch.where((largest > 0) & largest.isfinite(), scale, 1)
 
@@ -61,7 +61,7 @@ def check_scales(scales: Sequence[Sequence[torch.Tensor]]) -> None:
     # On one device, which layers need not be.
     layers = torch.stack([torch.stack([scale.float().cpu() for scale in layer]) for layer in scales])
     fraction, exponent = torch.frexp(layers)
-    low, high = _EXPONENTS
+    low, high = EXPONENTS
     wrong = ((fraction != 0.5) | (exponent <= low) | (exponent > high + 1)).nonzero()
     if len(wrong):
         layer, place = wrong[0, :2].tolist()

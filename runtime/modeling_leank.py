@@ -31,11 +31,12 @@ from transformers.utils import logging
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache
 from .capture_leank import GraphMemory
-from .configuration_leank import check_kv_dtype, check_prune, config_class_of, read_settings, stock_class
+from .configuration_leank import check_kv_dtype, config_class_of, read_settings, stock_class
 from .constants_leank import Constants
 from .fp8_leank import SCALE_NAMES, check_scales
 from .fused_step_leank import own_storages
 from .mask_file_leank import MASK_FILE, carry_mask_file, load_key_means
+from .windows_leank import check_prune
 
 logger = logging.get_logger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from leank_convert.kv_scales import scale_of
+from leank_convert._runtime.fp8_leank import scale_of
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -15,17 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from leank_convert._runtime.fp8_leank import SCALE_NAMES
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.families import Architecture
-from leank_convert.kv_scales import SCALE_NAMES, check_scale_tensors
-from leank_convert.leank_block import read_windows
+from leank_convert.kv_scales import check_scale_tensors
+from leank_convert.leank_block import read_block
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -59,13 +60,13 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     facts = read_leank_facts(config, checkpoint)
     # Names a damaged shard better than loading does.
     opened = open_checkpoint(checkpoint)
-    masks = read_channel_masks(opened, facts, leank)
+    settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
+    windows = Windows(**vars(settings.windows))
     check_scale_tensors(opened, facts, leank)
     tokenizer = load_tokenizer(checkpoint, trust=trust)
     model = load_model(checkpoint, device, trust_remote_code=True)
-    return EvaluatedModel(
-        model, _as_stock(model, facts.architecture), tokenizer, leank, facts, masks, read_windows(leank)
-    )
+    dense = _as_stock(model, facts.architecture)
+    return EvaluatedModel(model, dense, tokenizer, leank, facts, settings.channel_masks, windows)
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:

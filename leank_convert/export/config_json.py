@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from leank_convert.checkpoint_masks import encode_masks
+from leank_convert._runtime.configuration_leank import FORMAT_VERSION
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.families import Architecture
 from leank_convert.head_layout import HeadLayout
-from leank_convert.leank_block import FORMAT_VERSION, KEY_MEAN_KEY, LAYERS_KEY
+from leank_convert.leank_block import KEY_MEAN_KEY, LAYERS_KEY, encode_masks
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.windows import Windows
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
     open_checkpoint,
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
-from leank_convert.leank_block import read_windows
+from leank_convert.leank_block import read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
@@ -94,15 +94,13 @@ def load_pruned(checkpoint: Path, dtype: str = "float32") -> PrunedModel:
             f"`{checkpoint}` keeps its cache in {leank['kv_dtype']}; a graph's has the dtype of its weights",
             hint="make the graph of the model itself, with the checkpoint's mask by `--mask`",
         )
-    masks = read_channel_masks(open_checkpoint(checkpoint), facts, leank)
-    windows = read_windows(leank)
+    open_checkpoint(checkpoint)  # names a damaged shard better than loading does
+    settings = read_block(leank, facts, origin=str(checkpoint / CONFIG_NAME))
     model = load_stock(checkpoint, config, facts.architecture, dtype)
     return PrunedModel(
         model,
-        masks,
-        windows.sink_size,
-        windows.recent_size,
-        windows.flush_size,
+        settings.channel_masks,
+        **settings.windows.sizes,
         name=checkpoint.resolve().name,
         head_permutation=leank["head_permutation"],
         key_mean=_read_key_mean(checkpoint, leank),

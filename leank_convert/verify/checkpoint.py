@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from leank_convert._runtime.configuration_leank import LeanKSettings
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
@@ -21,7 +22,6 @@ from leank_convert.checkpoint_io import (
     read_leank_config,
     read_leank_facts,
 )
-from leank_convert.checkpoint_masks import read_channel_masks
 from leank_convert.digests import find_unlisted, read_digests
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.export.plan import check_unedited, plan_layer
@@ -29,7 +29,7 @@ from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
-from leank_convert.leank_block import KEY_MEAN_KEY, check_block, metadata_facts
+from leank_convert.leank_block import KEY_MEAN_KEY, metadata_facts, read_block
 from leank_convert.mask import MASK_FILE_NAME, check_mask_fits, load_mask
 from leank_convert.verify.checks import Checks, Report
 from leank_convert.verify.source import compare_with_source
@@ -50,34 +50,35 @@ def verify_weights(path: str | Path, source: str | Path | None) -> Report:
     original = None if source is None else open_checkpoint(resolve_model(source))
     checks = Checks()
     holds = checks.holds
-    sound = holds("config", lambda: _check_config(config, leank, folder))
+    settings = checks.value("config", lambda: _check_config(config, leank, folder))
     opened = checks.value("headers and index", lambda: _check_headers(folder))
     _check_digests(checks, folder, leank, opened)
-    if sound and opened is not None:
+    if settings is not None and opened is not None:
         checkpoint, facts = opened, read_leank_facts(config, folder)
         sound = holds("tensor shapes", lambda: _check_shapes(checkpoint, facts))
-        masks = checks.value("channel masks", lambda: _read_masks(checkpoint, facts, leank))
-        if masks is not None:
-            holds("mask file", lambda: _check_mask_file(checkpoint, facts, leank, masks))
+        masks = settings.channel_masks
+        holds("mask file", lambda: _check_mask_file(checkpoint, facts, leank, masks))
         holds("cache scales", lambda: check_scale_tensors(checkpoint, facts, leank))
         holds("header metadata", lambda: _check_metadata(checkpoint, leank))
-        if original is not None and sound and masks is not None:
+        if original is not None and sound:
             compare_with_source(checkpoint, original, facts, leank, holds)
     return checks.report(path, source)
 
 
-def _check_config(config: Mapping[str, Any], leank: Mapping[str, Any], folder: Path) -> str:
+def _check_config(
+    config: Mapping[str, Any], leank: Mapping[str, Any], folder: Path
+) -> tuple[LeanKSettings, str]:
     facts = read_leank_facts(config, folder)
     if config.get("auto_map") != auto_map(facts.architecture):
         raise LeanKError(f"`auto_map` is {cut(config.get('auto_map'))}")
-    check_block(leank, facts, origin=str(folder / CONFIG_NAME))
+    settings = read_block(leank, facts, origin=str(folder / CONFIG_NAME))
     if not isinstance(leank["files"], dict) or MASK_FILE_NAME not in leank["files"]:
         raise LeanKError(f"`leank.files` does not name `{MASK_FILE_NAME}`")
     own = f"LeanK{facts.architecture.causal_lm_class}"
     if config.get("architectures") != [own]:
         raise LeanKError(f"`architectures` is {cut(config.get('architectures'))}, not `{own}`")
     ratio = leank["pruning_ratio"]
-    return f"format {leank['format_version']}, {config['model_type']}, pruning ratio {ratio:.4f}"
+    return settings, f"format {leank['format_version']}, {config['model_type']}, pruning ratio {ratio:.4f}"
 
 
 def _check_digests(checks: Checks, folder: Path, leank: Mapping[str, Any], opened: Checkpoint | None) -> None:
@@ -141,11 +142,6 @@ def _check_shapes(checkpoint: Checkpoint, facts: ModelFacts) -> str:
     for layer in facts.layers:
         plan_layer(checkpoint, facts, layer, tuple(range(facts.num_key_value_heads)))
     return f"{facts.num_hidden_layers} layers"
-
-
-def _read_masks(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> tuple[Tensor, str]:
-    masks = read_channel_masks(checkpoint, facts, leank)
-    return masks, f"{len(masks)} layers, widths as in config.json"
 
 
 def _check_mask_file(

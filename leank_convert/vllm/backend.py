@@ -21,11 +21,11 @@ from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.layout_leank import StoreTensors
 from leank_convert._runtime.reference_leank import decode_attention
 from leank_convert._runtime.step_leank import StoredView, view_tables
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import BACKEND, FP8_NAMES
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
-from leank_convert.vllm.rule import WindowSizes
 
 
 class LeanKBackend(AttentionBackend):
@@ -96,7 +96,7 @@ class LeanKMetadata:
     _plan: torch.Tensor | None = field(default=None, repr=False)
     _view: StoredView | None = field(default=None, repr=False)
 
-    def cut(self, sizes: WindowSizes) -> tuple[Rows | None, list[Prompt]]:
+    def cut(self, sizes: Windows) -> tuple[Rows | None, list[Prompt]]:
         """Rows and prompts of the step, made by the first layer that asks.
 
         So they are part of a captured graph, which makes them anew from `lengths` and `prompts`.
@@ -265,7 +265,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         self, layer: Any, query: torch.Tensor, store: StoreTensors, rows: Rows, step: LeanKMetadata
     ) -> torch.Tensor:
         """Attend with rows of columns `[B, H, d, D]`, by kernel where one serves."""
-        sink_size = layer.sizes.sink
+        sink_size = layer.sizes.sink_size
         kernels = layer.kernels if rows.tokens is None else layer.wide_kernels
         if kernels is None:
             return decode_attention(

@@ -15,7 +15,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Sing
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from leank_convert.vllm.rule import WindowSizes, pruned_tokens_of
+from leank_convert._runtime.windows_leank import Windows
+from leank_convert.vllm.rule import pruned_tokens_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class LeanKKeptSpec(FullAttentionSpec):
 class LeanKWindowSpec(AttentionSpec):
     """Dropped channels, and V of heads of width 0, of whole tokens."""
 
-    sizes: WindowSizes
+    sizes: Windows
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Of one request: a prompt attends densely to itself, so until it is read it is whole."""
@@ -59,7 +60,7 @@ class LeanKWindowManager(SingleTypeKVCacheManager):
         """
         spec = self.kv_cache_spec
         assert isinstance(spec, LeanKWindowSpec) and num_prompt_tokens is not None
-        sink = spec.sizes.sink
+        sink = spec.sizes.sink_size
         first = cdiv(sink, self.block_size)
         held = self.req_to_blocks.get(request_id, ())
         if processed_computed_tokens < num_prompt_tokens and len(held) > first and held[first].is_null:

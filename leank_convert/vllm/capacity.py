@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
-from leank_convert.vllm.rule import WindowSizes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def count_pruned(
     widths: Sequence[Sequence[int]],
     head_dim: int,
     element_bytes: int,
-    sizes: WindowSizes,
+    sizes: Windows,
     memory: int,
     tokens: int,
     block_size: int = BLOCK_SIZE,
@@ -68,8 +68,8 @@ def count_pruned(
     kept = -(-tokens // block_size)
     whole = -(-tokens // window_size) if pages.numbers.window else 0
     # Behind the sink's pages, as many as recent tokens touch wherever they begin.
-    recent = -(-(sizes.recent + sizes.flush) // window_size) + 1
-    decoding = kept + min(whole, -(-sizes.sink // window_size) + recent)
+    recent = -(-(sizes.recent_size + sizes.flush_size) // window_size) + 1
+    decoding = kept + min(whole, -(-sizes.sink_size // window_size) + recent)
     # One prompt is read at a time, and until it is read it is whole.
     free = blocks - 1 - (kept + whole)
     return Capacity(blocks, 0 if free < 0 else 1 + free // decoding)

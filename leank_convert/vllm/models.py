@@ -38,7 +38,6 @@ from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
-from leank_convert.vllm.rule import WindowSizes
 
 # Tensors of files beside the weights, which vLLM loads with them.
 _NO_WEIGHTS = ("channel_mask", "key_mean", "scaling_factors")
@@ -115,7 +114,7 @@ class LeanKAttention(Attention):
             raise ValueError(
                 f"config.json: `head_dim` is {settings.head_dim}, vLLM's model has heads of {self.head_size}"
             )
-        self.sizes = WindowSizes(settings.sink_size, settings.recent_size, settings.flush_size)
+        self.sizes = settings.windows
         self.pages = pages
         self.kernels: Any = None
         self.wide_kernels: Any = None

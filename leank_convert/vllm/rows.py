@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
-from leank_convert.vllm.rule import WindowSizes, pruned_tokens
+from leank_convert._runtime.windows_leank import Windows
+from leank_convert.vllm.rule import pruned_tokens
 
 
 class Prompt(NamedTuple):
@@ -51,7 +52,7 @@ class Rows:
     requests: torch.Tensor | None = None
 
 
-def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int, sizes: WindowSizes) -> Rows:
+def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int, sizes: Windows) -> Rows:
     """Make a row of each request, all with as many new tokens; asks the device nothing.
 
     Args:
@@ -69,7 +70,7 @@ def cut_rows(
     starts: Sequence[int],
     lengths: Sequence[int],
     prompts: Sequence[int],
-    sizes: WindowSizes,
+    sizes: Windows,
     most_columns: int,
     device: torch.device,
 ) -> tuple[Rows | None, list[Prompt]]:

@@ -11,20 +11,12 @@ the prefix cache and rejected drafts change nothing in what is computed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-
-class WindowSizes(NamedTuple):
-    """Tokens that keep every channel, and how many leave at a time."""
-
-    sink: int
-    recent: int
-    flush: int
+from leank_convert._runtime.windows_leank import Windows
 
 
-def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: WindowSizes) -> torch.Tensor:
+def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: Windows) -> torch.Tensor:
     """Count the pruned ones among the tokens that queries see.
 
     Args:
@@ -36,15 +28,15 @@ def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: WindowSizes)
         int32 `[B, d]`.
     """
     prompts = prompts[:, None]
-    first = (prompts - (sizes.sink + sizes.recent)).clamp(min=0)
-    over = (seen - first - sum(sizes)).clamp(min=0)
-    pruned = first + (over + (sizes.flush - 1)) // sizes.flush * sizes.flush
+    first = (prompts - (sizes.sink_size + sizes.recent_size)).clamp(min=0)
+    over = (seen - first - sizes.total).clamp(min=0)
+    pruned = first + (over + (sizes.flush_size - 1)) // sizes.flush_size * sizes.flush_size
     return pruned.masked_fill(seen <= prompts, 0)
 
 
-def pruned_tokens_of(seen: int, prompt: int, sizes: WindowSizes) -> int:
+def pruned_tokens_of(seen: int, prompt: int, sizes: Windows) -> int:
     """Return `pruned_tokens` of one query."""
     if seen <= prompt:
         return 0
-    first = max(prompt - sizes.sink - sizes.recent, 0)
-    return first - -max(seen - first - sum(sizes), 0) // sizes.flush * sizes.flush
+    first = max(prompt - sizes.sink_size - sizes.recent_size, 0)
+    return first - -max(seen - first - sizes.total, 0) // sizes.flush_size * sizes.flush_size

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.dynamic_module_utils import get_imports
 
-from leank_convert.checkpoint_masks import encode_masks
+from leank_convert.leank_block import encode_masks
 from leank_convert.verify import verify_checkpoint
 from runtime import configuration_leank, modeling_leank
 

@@ -134,7 +134,7 @@ def test_a_damaged_block_points_to_verify(
     config = read_json(out / "config.json")
     del config["leank"]["flush_size"]
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LeanKError, match="the `leank` block has no `flush_size`") as caught:
+    with pytest.raises(LeanKError, match="the `leank` block lacks `flush_size`") as caught:
         inspect_artifact(out)
     assert "verify" in str(caught.value.hint)
 

@@ -223,7 +223,7 @@ def _other_failure(out: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of fp8, int4"),
+        ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`"),
         ({"kv_dtype": "int4"}, "`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none"),
         ({"kv_scales": [1]}, "`leank.kv_scales` is [1], no object with `num_tokens`"),
         ({"kv_scales": None}, "is there, and config.json has no `leank.kv_scales`"),

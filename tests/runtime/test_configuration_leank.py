@@ -14,6 +14,7 @@ from runtime.configuration_leank import (
     LeanKQwen3Config,
     read_settings,
 )
+from runtime.windows_leank import Windows
 
 
 def block(**changes: Any) -> dict[str, Any]:
@@ -48,8 +49,8 @@ def sizes(**changes: Any) -> dict[str, Any]:
 def test_a_good_block_is_read():
     settings = read_settings(LeanKLlamaConfig(**sizes(), leank=block()))
     assert settings.widths == ((0, 16), (8, 8))
-    assert (settings.sink_size, settings.recent_size, settings.flush_size) == (128, 1024, 32)
-    assert (settings.prune, settings.head_dim, settings.num_key_value_heads) == ("eager", 16, 2)
+    assert settings.windows == Windows(128, 1024, 32, "eager")
+    assert (settings.head_dim, settings.num_key_value_heads) == (16, 2)
     first_eight = torch.arange(16) < 8
     assert settings.channel_masks.tolist() == [
         [[False] * 16, [True] * 16],
@@ -73,10 +74,12 @@ def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
     ("changes", "message"),
     [
         ({"format_version": 2}, r"`leank.format_version` is 2, these runtime files read 1; load"),
+        ({"format_version": True}, r"`leank.format_version` is True"),
+        ({"key_mean": False}, r"`leank.key_mean` is False, not true"),
         ({"format_version": "absent"}, r"`leank.format_version` is None"),
         ({"widths": "absent", "prune": "absent"}, r"lacks `widths`, `prune`; export"),
-        ({"widths": [[0, 16]]}, r"`leank.widths` has 1 layers, 2 are pruned"),
-        ({"widths": 3}, r"`leank.widths` has int layers"),
+        ({"widths": [[0, 16]]}, r"`leank.widths` is \[\[0, 16\]\], not 2 rows, one for each pruned layer"),
+        ({"widths": 3}, r"`leank.widths` is 3, not 2 rows"),
         (
             {"widths": [[0, 16], [8]]},
             r"`leank.widths\[1\]` is \[8\], not one integer for each of the 2 KV heads",
@@ -88,7 +91,7 @@ def test_masks_are_read_on_the_cpu_wherever_the_model_is_built():
             {"head_permutation": [[1, 1], [0, 1]]},
             r"`leank.head_permutation\[0\]` is \[1, 1\], not a permutation",
         ),
-        ({"head_permutation": [[1, 0]]}, r"`leank.head_permutation` has 1 layers"),
+        ({"head_permutation": [[1, 0]]}, r"`leank.head_permutation` is \[\[1, 0\]\], not 2 rows"),
         ({"channel_masks": "0000ffff"}, r"`leank.channel_masks` is not a list of 2 strings"),
         ({"channel_masks": ["0000ffff"]}, r"`leank.channel_masks` is not a list of 2 strings"),
         ({"channel_masks": ["0000ffff", "ff00aaa"]}, r"`leank.channel_masks\[1\]` is not 8 hex digits"),

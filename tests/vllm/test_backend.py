@@ -13,14 +13,14 @@ from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.reference_leank import decode_attention
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend
 from leank_convert.vllm.attention import append_by_slot, attend_densely
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.models import coming_block_size
 from leank_convert.vllm.pages import Numbers, numbers_of
-from leank_convert.vllm.rule import WindowSizes
 
-HEAD_DIM, GROUPS, SIZES = 32, 2, WindowSizes(4, 8, 3)
+HEAD_DIM, GROUPS, SIZES = 32, 2, Windows(4, 8, 3)
 LAYOUT = ChunkLayout((0, 16, 32), HEAD_DIM, 16)
 PAGE, MOST_PAGES = 16, 6
 

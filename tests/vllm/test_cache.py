@@ -8,12 +8,12 @@ pytest.importorskip("vllm", reason="bin/test-vllm runs it")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowManager, LeanKWindowSpec
-from leank_convert.vllm.rule import WindowSizes
 
 BLOCK = 16
 FIELDS = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-SPEC = LeanKWindowSpec(**FIELDS, num_head_slots=1, state_content_bytes=128, sizes=WindowSizes(16, 64, 16))
+SPEC = LeanKWindowSpec(**FIELDS, num_head_slots=1, state_content_bytes=128, sizes=Windows(16, 64, 16))
 
 
 def make_manager():

@@ -2,10 +2,10 @@
 
 import pytest
 
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.inspection import Load, inspect_artifact
 from leank_convert.vllm.capacity import count_pruned
 from leank_convert.vllm.pages import BLOCK_SIZE
-from leank_convert.vllm.rule import WindowSizes
 from tests.vllm.conftest import run_engine
 
 PROMPT, NEW = 360, 60
@@ -14,7 +14,7 @@ MEMORY = 16 << 20
 
 def test_a_request_takes_its_kept_pages_and_the_windows_of_its_sink_and_recent_tokens():
     """10 kept pages and, of the window's of 48 tokens, 4 until its prompt is read, then 1 and 2."""
-    model = {"widths": [[16]], "head_dim": 32, "element_bytes": 2, "sizes": WindowSizes(8, 24, 8)}
+    model = {"widths": [[16]], "head_dim": 32, "element_bytes": 2, "sizes": Windows(8, 24, 8)}
     block = 16 * (16 + 32) * 2
     counted = {
         blocks: count_pruned(**model, memory=block * blocks, tokens=160, block_size=16).requests

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from leank_convert._runtime.layout_leank import ChunkLayout, choose_chunk_size
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.mask import load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.vllm.capacity import count_dense, count_pruned
 from leank_convert.vllm.pages import ModelPages, deal_heads, numbers_of, view_layer
-from leank_convert.vllm.rule import WindowSizes
 
 LLAMA, QWEN = "llama-3.1-8b-instruct", "qwen2.5-7b-instruct"
 
@@ -70,7 +70,7 @@ def test_a_pool_has_more_blocks_than_a_dense_model(name, num_ranks, more_blocks)
 def test_a_pool_in_fp8_has_three_and_a_half_times_the_blocks_of_a_dense_one_in_bfloat16(memory):
     pages = pages_of(LLAMA)
     dense = count_dense(32 * 8, 128, 2, memory, 8192)
-    pruned = count_pruned(pages.widths, 128, 1, WindowSizes(4, 1024, 32), memory, 8192)
+    pruned = count_pruned(pages.widths, 128, 1, Windows(4, 1024, 32), memory, 8192)
     assert pruned.blocks >= 3.5 * dense.blocks
     assert pages.numbers_per_block(64) % 16 == 0  # bytes, of which kernels load 16 and more at once
 

@@ -3,10 +3,11 @@
 import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
+from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm.rows import Prompt, cut_rows, uniform_rows
-from leank_convert.vllm.rule import WindowSizes, pruned_tokens_of
+from leank_convert.vllm.rule import pruned_tokens_of
 
-SIZES = WindowSizes(4, 8, 3)
+SIZES = Windows(4, 8, 3)
 CPU = torch.device("cpu")
 
 

@@ -99,14 +99,11 @@ def test_of_a_long_text_2000_tokens_are_fed_unless_told(writer, tmp_path, monkey
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"flush_size": 10**9},
-            "`flush_size` is 1000000000, not a whole number of tokens from 1 to 16777216",
-        ),
-        ({"recent_size": 10**30}, "`recent_size` is "),
-        ({"prune": "lazy"}, "`prune` is "),
-        ({"sink_size": ...}, "the `leank` block has no `sink_size`"),
-        ({"head_permutation": [[0, 0], [0, 1]]}, "`leank.head_permutation[0]` is [0, 0], no permutation"),
+        ({"flush_size": 10**9}, "`leank.flush_size` is 1000000000, not an integer from 1 to 16777216"),
+        ({"recent_size": 10**30}, "`leank.recent_size` is "),
+        ({"prune": "lazy"}, "`leank.prune` is "),
+        ({"sink_size": ...}, "the `leank` block lacks `sink_size`"),
+        ({"head_permutation": [[0, 0], [0, 1]]}, "`leank.head_permutation[0]` is [0, 0], not a permutation"),
     ],
     ids=str,
 )

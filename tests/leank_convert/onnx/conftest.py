@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from leank_convert.checkpoint_masks import encode_masks
+from leank_convert.leank_block import encode_masks
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from runtime import configuration_leank, modeling_leank
 
