@@ -1,4 +1,4 @@
-"""A CUDA graph, recorded without running and launched as a whole, in memory that a model's graphs share."""
+"""CUDA graph recording: a graph captured without running, in memory shared by a model's graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of converted models: the family's own config plus the `leank` block, checked when it is read."""
+"""Config classes of converted models: the family's own config plus a checked `leank` block."""
 
 from __future__ import annotations
 

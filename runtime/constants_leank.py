@@ -1,4 +1,4 @@
-"""What a layer's cache knows of each channel beside its tokens: what comes off keys, and scales of FP8.
+"""Per-channel constants of a layer's cache: the mean taken off keys, and FP8 scales.
 
 Softmax does not see what is added to all keys alike: q·(k - c) differs from q·k by one number per query. So
 the mean of keys comes off every key before it is stored. Channels of large constant parts, which biases leave

@@ -1,4 +1,4 @@
-"""Decode kernels: compiled for a device and a shape, launched, and shown to torch as operators."""
+"""Decode kernel launch: compiled for a device and a shape, registered as torch operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode kernels found for a device and a shape, and held to the reference before they first serve."""
+"""Decode kernel lookup by device and shape, with a self-check against the reference before first use."""
 
 from __future__ import annotations
 

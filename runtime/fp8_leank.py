@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: e4m3 numbers, and scales per channel that are powers of two.
+"""FP8 cache format: e4m3 numbers and power-of-two scales per channel.
 
 stored = clamp(x / scale, -448, 448), rounded to nearest even. A scale that is a power of two divides and
 multiplies without rounding. So queries take the scales of keys and outputs those of values, and what is

@@ -1,4 +1,4 @@
-"""The forward pass of a few new columns with all between its matrix products fused.
+"""Fused decode step: everything between the matrix products of a few new tokens, in few kernels.
 
 Of a decode step's thousand kernels most add, norm, rotate and copy a few thousand numbers each. Here a layer
 is four matrix products, attention, and four kernels of decode_kernels_leank: q, k and v are one product, gate

@@ -1,4 +1,4 @@
-"""Keys and values in four bits: of every 32 numbers of a token and head the least one and a step.
+"""int4 cache format: four-bit codes, with a minimum and a step for every 32 numbers of a token and head.
 
     step   = (greatest - least) / 15, rounded to the dtype of keys and values
     stored = round((x - least) / step), from 0 to 15; of equal numbers any

@@ -1,4 +1,4 @@
-"""e4m3 in the decode kernels: how numbers become bytes, and bytes the operands of matrix products.
+"""FP8 in the decode kernels: rounding to e4m3, and widening to operands of matrix products.
 
 K and V are stored as x / scale, the scale a power of two of a channel. Kernels take the bytes as they are and
 multiply queries and outputs by the scales instead. On Hopper a thread widens what it holds of an operand,

@@ -1,4 +1,4 @@
-"""What a decode step does around attention and between its matrix products, in TileLang.
+"""Append, RoPE + append, add + RMSNorm and SiLU kernels of a decode step, in TileLang.
 
     leank_append        K and V of new tokens to the pages of their rows: one block a head of a token
     leank_rope_append   the same, and before it queries and keys rotated

@@ -1,4 +1,4 @@
-"""What decode kernels are found by and are handed: keys, tiles of a step, products left in parts."""
+"""`KernelKey`, tile planning, and split-K partial products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building blocks of the decode kernels, in TileLang: what is compiled for, masks, softmax, a head's output.
+"""Building blocks of the decode kernels, in TileLang: targets, masks, online softmax, a head's output.
 
 The work of a launch is a line of tiles, in kernel_line_leank; heads that several program instances shared are
 joined in kernel_merge_leank. The attention bodies are in kernel_hopper_leank and kernel_generic_leank.

@@ -1,4 +1,4 @@
-"""Who takes which tiles of a launch, in TileLang.
+"""Work partitioning: assigns a launch's tiles to program instances, in TileLang.
 
 A tile is 64 tokens of one head of one row, at positions 64 t … 64 t + 63. The work of an attention
 launch is one line: row after row, in a row head after head, in a head tile after tile, first those of pruned

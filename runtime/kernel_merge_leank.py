@@ -1,4 +1,4 @@
-"""The kernel that joins what several program instances made of one head, in TileLang."""
+"""Merge kernel: joins the partial attention of one head from several program instances, in TileLang."""
 
 # No `from __future__ import annotations`: TileLang reads the annotations of kernel parameters as objects.
 from typing import Any

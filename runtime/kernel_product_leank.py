@@ -1,4 +1,4 @@
-"""Matrix products of a decode step, in TileLang: a weight, read once, by up to 64 tokens.
+"""Matrix products of a decode step, in TileLang: a weight is read once for up to 64 tokens.
 
 The work is one line, as in attention: blocks of outputs one after the other, in a block steps along the
 inputs. Every program instance takes an equal stretch of it, whatever the sizes of the weight, so that all end

@@ -1,4 +1,4 @@
-"""A row of the cache laid out densely, for attention that is not ours, in TileLang.
+"""Kernel that expands one cache row to dense K and V, for torch's attention, in TileLang.
 
     leank_copy_row      K, zeros where channels are pruned, and V, for heads that see pruned tokens
 

@@ -1,4 +1,4 @@
-"""One layer of the cache: the prompt as it comes, then pages of what is kept."""
+"""`LeanKLayer`: one layer of the cache, first the whole prompt, then pages of kept channels."""
 
 from __future__ import annotations
 

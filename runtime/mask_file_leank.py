@@ -1,4 +1,4 @@
-"""The mask's file, which travels in every checkpoint: found in a folder or on the hub, read, carried on."""
+"""Mask file of a checkpoint: finding it in a folder or on the hub, reading key means, copying it."""
 
 from __future__ import annotations
 

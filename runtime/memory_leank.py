@@ -1,4 +1,4 @@
-"""Bytes that a cache holds, by region."""
+"""Memory of a cache in bytes, by region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured decode step presumes: of a model, and of each step that it is to serve.
+"""Preconditions of CUDA graph capture, of a model and of each step.
 
 Whatever is not known to compute the same in every step has a reason here why it runs as it is.
 """

@@ -1,4 +1,4 @@
-"""Layers of a model that are not pruned: those without full attention keep transformers' own cache.
+"""Unpruned layers: those without full attention keep transformers' own cache.
 
 What they hold is bounded already, by a window or as a state. Here is what a `LeanKCache` needs of them beyond
 what their classes do by themselves.

@@ -1,4 +1,4 @@
-"""Pages of a cache: how many every row has, which they are, and where they go when there are to be others.
+"""Page tables: allocation and reallocation of a cache's pages.
 
 A page holds `PAGE` tokens of one row. All layers of a cache share one `PageTables`, as their rows are alike:
 every layer has two pools of the same numbers of pages, one for kept channels of all tokens, and the window

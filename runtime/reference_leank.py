@@ -1,4 +1,4 @@
-"""Decode attention over the pruned cache in plain torch: the CPU path, and what the kernel is held to.
+"""Reference decode attention in plain torch: the CPU path, and the kernels' ground truth.
 
 Scores are taken chunk by chunk from the append-only store, the dropped channels' share is added to the
 tokens that the window buffer holds, and one softmax in fp32 runs over all of it. See README.md for the maths.

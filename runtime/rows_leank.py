@@ -1,4 +1,4 @@
-"""Row lengths of the cache and the append rule: how many tokens a row holds, and how many are pruned.
+"""Row lengths and the append rule: how many tokens a row holds, and how many are pruned.
 
 A row's tokens are numbered without padding: token 0 is the row's first real token. Two counters describe
 a row, its length n and its number of pruned tokens p:

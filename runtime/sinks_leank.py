@@ -1,4 +1,4 @@
-"""Attention sinks: a logit of each query head that takes its share of the softmax, and adds no value.
+"""Attention sinks: a logit per query head that takes a share of the softmax and adds no value.
 
 To a fused kernel a sink is one more token ahead of all others, with a value of zeros. Its key is two channels
 more, in which other keys hold zero and queries the sink's logit: so that heads of a group share it as they

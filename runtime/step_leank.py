@@ -1,4 +1,4 @@
-"""Plan of one forward pass: which columns are prompt, where new tokens go in the cache, what they see.
+"""Forward-pass plan: which columns are prompt, where new tokens are stored, what they attend to.
 
 Integers known to the host and index tensors, worked out once for all layers of a device.
 """

@@ -1,4 +1,4 @@
-"""Memory of one layer: pages for kept channels of all tokens, a window for dropped ones."""
+"""Storage of one layer: pages for the kept channels of all tokens, a window for the dropped ones."""
 
 from __future__ import annotations
 

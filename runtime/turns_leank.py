@@ -1,4 +1,4 @@
-"""Attention of many new tokens at once: turns of a conversation, chunks of input.
+"""Multi-token attention over a pruned cache: turns of a conversation, chunks of input.
 
 A channel that is pruned adds nothing to a score. So K with zeros in its place, and the new tokens behind, are
 all that dense attention needs to give what the pruned cache means: torch's flash attention does the work.

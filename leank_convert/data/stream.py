@@ -1,4 +1,4 @@
-"""Stream of samples, drawn ahead of their use in threads of their own."""
+"""Sample prefetching in background threads."""
 
 from __future__ import annotations
 

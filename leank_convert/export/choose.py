@@ -1,4 +1,4 @@
-"""Choice of a mask, windows and config changes: by arguments, a training run, a recipe, or the package."""
+"""Resolve an export: mask, windows and config changes, by arguments, training run, recipe or package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign files in an output folder: what no export wrote is carried along when one replaces the folder."""
+"""Preserve unrelated files when an export overwrites a folder."""
 
 from __future__ import annotations
 

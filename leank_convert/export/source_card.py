@@ -1,4 +1,4 @@
-"""What a card says of where a checkpoint comes from: the model's licence, and its name on the hub."""
+"""Licence and hub id of the source model, for the model card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of a config.json by transformers, which reads more of its keys than conversion does."""
+"""Check of a source's config.json by transformers' own config class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that choose a model's channels, one row of a table each.
+"""Table of the methods that choose a model's channels.
 
 A method is LeanK's training or a part of it, or a function that scores channels without training; those with
 the highest scores are kept (`train.selection`). To add one, write a function that takes a

@@ -1,4 +1,4 @@
-"""Calibration: what a method that trains nothing may measure, loaded when it is first asked for."""
+"""Calibration data for methods without training, loaded on first use."""
 
 from __future__ import annotations
 

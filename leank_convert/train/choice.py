@@ -1,4 +1,4 @@
-"""Which recipe a model is trained by: the one named, else the packaged one, else a derived one.
+"""Resolve the training recipe: the one named, else the packaged one, else a derived one.
 
 Importing this module does not import torch.
 """

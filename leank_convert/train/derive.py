@@ -1,4 +1,4 @@
-"""Recipes for models without a packaged one: derived from a model's shape and from what fits the device.
+"""Derived recipes for models without a packaged one, from the model's shape and the device's memory.
 
 The rules, which docs/training.md repeats for users:
 

@@ -1,4 +1,4 @@
-"""Loss and gradient of training samples, launched as CUDA graphs where Python cannot launch them fast enough.
+"""CUDA graphs for training steps of small models, which Python cannot launch fast enough.
 
 Questions and answers are few tokens, but their passes and the backward pass are thousands of kernels. While
 the context runs on the GPU, no more than about a thousand of them can be launched ahead. So they are

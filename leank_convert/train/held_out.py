@@ -1,4 +1,4 @@
-"""Check that ends the making of a mask: a few held-out samples, answered dense and pruned.
+"""Held-out check of a new mask: a few samples answered dense and pruned.
 
 What is judged is how many of the answers' tokens are the most likely ones, each given the right tokens
 before it: a model too small to write a long code without a slip, or one that begins in prose, still shows by

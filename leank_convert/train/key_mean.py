@@ -1,4 +1,4 @@
-"""Statistics of keys and values on a recipe's own contexts, above all the mean that keys are centred by.
+"""Statistics of keys and values on a recipe's contexts, above all the mean that keys are centred by.
 
 They are of keys after RoPE and key norms, as they are cached, and of the layers that are pruned. Letters as
 in `attention`; L layers.

@@ -1,4 +1,4 @@
-"""Layers with linear attention in a training step: questions go on from a state of the context.
+"""Linear-attention layers in a training step: questions continue from the context's state.
 
 Such a layer mixes tokens in their order. What stands side by side in attention's one row is therefore laid
 out for it as a batch, a row for each question with its answer, and all rows begin with the context's state.

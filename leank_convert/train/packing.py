@@ -1,4 +1,4 @@
-"""A sample's tokens as training's passes take them: one row of questions and answers behind their context.
+"""Sample packing: one row of questions and answers behind their context.
 
 Where passes are captured as graphs (`graphs`), samples are padded to few sizes. Padding changes nothing: it
 stands behind the context and behind the questions and answers, belongs to no question and weighs nothing.

@@ -1,4 +1,4 @@
-"""A sample's loss by three forward passes: context, questions with answers, the answers again, pruned."""
+"""Training loss of a sample in three forward passes: context, dense answers, pruned answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling factors and gates: how they begin, what their training minimises and at what rate.
+"""Scaling factors and gates: initial values, loss terms and learning rates.
 
 Scaling factors in [0, 1] are one per layer, KV head and channel; gates, one per head.
 """

@@ -1,4 +1,4 @@
-"""The order of a run: gates of heads if the method has them, stage 1 once, stage 2 for every asked ratio."""
+"""Schedule of a run: head gates where the method has them, stage 1 once, stage 2 per ratio."""
 
 from __future__ import annotations
 

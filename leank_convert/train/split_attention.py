@@ -1,4 +1,4 @@
-"""Attention of the tokens that follow a stored context: differentiable, and never [N, H, S] at once.
+"""Differentiable attention of tokens that follow a stored context, never [N, H, S] at once.
 
 The softmax is split in two. Keys that every query treats alike, the middle of the context, go through a
 fused kernel that keeps nothing but output and log-sum-exp. All others (sink, recent window, the border

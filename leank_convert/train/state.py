@@ -1,4 +1,4 @@
-"""The files of a run, and its resumable state: one of them, replaced whole.
+"""Files of a training run, and its resumable state.
 
 There is no random state in it: a step's sample is a function of the recipe's seed and the step, and nothing
 else in training is random.

@@ -1,4 +1,4 @@
-"""Causal attention where SDPA does not do: within a sliding window, or beside attention sinks.
+"""Sliding-window attention and attention with sinks, which SDPA lacks.
 
 A sink is a logit of each query head that takes its share of the softmax and adds no value; beside centred
 keys every query has another. Not differentiable: the passes that are, have `split_attention`. Letters as in

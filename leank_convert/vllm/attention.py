@@ -1,4 +1,4 @@
-"""Writing a step's tokens to pages, and attention of prompts, in torch.
+"""Page writes and prompt attention in plain torch.
 
 Prompts attend densely: by torch's own attention, to keys that are put together from both groups' pages where
 an earlier chunk or the prefix cache holds some of them. Decode attention is the runtime's.

@@ -1,4 +1,4 @@
-"""vLLM's attention backend of LeanK layers: what a step does, and doing it, by kernel or in torch."""
+"""vLLM attention backend of LeanK layers: step metadata, and attention by kernel or in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The specs of both cache groups for vLLM, and the manager of the window's pages.
+"""vLLM cache specs of both groups of pages, and the manager of the window's pages.
 
 Importing this module registers them: a spec that comes from another process brings its manager along, so the
 engine core knows both without the model.

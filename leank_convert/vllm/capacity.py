@@ -1,4 +1,4 @@
-"""How many requests fit into a given memory, of a LeanK cache and of the dense one. No vLLM.
+"""Capacity estimate: how many requests fit into a given memory, pruned and dense. No vLLM.
 
 The pool is divided as vLLM does it; one of its blocks stands for pages that were given back.
 """

@@ -1,4 +1,4 @@
-"""Configs of converted checkpoints as vLLM reads them: the runtime's own, checked as there."""
+"""vLLM config classes of converted checkpoints: the runtime's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's models with LeanK attention in place of their own, whatever the family."""
+"""vLLM model classes with LeanK attention in place of their own, for every family."""
 
 from __future__ import annotations
 

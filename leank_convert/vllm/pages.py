@@ -1,4 +1,4 @@
-"""What a token takes in the pages of both groups, layer by layer, and which heads a rank has. No vLLM.
+"""Page sizes of both groups, layer by layer, and the heads of a rank. No vLLM.
 
 A page is one piece of memory for all layers of a rank. Kept pages hold of each layer, window pages alike
 

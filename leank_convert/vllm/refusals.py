@@ -1,4 +1,4 @@
-"""What a LeanK checkpoint cannot be served with, said in one sentence before anything is loaded."""
+"""Refusals of vLLM options that a LeanK checkpoint cannot be served with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step of the engine computes: rows of columns for the decode kernels, and prompts.
+"""Rows and prompts of one engine step, for the decode kernels.
 
 A request with few new tokens is a row. A longer input is cut where its prompt ends: the prompt's part attends
 densely, tokens behind it (a request that was preempted computes its answer again) make rows of their own.

@@ -1,4 +1,4 @@
-"""How many tokens a query sees pruned: the runtime's rule as a function of position.
+"""The pruning rule as a function of position: how many tokens a query sees pruned.
 
 A query of the prompt sees every token whole. One at position i >= n of a row whose prompt has n tokens sees
 
