@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 
 from leank_convert.device import choose_device, is_first_process
 from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
-from leank_convert.export import MaskLike, check_exportable, choose, export_checkpoint, recover
+from leank_convert.export import (
+    ExportRequest,
+    MaskLike,
+    check_exportable,
+    export_checkpoint,
+    recover,
+    resolve_export,
+    write_export,
+)
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask
@@ -120,37 +129,22 @@ def export_model(
     Raises:
         LeanKError: As `export_checkpoint` and `measure_cache`; if a cache of this dtype loses answers.
     """
-    kept = {name: options.pop(name) for name in ("base_model", "overwrite") if name in options}
-    choice = choose(model, mask, Path(out), **options)
-    overrides = choice.config_overrides
-    check_exportable(
-        model,
-        Path(out),
-        config_overrides=overrides,
-        overwrite=bool(kept.get("overwrite", False)),
-        mask=choice.mask,
-        mask_origin=choice.mask_origin,
-    )
+    export = resolve_export(ExportRequest(model, mask, Path(out), **options))
+    choice = export.choice
     recipe = options.get("recipe")
     if isinstance(recipe, str | Path):
         recipe = load_recipe(recipe, options.get("overrides", ()))
     recipe = choose_cache_recipe(model, recipe, out, device)
     # Keys are measured as the checkpoint will turn them, whoever says so.
-    section = recipe.model.model_copy(update={"config_overrides": dict(overrides)})
+    section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
     recipe = recipe.model_copy(update={"model": section})
     measured = measure_cache(model, recipe, device=device) if _has_to_measure(choice.mask, kv_dtype) else None
     centred = choice.mask if measured is None else measured.centre(choice.mask)
-    return export_checkpoint(
-        model,
-        centred,
-        out,
-        **vars(choice.windows),
-        config_overrides=overrides,
-        mask_origin=choice.mask_origin,
+    return write_export(
+        replace(export, choice=replace(choice, mask=centred)),
         kv_dtype=kv_dtype,
         kv_scales=measured.scales(centred) if measured and kv_dtype == "fp8" else None,
         try_cache=_trial(model, recipe, kv_dtype, device, force=force),
-        **kept,
     )
 
 

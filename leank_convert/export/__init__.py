@@ -12,20 +12,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.filesize import decimal
 
-from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
-from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
-from leank_convert.export.choose import Choice, MaskLike, RecipeLike, choose
 from leank_convert.export.companions import copy_companions
 from leank_convert.export.config_json import (
     build_config,
@@ -36,13 +32,22 @@ from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
 from leank_convert.export.plan import ExportPlan, plan_export
 from leank_convert.export.publish import check_replaceable, recover, staged_folder
+from leank_convert.export.request import (
+    Export,
+    ExportRequest,
+    MaskLike,
+    RecipeLike,
+    open_source,
+    refuse_overlap,
+    refuse_to_lose_mask,
+    resolve_export,
+)
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.export.source_card import find_base_model, read_licence
 from leank_convert.export.stock_config import check_stock_config
 from leank_convert.files import sha256_of, sync_path, write_atomically
-from leank_convert.folders import check_folder
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
-from leank_convert.hub import check_base_model, model_name, resolve_model
+from leank_convert.hub import model_name
 from leank_convert.kv_scales import KVScales, describe_cache
 from leank_convert.leank_block import metadata_facts
 from leank_convert.mask import (
@@ -50,23 +55,22 @@ from leank_convert.mask import (
     ChannelMask,
     MaskProvenance,
     all_channels_mask,
-    check_mask_fits,
-    load_mask,
     save_mask,
 )
-from leank_convert.windows import Windows
 
 __all__ = [
-    "Choice",
+    "Export",
+    "ExportRequest",
     "MaskLike",
     "RecipeLike",
     "check_exportable",
     "check_replaceable",
-    "choose",
     "export_checkpoint",
     "recover",
     "refuse_overlap",
     "refuse_to_lose_mask",
+    "resolve_export",
+    "write_export",
 ]
 
 
@@ -89,10 +93,8 @@ def check_exportable(
     *,
     config_overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    mask: ChannelMask | None = None,
-    mask_origin: str = "mask",
 ) -> None:
-    """Check what an export would refuse, so that it can be known before anything is trained or measured.
+    """Check what an export would refuse whatever the mask, before one is trained.
 
     Only headers are read and nothing is written.
 
@@ -101,17 +103,12 @@ def check_exportable(
         out: The folder to write.
         config_overrides: Keys of config.json to replace.
         overwrite: Whether to replace a checkpoint in `out`.
-        mask: Which channels are kept; None for what would be refused whatever the mask.
-        mask_origin: The mask's file, for messages.
 
     Raises:
-        LeanKError: If the source cannot be converted, the mask is not its own, or `out` not be written.
+        LeanKError: If the source cannot be converted, or `out` not be written.
     """
-    checkpoint, config, facts = _open_source(model, out, config_overrides)
+    checkpoint, config, facts = open_source(model, out, config_overrides)
     check_stock_config(config, facts.architecture, origin=str(checkpoint.folder / CONFIG_NAME))
-    if mask is not None:
-        check_mask_fits(mask, facts, mask_origin=mask_origin, model_origin=str(model))
-        refuse_to_lose_mask(out, mask, overwrite=overwrite)
     plan_export(checkpoint, all_channels_mask(facts), facts)
     check_replaceable(out, overwrite=overwrite)
 
@@ -171,14 +168,10 @@ def export_checkpoint(
         LeanKError: If anything about the source, the mask, the recipe or the target is wrong; `out` is then
             as before.
     """
-    out = Path(out)
-    check_folder(out)
-    check_base_model(base_model)
-    cache = describe_cache(kv_dtype, kv_scales)
-    choice = choose(
+    request = ExportRequest(
         model,
         mask,
-        out,
+        Path(out),
         pruning_ratio=pruning_ratio,
         recipe=recipe,
         overrides=overrides,
@@ -188,87 +181,54 @@ def export_checkpoint(
         flush_size=flush_size,
         prune=prune,
         config_overrides=config_overrides,
+        base_model=base_model,
+        overwrite=overwrite,
         mask_origin=mask_origin,
     )
-    checkpoint, config, facts = _open_source(model, out, choice.config_overrides)
-    check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(model))
-    plan = plan_export(checkpoint, choice.mask, facts, kv_scales)
-    refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
-    write_checkpoint(
-        out,
-        Original(model_name(model), checkpoint, config, facts, choice.config_overrides, base_model, cache),
-        plan,
-        choice.mask,
-        choice.windows,
-        try_cache=try_cache,
-        overwrite=overwrite,
-    )
-    return out
+    export = resolve_export(request)
+    return write_export(export, kv_dtype=kv_dtype, kv_scales=kv_scales, try_cache=try_cache)
 
 
-@dataclass(frozen=True)
-class Original:
-    """The model that a checkpoint is written of.
-
-    Attributes:
-        name: The model's hub id or folder name.
-        checkpoint: The folder with the tensors that are to be written.
-        config: The model's config.json, overrides applied.
-        facts: The facts of that.
-        config_overrides: Those overrides.
-        base_model: The model's hub id, None to find out.
-        cache: What the `leank` block is to say of the cache's dtype.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    config: Mapping[str, Any]
-    facts: ModelFacts
-    config_overrides: Mapping[str, Any]
-    base_model: str | None = None
-    cache: Mapping[str, Any] = field(default_factory=dict)
-
-
-def write_checkpoint(
-    out: Path,
-    original: Original,
-    plan: ExportPlan,
-    mask: ChannelMask,
-    windows: Windows,
+def write_export(
+    export: Export,
     *,
+    kv_dtype: str | None = None,
+    kv_scales: KVScales | None = None,
     try_cache: CacheTrial | None = None,
-    overwrite: bool,
-) -> None:
-    """Write a checkpoint of what has been read and checked.
+) -> Path:
+    """Write the checkpoint of an export that has been resolved.
 
     Args:
-        out: The folder to write.
-        original: What is written.
-        plan: What becomes of its tensors.
-        mask: Which channels are kept, in the model's own head order.
-        windows: Window sizes, and when to prune.
-        try_cache: As in `export_checkpoint`.
-        overwrite: Whether to replace a checkpoint in `out`.
+        export: What is written, and where.
+        kv_dtype: As for `export_checkpoint`, as the others.
+        kv_scales: Scales for `fp8`.
+        try_cache: Tries the checkpoint before it is there.
+
+    Returns:
+        The folder.
 
     Raises:
-        LeanKError: If something cannot be read or written; `out` is then as before.
+        LeanKError: If something cannot be read or written; the folder is then as before.
     """
-    checkpoint, facts = original.checkpoint, original.facts
+    cache = describe_cache(kv_dtype, kv_scales)
+    checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
+    mask, windows = choice.mask, choice.windows
+    plan = plan_export(checkpoint, mask, facts, kv_scales)
     known = mask.provenance or MaskProvenance.for_model(
-        original.name,
+        model_name(export.model),
         facts,
         method="all-channels" if mask.channel_mask.all() else "imported",
         **windows.sizes,
     )
     mask = dataclasses.replace(mask, provenance=known)
-    leank = build_leank_facts(mask, known, plan.layout, windows, original.config_overrides, original.cache)
+    leank = build_leank_facts(mask, known, plan.layout, windows, choice.config_overrides, cache)
     try:
-        with staged_folder(out, overwrite=overwrite) as partial:
+        with staged_folder(export.out, overwrite=export.overwrite) as partial:
             # Importing transformers and loading a tokenizer is processor time, writing weights is the disk's.
             with ThreadPoolExecutor(max_workers=1) as copier:
                 source_config = str(checkpoint.folder / CONFIG_NAME)
                 checked = copier.submit(
-                    check_stock_config, original.config, facts.architecture, origin=source_config
+                    check_stock_config, export.config, facts.architecture, origin=source_config
                 )
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
                 hashed = _write_weights(checkpoint, plan, leank, partial)
@@ -277,56 +237,16 @@ def write_checkpoint(
             files = copy_runtime_files(partial)
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
-            config = build_config(original.config, facts.architecture, leank, digests)
+            config = build_config(export.config, facts.architecture, leank, digests)
             write_atomically(partial / CONFIG_NAME, encode_json(config))
             _check_written(checkpoint, plan, partial)
             tried = None if try_cache is None else try_cache(partial)
-            card = _describe(original, mask, known, windows, tried)
+            card = _describe(export, mask, cache, tried)
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
-        raise _cannot_export(error, out, checkpoint) from error
-
-
-def _open_source(
-    model: str | Path, out: Path, config_overrides: Mapping[str, Any] | None
-) -> tuple[Checkpoint, dict[str, Any], ModelFacts]:
-    """The source, its config with the overrides applied, and the facts of that."""
-    folder = resolve_model(model)
-    refuse_overlap(folder, out)
-    checkpoint = open_checkpoint(folder)
-    config = apply_config_overrides(checkpoint.config, config_overrides or {})
-    return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
-
-
-def refuse_overlap(folder: Path, out: Path) -> None:
-    """Refuse to write into a model's own folder, or around it.
-
-    Raises:
-        LeanKError: If one of the two holds the other, or `out` cannot be a folder.
-    """
-    source, target = folder.resolve(), check_folder(out)
-    if source == target or source in target.parents or target in source.parents:
-        raise LeanKError(
-            f"`{out}` overlaps the source `{folder}`", hint="name a folder outside the model's own"
-        )
-
-
-def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
-    """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
-
-    A mean of keys may be added to one that has none: nothing of it is lost.
-
-    Raises:
-        LeanKError: If it would be replaced.
-    """
-    check_replaceable(out, overwrite=overwrite)
-    kept = out / MASK_FILE_NAME
-    if kept.exists() and not overwrite and not mask.holds(load_mask(kept)):
-        raise LeanKError(
-            f"`{kept}` is another mask than the one to export; it would be lost",
-            hint="name another folder, or pass `--overwrite`",
-        )
+        raise _cannot_export(error, export.out, checkpoint) from error
+    return export.out
 
 
 def _write_weights(
@@ -367,33 +287,25 @@ def _write_weights(
     return hashed
 
 
-def _describe(
-    original: Original,
-    mask: ChannelMask,
-    known: MaskProvenance,
-    windows: Windows,
-    tried: CacheTried | None,
-) -> str:
-    checkpoint, facts = original.checkpoint, original.facts
+def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried: CacheTried | None) -> str:
+    """Build the model card."""
+    checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
+    assert known is not None
+    name = model_name(export.model)
     output = checkpoint.find(facts.architecture.attention_tensor(0, "o_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
     return build_model_card(
-        original.name,
+        name,
         mask,
         known,
         facts,
-        windows,
-        count_cache_bytes(
-            mask.widths,
-            facts.head_dim,
-            element_bytes,
-            original.cache.get("kv_dtype"),
-        ),
+        export.choice.windows,
+        count_cache_bytes(mask.widths, facts.head_dim, element_bytes, cache.get("kv_dtype")),
         element_bytes=element_bytes,
         tried=None if tried is None else tried.render(),
-        leank=original.cache,
+        leank=cache,
         noted_name=identify_model(checkpoint.folder),
-        base_model=original.base_model or find_base_model(checkpoint.folder, original.name, known.model),
+        base_model=export.base_model or find_base_model(checkpoint.folder, name, known.model),
         licence=read_licence(checkpoint.folder),
     )
 

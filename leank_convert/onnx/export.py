@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.architectures import read_model_facts
-from leank_convert.checkpoint_io import CONFIG_NAME, ONNX_DESCRIPTION_NAME, read_config
-from leank_convert.config_overrides import apply_config_overrides
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export import (
+    ExportRequest,
     MaskLike,
-    check_exportable,
-    choose,
-    export_checkpoint,
     refuse_overlap,
     refuse_to_lose_mask,
+    resolve_export,
+    write_export,
 )
 from leank_convert.export.companions import read_companions, write_companions
 from leank_convert.export.config_json import encode_json
@@ -96,7 +94,7 @@ def export_onnx(
     out = Path(out)
     check_folder(out)
     checkpoint = resolve_model(model)
-    choice = None
+    export = None
     if "leank" in read_config(checkpoint):
         # A window size of 0 is a choice, though 0 equals False.
         chosen = [value for value in choices.values() if value not in (None, ()) and value is not False]
@@ -109,24 +107,16 @@ def export_onnx(
         refuse_overlap(checkpoint, out)
         refuse_to_lose_mask(out, load_mask(checkpoint / MASK_FILE_NAME), overwrite=overwrite)
     else:
-        choice = choose(model, mask, out, prune="deferred", **choices)
+        export = resolve_export(
+            ExportRequest(model, mask, out, prune="deferred", overwrite=overwrite, **choices)
+        )
         # Before a checkpoint is written, which may be large.
-        config = apply_config_overrides(read_config(checkpoint), choice.config_overrides or {})
-        refuse_quantized(config, checkpoint)
-        check_traceable(read_model_facts(config, origin=str(checkpoint / CONFIG_NAME)), checkpoint)
-        check_exportable(model, out, config_overrides=choice.config_overrides, overwrite=overwrite)
-        refuse_to_lose_mask(out, choice.mask, overwrite=overwrite)
+        refuse_quantized(export.config, checkpoint)
+        check_traceable(export.facts, checkpoint)
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"
-        if choice is not None:
-            checkpoint = export_checkpoint(
-                model,
-                choice.mask,
-                temporary,
-                **vars(choice.windows),
-                config_overrides=choice.config_overrides,
-                mask_origin=choice.mask_origin,
-            )
+        if export is not None:
+            checkpoint = write_export(dataclasses.replace(export, out=temporary, overwrite=False))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         write_graph(pruned, partial / MODEL_FILE, opset=opset)
         trials = make_trials(pruned, weights)

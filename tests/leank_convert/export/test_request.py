@@ -10,12 +10,18 @@ import torch
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
-from leank_convert.export import choose, export_checkpoint
+from leank_convert.export import ExportRequest, export_checkpoint
+from leank_convert.export.request import Choice
+from leank_convert.export.request import choose as choose_for
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
 from leank_convert.recipe import Recipe
 
 RECIPE = "windows: {sink_size: 5, recent_size: 7}\nmodel: {config_overrides: {max_position_embeddings: 99}}\n"
+
+
+def choose(model: Path, mask: Any, out: Path, **options: Any) -> Choice:
+    return choose_for(ExportRequest(model, mask, out, **options))
 
 
 @pytest.fixture

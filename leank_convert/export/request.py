@@ -1,0 +1,277 @@
+"""Resolve an export: mask, windows and config changes, by arguments, training run, recipe or package."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leank_convert.architectures import ModelFacts, read_model_facts
+from leank_convert.checkpoint_io import (
+    CONFIG_NAME,
+    TRAINING_FOLDER,
+    Checkpoint,
+    open_checkpoint,
+    read_config,
+)
+from leank_convert.config_overrides import apply_config_overrides
+from leank_convert.errors import LeanKError
+from leank_convert.export.packaged import describe_packaged, find_packaged, suggest_packaged
+from leank_convert.export.plan import plan_export
+from leank_convert.export.publish import check_replaceable
+from leank_convert.folders import check_folder
+from leank_convert.hub import check_base_model, resolve_model
+from leank_convert.mask import (
+    MASK_FILE_NAME,
+    ChannelMask,
+    all_channels_mask,
+    check_mask_fits,
+    load_mask,
+    resolve_mask,
+)
+from leank_convert.masks import is_packaged
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import find_recipe, load_recipe
+from leank_convert.windows import Windows
+
+MaskLike = ChannelMask | str | Path | None
+RecipeLike = Recipe | str | Path | None
+
+_logger = logging.getLogger("leank_convert")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """An export as it is asked for; the attributes are `export_checkpoint`'s parameters."""
+
+    model: str | Path
+    mask: MaskLike
+    out: Path
+    pruning_ratio: float | None = None
+    recipe: RecipeLike = None
+    overrides: Sequence[str] = ()
+    all_channels: bool = False
+    sink_size: int | None = None
+    recent_size: int | None = None
+    flush_size: int | None = None
+    prune: str = "eager"
+    config_overrides: Mapping[str, Any] | None = None
+    base_model: str | None = None
+    overwrite: bool = False
+    mask_origin: str | Path = "mask"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The mask, windows and config changes of an export.
+
+    Attributes:
+        mask: Which channels are kept.
+        mask_origin: The mask's file, its packaged name or the option, for messages.
+        windows: Window sizes, and when to prune.
+        config_overrides: Keys of config.json to replace.
+    """
+
+    mask: ChannelMask
+    mask_origin: str
+    windows: Windows
+    config_overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export that has been resolved and checked; nothing is written yet.
+
+    Attributes:
+        model: The model, as it was asked for.
+        out: The folder to write.
+        checkpoint: The model's folder, its headers read.
+        config: The model's config.json, overrides applied.
+        facts: The facts of that.
+        choice: Mask, windows and overrides.
+        base_model: The model's hub id, None to find out.
+        overwrite: Whether to replace a checkpoint in `out`.
+    """
+
+    model: str | Path
+    out: Path
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    facts: ModelFacts
+    choice: Choice
+    base_model: str | None
+    overwrite: bool
+
+
+def resolve_export(request: ExportRequest) -> Export:
+    """Resolve an export, and refuse what can be refused by headers alone.
+
+    Raises:
+        LeanKError: If anything about the source, the mask, the recipe or the target is wrong.
+    """
+    check_folder(request.out)
+    check_base_model(request.base_model)
+    choice = choose(request)
+    checkpoint, config, facts = open_source(request.model, request.out, choice.config_overrides)
+    check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(request.model))
+    plan_export(checkpoint, choice.mask, facts)
+    refuse_to_lose_mask(request.out, choice.mask, overwrite=request.overwrite)
+    return Export(
+        request.model,
+        request.out,
+        checkpoint,
+        config,
+        facts,
+        choice,
+        request.base_model,
+        request.overwrite,
+    )
+
+
+def open_source(
+    model: str | Path, out: Path, config_overrides: Mapping[str, Any] | None
+) -> tuple[Checkpoint, dict[str, Any], ModelFacts]:
+    """Open a model's folder; return it, its config with the overrides applied, and the facts of that.
+
+    Raises:
+        LeanKError: If it is no complete model, or overlaps the folder to write.
+    """
+    folder = resolve_model(model)
+    refuse_overlap(folder, out)
+    checkpoint = open_checkpoint(folder)
+    config = apply_config_overrides(checkpoint.config, config_overrides or {})
+    return checkpoint, config, read_model_facts(config, origin=str(folder / CONFIG_NAME))
+
+
+def refuse_overlap(folder: Path, out: Path) -> None:
+    """Refuse to write into a model's own folder, or around it.
+
+    Raises:
+        LeanKError: If one of the two holds the other, or `out` cannot be a folder.
+    """
+    source, target = folder.resolve(), check_folder(out)
+    if source == target or source in target.parents or target in source.parents:
+        raise LeanKError(
+            f"`{out}` overlaps the source `{folder}`", hint="name a folder outside the model's own"
+        )
+
+
+def refuse_to_lose_mask(out: Path, mask: ChannelMask, *, overwrite: bool) -> None:
+    """Refuse to replace what is in a folder unless asked to, and a training run's mask that is another one.
+
+    A mean of keys may be added to one that has none: nothing of it is lost.
+
+    Raises:
+        LeanKError: If it would be replaced.
+    """
+    check_replaceable(out, overwrite=overwrite)
+    kept = out / MASK_FILE_NAME
+    if kept.exists() and not overwrite and not mask.holds(load_mask(kept)):
+        raise LeanKError(
+            f"`{kept}` is another mask than the one to export; it would be lost",
+            hint="name another folder, or pass `--overwrite`",
+        )
+
+
+def choose(request: ExportRequest) -> Choice:
+    """Choose mask, windows and config changes.
+
+    Raises:
+        LeanKError: If there is no mask, one that cannot be read or is excluded by `all_channels`, a ratio is
+            asked for and the mask is not a packaged one, the recipe is wrong, or a size makes no sense.
+    """
+    model, mask, ratio = request.model, request.mask, request.pruning_ratio
+    if request.all_channels and mask is not None:
+        raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
+    if ratio is not None and (request.all_channels or isinstance(mask, ChannelMask)):
+        raise LeanKError(f"a pruning ratio of {ratio:g} picks among packaged masks", hint="leave it out")
+    chosen = _choose_recipe(model, request.out, request.recipe, request.overrides)
+    config_overrides = request.config_overrides
+    if config_overrides is None:
+        config_overrides = chosen.model.config_overrides if chosen else {}
+    if isinstance(mask, ChannelMask):
+        taken, origin = mask, str(request.mask_origin)
+    elif request.all_channels:
+        folder = resolve_model(model)
+        config = apply_config_overrides(read_config(folder), config_overrides)
+        facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+        taken, origin = all_channels_mask(facts), "--all-channels"
+    else:
+        path = _find_mask(model, mask, request.out, chosen, ratio)
+        taken, origin = load_mask(path), str(path)
+        if is_packaged(path):
+            origin = path.stem
+            _logger.info("%s", describe_packaged(path.stem, taken, model))
+        elif mask is None:
+            _logger.info("mask `%s`, which prunes %.1f%%", path, 100 * taken.pruning_ratio)
+    windows = Windows(**_choose_sizes(request, taken, chosen), prune=request.prune)
+    return Choice(taken, origin, windows, config_overrides)
+
+
+def _choose_recipe(
+    model: str | Path, out: Path, recipe: RecipeLike, overrides: Sequence[str]
+) -> Recipe | None:
+    """The recipe given, else that of the training run in `out`, else the model's packaged one, if any."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    trained = out / TRAINING_FOLDER / "recipe.yaml"
+    if recipe is None and trained.exists():
+        recipe = trained
+    if recipe is None:
+        try:
+            recipe = find_recipe(str(model))
+        except LeanKError:
+            if overrides:
+                raise
+            return None
+    return load_recipe(recipe, overrides)
+
+
+def _find_mask(
+    model: str | Path, mask: str | Path | None, out: Path, recipe: Recipe | None, pruning_ratio: float | None
+) -> Path:
+    """The mask given, else the one that training left in `out`, else the recipe's, else the packaged one."""
+    trained = out / MASK_FILE_NAME
+    if mask is None and trained.exists():
+        mask = trained
+    if mask is None and recipe is not None:
+        mask = recipe.mask
+    if mask is None and (out / TRAINING_FOLDER).exists():
+        raise LeanKError(
+            f"`{out}` holds a training run, but not its mask",
+            hint="pass `--mask`, name another folder, or go on with a run that was stopped by `leank-convert "
+            "train … --resume`",
+        )
+    path = find_packaged(model, pruning_ratio) if mask is None else resolve_mask(mask, pruning_ratio)
+    if path is None:
+        raise LeanKError(
+            f"no mask for `{model}`: none given, none in `{out}`, none in its recipe, none packaged for it",
+            hint=f"learn one with `leank-convert train {model} -o {out}`, or pass `--mask FILE`"
+            + suggest_packaged(model),
+        )
+    if pruning_ratio is not None and not is_packaged(path):
+        raise LeanKError(
+            f"a pruning ratio of {pruning_ratio:g} is asked for, and mask `{path}` is what it is: the ratio "
+            "picks among packaged masks",
+            hint="leave out `--pruning-ratio`, or name a packaged mask by `--mask NAME`",
+        )
+    return path
+
+
+def _choose_sizes(request: ExportRequest, mask: ChannelMask, recipe: Recipe | None) -> dict[str, int]:
+    """Each size as given, else by an override, else the mask's training, the recipe's, or the default."""
+    set_keys = [override.partition("=")[0].strip() for override in request.overrides]
+    sizes: dict[str, int] = {}
+    for name in ("sink_size", "recent_size", "flush_size"):
+        value = getattr(request, name)
+        is_set = "windows" in set_keys or f"windows.{name}" in set_keys
+        in_recipe = recipe is not None and name in recipe.windows.model_fields_set
+        if value is not None:
+            sizes[name] = value
+        elif recipe is not None and (is_set or (in_recipe and mask.provenance is None)):
+            sizes[name] = getattr(recipe.windows, name)
+        elif mask.provenance is not None:
+            sizes[name] = getattr(mask.provenance, name)
+    return sizes
