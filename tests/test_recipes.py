@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
+from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import find_recipe, list_recipes, load_recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -51,6 +53,23 @@ def test_recipe_is_valid(path):
     recipe = load_recipe(path)
     assert recipe == load_recipe(path.stem)
     assert recipe.text == path.read_text(encoding="utf-8")
+
+
+def without_defaults(values, defaults):
+    """What differs, sections without anything left out."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and defaults[key]:
+            value = without_defaults(value, defaults[key])
+        if value != defaults[key] and value != {}:
+            found[key] = value
+    return found
+
+
+@by_name(RECIPES)
+def test_recipe_names_what_differs_from_the_defaults_and_nothing_else(path):
+    found = without_defaults(load_recipe(path).model_dump(mode="json"), Recipe().model_dump(mode="json"))
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) == found
 
 
 @by_name(RECIPES)

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from leank_convert.checkpoint_io import CARD_NAME, find_companions
 from leank_convert.errors import shorten
 from leank_convert.hub import is_repository, name_in_config
-from leank_convert.recipe_yaml import parse_yaml
+from leank_convert.recipe_file import parse_yaml
 
 # Cards begin with their front matter, and no model's is as long.
 _MAX_FRONT_MATTER = 1 << 16
