@@ -10,31 +10,26 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
+from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, ModelFacts
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
-from leank_convert.fields import Fields
-from leank_convert.files import parse_json, write_atomically
+from leank_convert.files import write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, hide_local_paths, is_hub_id
-from leank_convert.mask_metadata import check_provenance, read_held_out
-from leank_convert.mask_tensor import (
-    check_file,
-    load_array,
-    load_key_mean,
-    load_pickle,
-    load_stored,
-    to_bool,
-)
+from leank_convert.mask_metadata import decode, encode, encode_value
+from leank_convert.mask_tensor import check_file, load_array, load_pickle, load_stored, to_bool
 from leank_convert.masks import find_by_model, find_by_name
+from leank_convert.rope import check_rope_parameters
 from leank_convert.safetensors_file import encode_header, read_header
+from leank_convert.windows import Windows
 
 MASK_FORMAT = "leank-mask"
 MASK_FORMAT_VERSION = 1
@@ -42,6 +37,9 @@ MASK_FILE_NAME = "channel_mask.safetensors"
 
 _PICKLE_SUFFIXES = (".pth", ".pt")
 _SUFFIXES = (".safetensors", ".npy", *_PICKLE_SUFFIXES)
+
+_Name = Annotated[str, Field(max_length=1000)]
+_Size = Annotated[int, Field(ge=1, le=MAX_CHANNELS)]
 
 
 def package_versions() -> dict[str, str]:
@@ -85,28 +83,28 @@ class MaskProvenance:
         key_mean_tokens: How many tokens the mean of keys was measured on; None without one, or if not known.
     """
 
-    model: str
-    model_type: str
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    model: _Name
+    model_type: _Name
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    head_dim: _Size
     rope_parameters: Mapping[str, Any]
-    method: str
+    method: _Name
     sink_size: int
     recent_size: int
     flush_size: int
-    pruning_ratio_asked: float | None = None
-    width_multiple: int | None = None
+    pruning_ratio_asked: Annotated[float, Field(ge=0, le=1)] | None = None
+    width_multiple: _Size | None = None
     recipe: str | None = None
-    seed: int | None = None
-    versions: Mapping[str, str] = field(default_factory=package_versions)
+    seed: Annotated[int, Field(ge=0, le=2**64)] | None = None
+    versions: Mapping[_Name, _Name] = field(default_factory=package_versions)
     held_out: HeldOut | None = None
-    made_by: str | None = None
-    source: str | None = None
-    evaluation: str | None = None
-    layers: Sequence[int] | None = None
-    key_mean_tokens: int | None = None
+    made_by: _Name | None = None
+    source: _Name | None = None
+    evaluation: _Name | None = None
+    layers: Sequence[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = None
+    key_mean_tokens: Annotated[int, Field(ge=1, le=2**40)] | None = None
 
     @classmethod
     def for_model(cls, model: str, facts: ModelFacts, **rest: Any) -> MaskProvenance:
@@ -122,6 +120,38 @@ class MaskProvenance:
             layers=list(facts.layers) if facts.is_mixed else None,
             **rest,
         )
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> MaskProvenance:
+        """Read the header metadata of a mask file, which may come from others.
+
+        Raises:
+            LeanKError: If an entry is missing, or is not of the type or within the bounds that it has to be.
+        """
+        known = decode(cls, metadata)
+        Windows(known.sink_size, known.recent_size, known.flush_size)
+        check_rope_parameters(known.rope_parameters, head_dim=known.head_dim, origin="rope_parameters")
+        if known.num_attention_heads % known.num_key_value_heads:
+            raise LeanKError(
+                f"header metadata `num_attention_heads` is {known.num_attention_heads}, not a multiple of "
+                f"{known.num_key_value_heads} KV heads"
+            )
+        layers = known.numbers_of_layers
+        if sorted(set(layers)) != layers or layers[-1:] >= [known.num_hidden_layers]:
+            raise LeanKError(
+                f"header metadata `layers` is {cut(layers)}, not the ascending numbers of some of "
+                f"{known.num_hidden_layers} layers"
+            )
+        return known
+
+    def to_metadata(self) -> dict[str, str]:
+        """The header metadata of a mask file, as `from_metadata` reads it; the recipe without local paths."""
+        return encode(self if self.recipe is None else replace(self, recipe=hide_local_paths(self.recipe)))
+
+    @property
+    def numbers_of_layers(self) -> list[int]:
+        """The layers that the mask is of."""
+        return list(range(self.num_hidden_layers) if self.layers is None else self.layers)
 
     @property
     def maker(self) -> str:
@@ -154,23 +184,13 @@ class ChannelMask:
     key_mean: Tensor | None = None
 
     def __post_init__(self) -> None:
-        mask, factors, mean = self.channel_mask, self.scaling_factors, self.key_mean
+        mask = self.channel_mask
         if mask.dtype != torch.bool or mask.ndim != 3 or mask.numel() == 0:
             raise LeanKError(
                 f"a channel mask is a bool tensor [layers, KV heads, head_dim], got {_describe(mask)}"
             )
-        if factors is not None and (factors.dtype != torch.float32 or factors.shape != mask.shape):
-            raise LeanKError(
-                f"scaling factors are a float32 tensor of the mask's shape {list(mask.shape)}, "
-                f"got {_describe(factors)}"
-            )
-        if mean is None:
-            return
-        if mean.dtype != torch.float16 or mean.shape != mask.shape or not mean.isfinite().all():
-            raise LeanKError(
-                f"a mean of keys is a tensor of finite float16 of the mask's shape {list(mask.shape)}, got "
-                f"{_describe(mean)}"
-            )
+        _check_numbers("scaling_factors", self.scaling_factors, torch.float32, mask)
+        _check_numbers("key_mean", self.key_mean, torch.float16, mask)
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:
@@ -246,15 +266,16 @@ def check_mask_fits(mask: ChannelMask, facts: ModelFacts, *, mask_origin: str, m
                 f"{shorten(str(getattr(known, key)))}; model `{model_origin}` has {getattr(facts, key)}",
                 hint="a mask fits only the model it was made for",
             )
-    layers = list(known.layers or range(known.num_hidden_layers))
-    if layers != list(facts.layers):
+    if known.numbers_of_layers != list(facts.layers):
         raise LeanKError(
-            f"mask `{mask_origin}` is of layers {layers}; those of model `{model_origin}` with full "
-            f"attention are {list(facts.layers)}",
+            f"mask `{mask_origin}` is of layers {known.numbers_of_layers}; those of model `{model_origin}` "
+            f"with full attention are {list(facts.layers)}",
             hint="a mask fits only the model it was made for",
         )
     if dict(known.rope_parameters) != facts.rope_parameters:
-        own, asked = (shorten(_compact(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters))
+        own, asked = (
+            shorten(encode_value(rope), 200) for rope in (known.rope_parameters, facts.rope_parameters)
+        )
         holding = "" if mask.key_mean is None else ", under which alone its mean of keys holds"
         raise LeanKError(
             f"mask `{mask_origin}` was made under rope parameters `{own}`{holding}; "
@@ -277,14 +298,11 @@ def save_mask(mask: ChannelMask, path: str | os.PathLike[str]) -> None:
         raise _without_rope(path)
     metadata = {"format": MASK_FORMAT, "format_version": str(MASK_FORMAT_VERSION)}
     metadata["pruning_ratio"] = json.dumps(mask.pruning_ratio)
-    known = mask.provenance
-    if known is not None:
-        if known.recipe is not None:
-            known = replace(known, recipe=hide_local_paths(known.recipe))
-        for entry in fields(known):
-            value = getattr(known, entry.name)
-            if value is not None and (entry.name != "key_mean_tokens" or mask.key_mean is not None):
-                metadata[entry.name] = value if isinstance(value, str) else _compact(value)
+    if mask.provenance is not None:
+        known = mask.provenance
+        metadata |= (
+            known if mask.key_mean is not None else replace(known, key_mean_tokens=None)
+        ).to_metadata()
     # The widest first, so that all stay aligned.
     named = (
         ("scaling_factors", "F32", mask.scaling_factors),
@@ -367,49 +385,31 @@ def _load_safetensors(path: Path) -> ChannelMask:
     if "channel_mask" not in header.tensors:
         raise LeanKError(f"mask `{path}` has no tensor `channel_mask`")
     mask = to_bool(load_stored(header, "channel_mask"), path)
-    factors = None
-    if "scaling_factors" in header.tensors:
-        factors = load_stored(header, "scaling_factors")
-        if factors.dtype != torch.float32 or factors.shape != mask.shape or not factors.isfinite().all():
-            raise LeanKError(
-                f"mask `{path}`: `scaling_factors` {_describe(factors)} are not finite float32 of the mask's "
-                f"shape {list(mask.shape)}"
-            )
-    known = None
-    if "model" in header.metadata:
-        known = _read_provenance(header.metadata, mask.shape, path)
-    mean = load_key_mean(header, mask.shape) if "key_mean" in header.tensors else None
+    factors, mean = (
+        load_stored(header, name) if name in header.tensors else None
+        for name in ("scaling_factors", "key_mean")
+    )
+    try:
+        known = MaskProvenance.from_metadata(header.metadata) if "model" in header.metadata else None
+        loaded = ChannelMask(mask, factors, known, mean)
+    except LeanKError as error:
+        raise LeanKError(f"mask `{path}`: {error}", hint=error.hint) from error
     if mean is not None and known is None:
         raise _without_rope(path)
-    if mean is None and known is not None and known.key_mean_tokens is not None:
+    if known is None:
+        return loaded
+    told = [len(known.numbers_of_layers), known.num_key_value_heads, known.head_dim]
+    if told != list(mask.shape):
+        raise LeanKError(
+            f"mask `{path}` has shape {list(mask.shape)}, and its header metadata says {told} (layers, "
+            "`num_key_value_heads`, `head_dim`)"
+        )
+    if mean is None and known.key_mean_tokens is not None:
         raise LeanKError(
             f"mask `{path}` has no tensor `key_mean`, and its header metadata says by `key_mean_tokens` that "
             "one was measured"
         )
-    return ChannelMask(mask, factors, known, mean)
-
-
-def _read_provenance(metadata: Mapping[str, str], shape: Sequence[int], path: Path) -> MaskProvenance:
-    values: dict[str, Any] = {}
-    for entry in fields(MaskProvenance):
-        text = metadata.get(entry.name)
-        if text is None:
-            if entry.default is MISSING and entry.default_factory is MISSING:
-                raise LeanKError(f"mask `{path}`: its header metadata has no `{entry.name}`")
-            continue
-        try:
-            values[entry.name] = text if str(entry.type).startswith("str") else parse_json(text.encode())
-        except ValueError as error:
-            raise LeanKError(
-                f"mask `{path}`: header metadata `{entry.name}` is {cut(text)}, no JSON"
-            ) from error
-    try:
-        check_provenance(Fields(values, "header metadata"), shape)
-    except LeanKError as error:
-        raise LeanKError(f"mask `{path}`: {error}") from error
-    if "held_out" in values:
-        values["held_out"] = read_held_out(values["held_out"], path)
-    return MaskProvenance(**values)
+    return loaded
 
 
 def _without_rope(path: Path) -> LeanKError:
@@ -419,10 +419,18 @@ def _without_rope(path: Path) -> LeanKError:
     )
 
 
-def _compact(value: object) -> str:
-    if isinstance(value, HeldOut):
-        value = asdict(value)
-    return json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
+def _check_numbers(name: str, tensor: Tensor | None, dtype: torch.dtype, mask: Tensor) -> None:
+    """Check the dtype, shape and values of what goes with a mask."""
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tensor.shape != mask.shape:
+        needed = f"{str(dtype).removeprefix('torch.')} {list(mask.shape)}"
+        raise LeanKError(f"`{name}` is {_describe(tensor)}, not {needed} as its mask")
+    wrong = (~tensor.isfinite()).nonzero()
+    if len(wrong):
+        position = wrong[0].tolist()
+        value = tensor[tuple(position)].item()
+        raise LeanKError(f"`{name}` holds {value} at {position}, no finite number")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import (
@@ -22,6 +22,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from leank_convert.errors import cut, first_line
 from leank_convert.methods import METHODS, Budget, Method, Part
@@ -207,7 +208,11 @@ class Recipe(_Section):
         0.7,
         description="fraction of the whole model's K channels that is removed; a list: a mask for each",
     )
-    width_multiple: _PositiveInt = Field(32, description="kept channels of a head are a multiple of this")
+    width_multiple: _PositiveInt = Field(
+        32,
+        description="kept channels of a head are a multiple of this; 16 keeps more of small heads, and pays "
+        "with a finer layout",
+    )
     max_width: _PositiveInt | None = Field(
         None, description="no head keeps more channels than this; null: as many as it has"
     )
@@ -254,7 +259,8 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:
-        if info.context != UNCHECKED and (found := "; ".join(c.problem for c in find_contradictions(self))):
+        problems = () if info.context == UNCHECKED else find_contradictions(self)
+        if found := "; ".join(problem.text for problem in problems):
             raise ValueError(found)
         return self
 
@@ -307,96 +313,94 @@ class Recipe(_Section):
         return f"{self._derivation}\n{keys}" if self._derivation else keys
 
 
+def find_section(field: FieldInfo) -> type[BaseModel] | None:
+    """Find the section that a key holds; None where it holds a value."""
+    made = field.default_factory
+    return made if isinstance(made, type) and issubclass(made, BaseModel) else None
+
+
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of a section, dotted, those of its own sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        annotations = (field.annotation, *get_args(field.annotation))
-        # Python 3.10 takes `tuple[str, ...]` for a class as well.
-        for annotation in (each for each in annotations if get_origin(each) is None):
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from known_keys(annotation, f"{prefix}{name}.")
+        if (section := find_section(field)) is not None:
+            yield from known_keys(section, f"{prefix}{name}.")
 
 
-class Contradiction(NamedTuple):
-    """Keys whose values are each in order, and do not go together."""
+class Problem(NamedTuple):
+    """What is wrong with a recipe, in a sentence; the keys that it is about, and what to do about it."""
 
+    text: str
     keys: tuple[str, ...]
-    problem: str
+    hint: str | None = None
 
 
-def find_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """What in a recipe does not go together."""
+def find_contradictions(recipe: Recipe) -> Iterator[Problem]:
+    """Find keys whose values are each in order, and do not go together."""
     yield from _find_in_data(recipe.data)
     yield from _find_in_method(recipe)
-    if len(set(recipe.pruning_ratios)) < len(recipe.pruning_ratios):
-        yield Contradiction(
-            ("pruning_ratio",), f"`pruning_ratio` {cut(list(recipe.pruning_ratios))} names a ratio twice"
-        )
-    if len(set(recipe.trackers)) < len(recipe.trackers):
-        yield Contradiction(("trackers",), f"`trackers` {cut(list(recipe.trackers))} names a tracker twice")
+    for key, values, what in (
+        ("pruning_ratio", recipe.pruning_ratios, "ratio"),
+        ("trackers", recipe.trackers, "tracker"),
+    ):
+        if len(set(values)) < len(values):
+            yield Problem(f"`{key}` {cut(list(values))} names a {what} twice", (key,))
     windows, longest = recipe.windows, recipe.data.max_length
     if longest <= windows.sink_size + windows.recent_size:
-        yield Contradiction(
-            ("data.max_length", "windows.sink_size", "windows.recent_size"),
+        yield Problem(
             f"`data.max_length` {longest} leaves nothing to prune between `windows.sink_size` "
             f"{windows.sink_size} and `windows.recent_size` {windows.recent_size}",
+            ("data.max_length", "windows.sink_size", "windows.recent_size"),
         )
 
 
-def _find_in_data(data: DataSection) -> Iterator[Contradiction]:
+def _find_in_data(data: DataSection) -> Iterator[Problem]:
     haystack = data.haystack
     # Compared with the defaults: a resolved recipe spells out every key.
     unread = haystack.model_dump(exclude_defaults=True) if haystack.source is None else {}
     if unread:
         keys = ", ".join(f"`{key}`" for key in unread)
-        yield Contradiction(
-            ("data.haystack",), f"`data.haystack`: {keys} without a `source`: nothing is read"
-        )
+        yield Problem(f"`data.haystack`: {keys} without a `source`: nothing is read", ("data.haystack",))
     if haystack.source is not None and not (
         data.wording == "general" and any(task in _RUNNING_TEXT_TASKS for task in data.tasks)
     ):
-        yield Contradiction(
+        tasks = ", ".join(f"`{task}`" for task in dict.fromkeys(data.tasks))
+        yield Problem(
+            f"`data.haystack.source` is {cut(haystack.source)}, and none of the tasks {tasks} in `wording: "
+            f"{data.wording}` has running text; remove it, or add `multi_value` or `passkey` of `wording: "
+            "general`",
             ("data.haystack", "data.tasks", "data.wording"),
-            f"`data.haystack.source` is {cut(haystack.source)}, and none of the tasks "
-            f"{', '.join(f'`{task}`' for task in dict.fromkeys(data.tasks))} in `wording: {data.wording}` "
-            "has running text; remove it, or add `multi_value` or `passkey` of `wording: general`",
         )
     if data.min_length > data.max_length:
-        yield Contradiction(
-            ("data.min_length", "data.max_length"),
+        yield Problem(
             f"`data`: `min_length` {data.min_length} is above `max_length` {data.max_length}",
+            ("data.min_length", "data.max_length"),
         )
+    wording = ("data.tasks", "data.wording")
     if data.wording == "general" and "variable_tracking" in data.tasks:
-        yield Contradiction(
-            ("data.tasks", "data.wording"),
-            "`data`: task `variable_tracking` exists only in `wording: testbed`",
-        )
+        yield Problem("`data`: task `variable_tracking` exists only in `wording: testbed`", wording)
     if data.wording == "testbed" and "passkey" in data.tasks:
-        yield Contradiction(
-            ("data.tasks", "data.wording"), "`data`: task `passkey` does not exist in `wording: testbed`"
-        )
+        yield Problem("`data`: task `passkey` does not exist in `wording: testbed`", wording)
 
 
-def _find_in_method(recipe: Recipe) -> Iterator[Contradiction]:
+def _find_in_method(recipe: Recipe) -> Iterator[Problem]:
     method, ratio = recipe.method_row, min(recipe.pruning_ratios)
+    whose = "whose heads keep all channels or none"
     if recipe.budget == "uniform" and (method.whole_heads or method.has_gates):
-        whose = "some of whose heads keep no channel"
-        if method.whole_heads:
-            whose = "whose heads keep all channels or none"
-        yield Contradiction(
+        whose_budget = whose if method.whole_heads else "some of whose heads keep no channel"
+        yield Problem(
+            f"`budget: uniform` does not go with `method: {method.name}`, {whose_budget}; leave it out",
             ("budget", "method"),
-            f"`budget: uniform` does not go with `method: {method.name}`, {whose}; leave it out",
         )
     if method.whole_heads and recipe.max_width is not None:
-        yield Contradiction(
+        yield Problem(
+            f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, {whose}; set it to "
+            "null",
             ("max_width", "method"),
-            f"`max_width` {recipe.max_width} does not go with `method: {method.name}`, whose heads keep all "
-            "channels or none; set it to null",
         )
     if method.has_gates and not method.whole_heads and ratio < recipe.heads.pruning_ratio:
-        yield Contradiction(
-            ("pruning_ratio", "heads.pruning_ratio", "method"),
+        yield Problem(
             f"`pruning_ratio` {ratio} is below `heads.pruning_ratio` {recipe.heads.pruning_ratio}, which "
             "heads without channels remove already; lower that one",
+            ("pruning_ratio", "heads.pruning_ratio", "method"),
         )

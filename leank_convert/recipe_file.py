@@ -1,4 +1,4 @@
-"""Recipes as files: one YAML, checked whole before anything runs.
+"""Recipe files: YAML, overrides and flags, read and checked whole before anything runs.
 
 Precedence: defaults < the recipe's file < `--set key=value` < flags. An unknown key is an error with a
 suggestion, and all problems come in one message.
@@ -10,34 +10,60 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
 
 from leank_convert.checkpoint_io import TRAINING_FOLDER
-from leank_convert.errors import LeanKError, RecipeError, shorten
+from leank_convert.errors import LeanKError, RecipeError, first_line, shorten
 from leank_convert.files import open_file
-from leank_convert.recipe import Recipe
-from leank_convert.recipe_problems import Problem, judge, refuse
-from leank_convert.recipe_yaml import MAX_BYTES, MAX_DEPTH, parse_yaml
+from leank_convert.recipe import Problem, Recipe
+from leank_convert.recipe_problems import judge, refuse
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 RUN_RECIPE_NAME = "recipe.yaml"  # what a training run was made by, in its folder
 DERIVED = "# Derived for "  # how a recipe begins that nobody wrote, and whose opening comment is to be kept
+_MAX_BYTES = 1 << 18  # PyYAML takes a second for them
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, less two things that recipes and model cards need not have.
+
+    Aliases, as a few of them stand for gigabytes; and a key twice, of which PyYAML takes the last.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            _refuse(event, f"`*{shorten(str(event.anchor))}`: aliases are not read here; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                _refuse(key, f"key `{shorten(key.value)}` is given twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+# A date is text: a file may be named by one.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
 class PackagedRecipe:
-    """A recipe that ships with the package."""
+    """A recipe that ships with the package; its summary is the first line of its opening comment."""
 
     name: str
     summary: str
-    model: str | None
-    text: str
+    recipe: Recipe
 
 
 def load_recipe(
@@ -84,19 +110,34 @@ def parse_recipe(
     Raises:
         RecipeError: As `load_recipe`.
     """
-    document = _parse(name, text)
+    try:
+        document = parse_yaml(text)
+    except ValueError as error:
+        raise RecipeError(name, [str(error)]) from None
+    if document is None or document == {}:
+        # The defaults alone are nobody's recipe; a file cut short is more likely.
+        raise RecipeError(name, ["the file holds no key"], "write at least one key, such as `seed: 0`")
+    if not isinstance(document, dict):
+        raise RecipeError(name, [f"the file holds a {type(document).__name__}, not a mapping of keys"])
     changes = [f"--set {override}" for override in overrides]
     origins: dict[str, str] = {}
     problems: list[Problem] = []
-    for override in overrides:
-        problem = _apply_override(document, override, origins)
-        if problem is not None:
-            problems.append(Problem(problem))
-    for key, value in flags.items():
+    for override, change in zip(overrides, changes, strict=True):
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            problems.append(Problem(f"`{shorten(change)}` is not of the form `key=value`", (key,)))
+            continue
+        try:
+            _write_key(document, key, parse_yaml(value))
+            origins[key] = change
+        except ValueError as error:
+            problems.append(Problem(f"`{shorten(change)}`: the value is not YAML: {error}", (key,)))
+    for key, flag in flags.items():
         option = f"--{key.rpartition('.')[2].replace('_', '-')}"
-        _write_key(document, key, value)
+        _write_key(document, key, flag)
         origins[key] = option
-        changes.append(f"{option} {value}")
+        changes.append(f"{option} {flag}")
     recipe, found = judge(document, origins, training=training)
     problems += found
     if problems:
@@ -104,21 +145,17 @@ def parse_recipe(
     if changes and not text.endswith("\n"):
         text += "\n"
     kept = text + "".join(f"# {line}\n" for change in changes for line in change.splitlines())
-    recipe.remember_text(kept, _read_opening(text) if text.startswith(DERIVED) else "")
+    opening = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
+    recipe.remember_text(kept, "".join(opening) if text.startswith(DERIVED) else "")
     return recipe
 
 
 def list_recipes() -> list[PackagedRecipe]:
-    """The packaged recipes by name, each with the first line of its opening comment."""
+    """The packaged recipes by name."""
+    texts = {name: entry.read_text(encoding="utf-8") for name, entry in sorted(_packaged_files().items())}
     return [
-        PackagedRecipe(
-            name=entry.name.removesuffix(".yaml"),
-            summary=text.partition("\n")[0].lstrip("# ").strip(),
-            model=(_parse(entry.name, text).get("model") or {}).get("id"),
-            text=text,
-        )
-        for entry in sorted(_packaged_files(), key=lambda entry: entry.name.removesuffix(".yaml"))
-        for text in [entry.read_text(encoding="utf-8")]
+        PackagedRecipe(name, text.partition("\n")[0].lstrip("# ").strip(), parse_recipe(name, text))
+        for name, text in texts.items()
     ]
 
 
@@ -142,7 +179,7 @@ def find_recipe(model: str) -> str:
 
 def packaged_recipe(model: str) -> str | None:
     """As `find_recipe`; None where no packaged recipe is for `model`."""
-    names = [recipe.name for recipe in list_recipes() if recipe.model == model]
+    names = [packaged.name for packaged in list_recipes() if packaged.recipe.model.id == model]
     return min(names, key=len, default=None)
 
 
@@ -171,15 +208,42 @@ def choose_recipe(
     return load_recipe(name if name is not None else find_recipe(str(model)), overrides)
 
 
-def _packaged_files() -> Iterator[Traversable]:
+def parse_yaml(text: str) -> object:
+    """Read YAML of one document.
+
+    Raises:
+        ValueError: If it is something else; in one sentence, with the line where that is known.
+    """
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES >> 10} KB, which no recipe is")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise ValueError(f"{place}{shorten(problem, 200)}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    except Exception as error:  # PyYAML lets out whatever fails where it makes a number or a date of a text
+        problem = f"a value cannot be read: {first_line(error)}; put it in quotes if it is text"
+        raise ValueError(problem) from error
+
+
+def _refuse(place: Any, problem: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
+def _packaged_files() -> dict[str, Traversable]:
     folder = importlib.resources.files("leank_convert._recipes")
-    return (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return {
+        entry.name.removesuffix(".yaml"): entry for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    }
 
 
 def _read_text(path_or_name: str | Path) -> str:
-    name = str(path_or_name)
-    packaged = {entry.name.removesuffix(".yaml"): entry for entry in _packaged_files()}
-    path = Path(path_or_name)
+    name, path = str(path_or_name), Path(path_or_name)
+    packaged = _packaged_files()
     try:
         is_file, exists = path.is_file(), path.exists()
     except OSError:  # a name longer than files have
@@ -195,47 +259,12 @@ def _read_text(path_or_name: str | Path) -> str:
             else f"packaged recipes: {', '.join(sorted(packaged))}",
         )
     with open_file(path) as file:
-        content = file.read(MAX_BYTES + 1)
+        content = file.read(_MAX_BYTES + 1)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise LeanKError(f"recipe `{name}` is not UTF-8 text: line {line}: {error.reason}") from None
-
-
-def _read_opening(text: str) -> str:
-    """The comment that a file begins with."""
-    return "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-
-
-def _parse(name: str, text: str) -> dict[str, Any]:
-    try:
-        document = parse_yaml(text)
-    except ValueError as error:
-        raise RecipeError(name, [str(error)]) from None
-    if document is None or document == {}:
-        # The defaults alone are nobody's recipe; a file cut short is more likely.
-        raise RecipeError(name, ["the file holds no key"], "write at least one key, such as `seed: 0`")
-    if not isinstance(document, dict):
-        raise RecipeError(name, [f"the file holds a {type(document).__name__}, not a mapping of keys"])
-    return document
-
-
-def _apply_override(document: dict[str, Any], override: str, origins: dict[str, str]) -> str | None:
-    """Write one `key=value` into `document`; returns what is wrong with it, if anything."""
-    key, equals, value = override.partition("=")
-    key = key.strip()
-    if not equals or not all(key.split(".")):
-        return f"`--set {shorten(override)}` is not of the form `key=value`"
-    if key.count(".") >= MAX_DEPTH:
-        return f"`--set {shorten(override)}`: the key is nested deeper than {MAX_DEPTH} levels"
-    try:
-        parsed = parse_yaml(value)
-    except ValueError as error:
-        return f"`--set {shorten(override)}`: the value is not YAML: {error}"
-    _write_key(document, key, parsed)
-    origins[key] = f"--set {override}"
-    return None
 
 
 def _write_key(document: dict[str, Any], key: str, value: object) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import PackagedRecipe, list_recipes, load_recipe
+from leank_convert.recipe_file import list_recipes, load_recipe
 
 _COMMENT_COLUMN = 36
 _LINE_LENGTH = 110
@@ -30,29 +28,8 @@ weights here; `leank-convert recipes --keys` prints every key that a recipe may 
 """
 
 
-@dataclass(frozen=True)
-class ListedRecipe:
-    """A packaged recipe in brief.
-
-    Attributes:
-        name: What `--recipe` takes.
-        model: Hub id, or `testbed`.
-        summary: The first line of its opening comment.
-        min_length: Tokens of the shortest sample.
-        max_length: Tokens of the longest sample.
-        pruning_ratios: Every ratio it asks for.
-    """
-
-    name: str
-    model: str | None
-    summary: str
-    min_length: int
-    max_length: int
-    pruning_ratios: tuple[float, ...]
-
-
 def render(name: str | None = None, *, keys: bool = False, as_json: bool = False) -> str:
-    """What is asked for: a recipe, every key, or else the listing.
+    """Render what is asked for: a recipe, every key, or else the listing.
 
     Raises:
         LeanKError: If both a recipe and the keys are asked for, or there is no such recipe.
@@ -60,75 +37,59 @@ def render(name: str | None = None, *, keys: bool = False, as_json: bool = False
     if name is not None and keys:
         raise LeanKError("`--keys` goes without a recipe's name: it prints what any recipe may hold")
     if name is not None:
-        return render_recipe(name, as_json=as_json)
+        recipe = load_recipe(name)
+        return json.dumps(recipe.model_dump(mode="json")) if as_json else recipe.text
     return render_keys(as_json=as_json) if keys else render_recipes(as_json=as_json)
 
 
-def describe_recipe(packaged: PackagedRecipe) -> ListedRecipe:
-    """Read what the listing shows of a packaged recipe."""
-    recipe = load_recipe(packaged.name)
-    return ListedRecipe(
-        name=packaged.name,
-        model=packaged.model,
-        summary=packaged.summary,
-        min_length=recipe.data.min_length,
-        max_length=recipe.data.max_length,
-        pruning_ratios=recipe.pruning_ratios,
-    )
-
-
 def render_recipes(*, as_json: bool = False) -> str:
-    """The packaged recipes: a table for people, or a JSON list."""
-    listed = [describe_recipe(packaged) for packaged in list_recipes()]
+    """Render the packaged recipes: a table for people, or a JSON list."""
+    listed = list_recipes()
     if as_json:
-        return json.dumps([asdict(recipe) for recipe in listed])
+        facts = [
+            {
+                "name": packaged.name,
+                "model": packaged.recipe.model.id,
+                "summary": packaged.summary,
+                "min_length": packaged.recipe.data.min_length,
+                "max_length": packaged.recipe.data.max_length,
+                "pruning_ratios": packaged.recipe.pruning_ratios,
+            }
+            for packaged in listed
+        ]
+        return json.dumps(facts)
     rows = [("recipe", "model", "context", "pruned")]
-    rows += [
-        (
-            recipe.name,
-            recipe.model or "any",
-            f"{_render_length(recipe.min_length)} to {_render_length(recipe.max_length)}",
-            ", ".join(f"{100 * ratio:g}%" for ratio in recipe.pruning_ratios),
-        )
-        for recipe in listed
-    ]
+    for packaged in listed:
+        recipe, data = packaged.recipe, packaged.recipe.data
+        context = f"{_render_length(data.min_length)} to {_render_length(data.max_length)}"
+        pruned = ", ".join(f"{100 * ratio:g}%" for ratio in recipe.pruning_ratios)
+        rows.append((packaged.name, recipe.model.id or "any", context, pruned))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines) + "\n" + _EXPLANATION
 
 
-def render_recipe(name: str, *, as_json: bool = False) -> str:
-    """A recipe as its author wrote it, or every key of it in JSON."""
-    recipe = load_recipe(name)
-    return json.dumps(recipe.model_dump(mode="json")) if as_json else recipe.text
-
-
 def render_keys(*, as_json: bool = False) -> str:
-    """A recipe of all defaults whose comments explain every key, or the JSON schema of recipes."""
-    if as_json:
-        return json.dumps(Recipe.model_json_schema())
-    return "\n".join(_render_section(Recipe, 0)) + "\n"
+    """Render a recipe of all defaults whose comments explain every key, or the JSON schema of recipes."""
+    schema = Recipe.model_json_schema()
+    return json.dumps(schema) if as_json else "\n".join(_render_section(schema, schema["$defs"], "")) + "\n"
 
 
 def _render_length(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-def _render_section(section: type[BaseModel], depth: int) -> Iterator[str]:
-    yield from _comment("", section.__doc__ or "", depth)
-    schema = section.model_json_schema()["properties"]
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield f"{'  ' * depth}{name}:"
-            yield from _render_section(field.annotation, depth + 1)
-        else:
-            default = field.get_default(call_default_factory=True)
-            value = json.dumps(list(default) if isinstance(default, tuple) else default)
-            shown = yaml.safe_dump(yaml.safe_load(value), default_flow_style=True).removesuffix("...\n")
-            choices = _find_choices(schema[name])
-            taken = f"choices: {', '.join(choices)}" if choices else ""
-            text = "; ".join(filter(None, (field.description, taken)))
-            yield from _comment(f"{'  ' * depth}{name}: {shown.strip()}", text, depth)
+def _render_section(schema: Mapping[str, Any], sections: Mapping[str, Any], indent: str) -> Iterator[str]:
+    yield from _comment("", schema["description"], indent)
+    for name, key in schema["properties"].items():
+        if "$ref" in key:
+            yield f"{indent}{name}:"
+            yield from _render_section(sections[key["$ref"].rpartition("/")[2]], sections, f"{indent}  ")
+            continue
+        value = yaml.safe_dump(key.get("default", {}), default_flow_style=True).removesuffix("...\n").strip()
+        choices = _find_choices(key)
+        taken = f"; choices: {', '.join(choices)}" if choices else ""
+        yield from _comment(f"{indent}{name}: {value}", key["description"] + taken, indent)
 
 
 def _find_choices(schema: Mapping[str, Any]) -> list[str]:
@@ -137,12 +98,10 @@ def _find_choices(schema: Mapping[str, Any]) -> list[str]:
     return [*schema.get("enum", ()), *(choice for part in parts for choice in _find_choices(part))]
 
 
-def _comment(text: str, comment: str, depth: int) -> Iterator[str]:
+def _comment(text: str, comment: str, indent: str) -> Iterator[str]:
     """A line of YAML with its comment, which goes on below itself where the line ends."""
-    indent = "  " * depth if not text else " " * _COMMENT_COLUMN
-    wrapped = textwrap.wrap(comment, _LINE_LENGTH - len(indent) - 2, break_on_hyphens=False)
-    if text and wrapped:
-        yield f"{text:<{_COMMENT_COLUMN - 1}} # {wrapped.pop(0)}"
-    elif text:
-        yield text
-    yield from (f"{indent}# {line}" for line in wrapped)
+    margin = " " * _COMMENT_COLUMN if text else indent
+    words = " ".join(comment.split())
+    first, *rest = textwrap.wrap(words, _LINE_LENGTH - len(margin) - 2, break_on_hyphens=False)
+    yield f"{text:<{_COMMENT_COLUMN - 1}} # {first}" if text else f"{margin}# {first}"
+    yield from (f"{margin}# {line}" for line in rest)

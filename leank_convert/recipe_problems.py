@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,6 +20,7 @@ from leank_convert.recipe import (
     ONE,
     SEVERAL,
     UNCHECKED,
+    Problem,
     Recipe,
     find_contradictions,
     known_keys,
@@ -27,13 +28,6 @@ from leank_convert.recipe import (
 
 _MOST = 20  # problems in a message
 _PATTERN_FILES = ("full_attention_heads.tsv", "config.json")  # DuoAttention's
-
-
-class Problem(NamedTuple):
-    """What is wrong, in a sentence, and what to do about it."""
-
-    text: str
-    hint: str | None = None
 
 
 def judge(
@@ -50,22 +44,17 @@ def judge(
         The recipe, and its problems; where there are some, keys that cannot be read have their defaults.
     """
     problems: list[Problem] = []
-    wrong: list[str] = []
     try:
         recipe = Recipe.model_validate(document, context=UNCHECKED)
     except ValidationError as error:
         items = error.errors(include_url=False)
-        shown = list(islice(_describe(items, origins), _MOST + 1))
-        problems += (problem for problem, _ in shown)
-        wrong += (key for _, keys in shown for key in keys)
+        problems = list(islice(_describe(items, origins), _MOST + 1))
         recipe = Recipe.model_validate(_without(document, items), context=UNCHECKED)
-    contradictions = [(keys, Problem(text)) for keys, text in find_contradictions(recipe)]
-    obstacles = _find_obstacles(recipe) if training else ()
     # What depends on a key that could not be read is not known.
+    unknown = [key for problem in problems for key in problem.keys]
+    found = [*find_contradictions(recipe), *(_find_obstacles(recipe) if training else ())]
     problems += (
-        problem
-        for keys, problem in (*contradictions, *obstacles)
-        if not any(_overlap(key, other) for key in keys for other in wrong)
+        each for each in found if not any(_overlap(key, other) for key in each.keys for other in unknown)
     )
     return recipe, problems
 
@@ -74,7 +63,7 @@ def refuse(name: str, problems: Sequence[Problem]) -> RecipeError:
     """One error for one or more problems: a single one's hint beside it, those of several in brackets."""
     if len(problems) == 1:
         return RecipeError(name, [problems[0].text], problems[0].hint)
-    told = [f"{text} ({hint})" if hint else text for text, hint in problems[:_MOST]]
+    told = [f"{each.text} ({each.hint})" if each.hint else each.text for each in problems[:_MOST]]
     return RecipeError(name, [*told, *(["… and more"] if len(problems) > _MOST else [])])
 
 
@@ -84,41 +73,37 @@ def check_training(recipe: Recipe) -> None:
     Raises:
         RecipeError: If it brings its mask, or a file or a package that it names is missing.
     """
-    if problems := [problem for _, problem in _find_obstacles(recipe)]:
+    if problems := list(_find_obstacles(recipe)):
         raise refuse("made in Python", problems)
 
 
-def _find_obstacles(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Problem]]:
-    """What training does not find that it needs; with the keys that ask for it."""
+def _find_obstacles(recipe: Recipe) -> Iterator[Problem]:
+    """What training does not find that it needs."""
     if recipe.mask is not None:
-        yield (
+        yield Problem(
+            f"`mask` is {cut(recipe.mask)}: nothing is to be trained",
             ("mask",),
-            Problem(
-                f"`mask` is {cut(recipe.mask)}: nothing is to be trained",
-                "use `leank-convert export`, or remove the key",
-            ),
+            "use `leank-convert export`, or remove the key",
         )
     if "wandb" in recipe.trackers and find_spec("wandb") is None:
-        yield (
+        yield Problem(
+            "`trackers` names `wandb`, which is not installed",
             ("trackers",),
-            Problem(
-                "`trackers` names `wandb`, which is not installed", "`pip install wandb`, or leave it out"
-            ),
+            "`pip install wandb`, or leave it out",
         )
     source = recipe.data.haystack.source
     if source is not None and source.endswith(HAYSTACK_SUFFIXES) and not _is_file(source):
-        yield (
-            ("data.haystack.source",),
-            Problem(f"`data.haystack.source` is {cut(source)}, and there is no such file"),
+        yield Problem(
+            f"`data.haystack.source` is {cut(source)}, and there is no such file", ("data.haystack.source",)
         )
     pattern = recipe.heads.pattern
     if pattern is not None and recipe.method_row.has_gates:
         missing = [f"`{name}`" for name in _PATTERN_FILES if not _is_file(f"{pattern}/{name}")]
         if missing:
-            text = f"`heads.pattern` is {cut(pattern)}, and there is no {' and no '.join(missing)} in it"
-            yield (
+            yield Problem(
+                f"`heads.pattern` is {cut(pattern)}, and there is no {' and no '.join(missing)} in it",
                 ("heads.pattern", "method"),
-                Problem(text, "a folder of DuoAttention's `attn_patterns/` is needed"),
+                "a folder of DuoAttention's `attn_patterns/` is needed",
             )
 
 
@@ -129,33 +114,30 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def _describe(items: Sequence[Any], origins: Mapping[str, str]) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """One problem for each of pydantic's errors, with the keys whose values are not known for it."""
+def _describe(items: Sequence[Any], origins: Mapping[str, str]) -> Iterator[Problem]:
+    """One problem for each of pydantic's errors, in its words but for what YAML calls otherwise."""
+    in_yaml = {
+        "model_type": "a mapping of keys is needed",
+        "tuple_type": "a list is needed",
+        "too_short": "a list of one or more is needed",
+    }
+    wrong = {item["loc"][:-1] for item in items}
     for item in items:
-        place, kind, value = item["loc"], item["type"], item["input"]
-        if kind == "too_short" and any(
-            other["loc"][: len(place)] == place != other["loc"] for other in items
-        ):
+        place, kind = item["loc"], item["type"]
+        if kind == "too_short" and place in wrong:
             continue  # pydantic counts what is left of a list without its wrong items
-        key = ".".join(str(part) for part in place if part not in (ONE, SEVERAL))
+        key = ".".join(_names(place))
         # The last of several is the one whose value is judged. An item of a list came with the whole list.
         sources = [origin for name, origin in origins.items() if _overlap(name, key)]
         origin = f" (from `{shorten(sources[-1])}`)" if sources else ""
         if kind == "extra_forbidden":
             close = _closest_key(key)
             hint = f"did you mean `{close}`?" if close else None
-            yield Problem(f"unknown key `{shorten(key)}`{origin}", hint), (key, *filter(None, [close]))
+            yield Problem(f"unknown key `{shorten(key)}`{origin}", (key, *filter(None, [close])), hint)
             continue
-        if kind == "model_type":
-            problem = f"{cut(value)}, not a mapping of keys"
-        elif kind == "tuple_type":
-            problem = f"{cut(value)}, not a list"
-        elif kind == "too_short":
-            problem = "`[]`, an empty list"
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            problem = f"{cut(value)}: {message[:1].lower()}{message[1:]}"
-        yield Problem(f"`{shorten(key)}` is {problem}{origin}"), (key,)
+        message = in_yaml.get(kind) or item["msg"].removeprefix("Value error, ")
+        problem = f"{cut(item['input'])}: {message[:1].lower()}{message[1:]}"
+        yield Problem(f"`{shorten(key)}` is {problem}{origin}", (key,))
 
 
 def _without(document: Mapping[str, Any], items: Sequence[Any]) -> dict[str, Any]:
@@ -163,19 +145,24 @@ def _without(document: Mapping[str, Any], items: Sequence[Any]) -> dict[str, Any
     found = _copy(document)
     for item in items:
         section: Any = found
-        *above, last = (part for part in item["loc"] if part not in (ONE, SEVERAL))
+        *above, last = _names(item["loc"])
         for part in above:
             if not isinstance(section.get(part), dict):
-                section.pop(part, None)  # a wrong item of a list: without the whole list
+                last = part  # a wrong item of a list: without the whole list
                 break
             section = section[part]
-        else:
-            section.pop(last, None)
+        section.pop(last, None)
     return found
 
 
-def _copy(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in section.items()}
+def _copy(section: Mapping[Any, Any]) -> dict[str, Any]:
+    """A section and those in it, without keys that are no text: pydantic refuses them, too."""
+    texts = {key: value for key, value in section.items() if isinstance(key, str)}
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in texts.items()}
+
+
+def _names(place: Sequence[str | int]) -> list[str]:
+    return [str(part) for part in place if part not in (ONE, SEVERAL)]
 
 
 def _overlap(key: str, other: str) -> bool:
@@ -187,12 +174,10 @@ def _closest_key(key: str) -> str | None:
     """The known key an unknown one may stand for: misplaced first, then misspelt, then anything alike."""
     known = list(known_keys(Recipe))
     section, _, leaf = key.rpartition(".")
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return same_leaf[0]
+    for name in known:
+        if name.rpartition(".")[2] == leaf:
+            return name
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, siblings, n=1)
-    if close:
+    if close := difflib.get_close_matches(leaf, siblings, n=1):
         return siblings[close[0]]
-    close = difflib.get_close_matches(key, known, n=1)
-    return close[0] if close else None
+    return next(iter(difflib.get_close_matches(key, known, n=1)), None)

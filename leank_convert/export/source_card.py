@@ -10,13 +10,13 @@ from typing import Any, TypeGuard
 from leank_convert.checkpoint_io import CARD_NAME, find_companions
 from leank_convert.errors import shorten
 from leank_convert.hub import is_repository, name_in_config
-from leank_convert.recipe_yaml import parse_yaml
+from leank_convert.recipe_file import parse_yaml
 
 # Cards begin with their front matter, and no model's is as long.
 _MAX_FRONT_MATTER = 1 << 16
 _FRONT_MATTER = re.compile(r"\ufeff?---[ \t]*\n(.*?\n)---[ \t]*(\n|$)", re.DOTALL)
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,80}")
-_ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,300}")
+_ONE_LINE = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,300}")
 
 _logger = logging.getLogger("leank_convert")
 

@@ -34,6 +34,7 @@ extra_gated_prompt: "long: text"
         ("---\nlicense: other\nlicense_link: LICENSE.md\n---\n", {"license": "other"}),
         ("---\nlicense: mit\nlicense_link: /home/me/LICENSE\n---\n", {"license": "mit"}),
         ('---\nlicense: mit\nlicense_name: "a\\nb"\n---\n', {"license": "mit"}),
+        ('---\nlicense: mit\nlicense_name: "\\ud800"\n---\n', {"license": "mit"}),
         ("---\nlicense: [mit]\n---\n", {}),
         ('---\nlicense: "mit\\ntags: x"\n---\n', {}),
         ("# A model\n\n---\nlicense: mit\n---\n", {}),

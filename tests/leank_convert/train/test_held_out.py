@@ -203,7 +203,7 @@ def test_without_samples_there_is_no_check(train_one, short_recipe, tmp_path, fi
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda good: [good], r"`held_out` is \[\{.*, not an object"),
+        (lambda good: [good], r"`held_out` is \[\{.*: Input should be an object"),
         (lambda good: {}, "`held_out.tasks` is missing"),
         (lambda good: good | {"dense": 1.5}, "`held_out.dense` is 1.5: Input should be less than"),
         (
