@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from runtime.constants_leank import Constants, centre, choose_constants
@@ -34,6 +36,9 @@ class RoundedFirst(LeanKLayer):
 
     takes_mean = True
     """Whether every row's prompt gives a mean of keys where the model has none."""
+    static = None
+    of_rows: Sequence[torch.Tensor] = ()
+    """What each row's numbers are rounded by, `[B, H_kv, D]` each."""
 
     def rounded(self, keys, values):
         """Return keys, which lack their mean, and values `[B, H_kv, S, D]` as they will be read."""
@@ -41,6 +46,10 @@ class RoundedFirst(LeanKLayer):
 
     def prepare(self, keys, values, real):
         """Look at a prompt before it is rounded."""
+
+    def select(self, rows):
+        self.of_rows = [own[rows] for own in self.of_rows]
+        super().select(rows)
 
     def split(self, step):
         keys, values = self.pending
