@@ -12,7 +12,7 @@ import torch
 
 from runtime import layer_leank, pages_leank
 from runtime.graph_leank import DecodeGraph
-from runtime.modeling_leank import LeanKLlamaModel
+from runtime.model_state_leank import ModelState, why_step_is_eager
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
@@ -129,11 +129,6 @@ def test_drafts_that_are_stored_first_follow_the_rule(
         assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
 
 
-def test_turns_of_several_columns_leave_the_capture_as_it_is(graphs, model, assert_same):
-    cache = assert_same(model, [15, 1, 1, 1, 9, 1, 1, 4, 1, 1], 6)
-    assert cache.graph.num_captures == 1
-
-
 DRAFTS = [15, 1, 4, 1, 3, 4, 2, 7, 1, 2, 8, 5, 1, 4]
 
 
@@ -144,11 +139,6 @@ def test_replayed_drafts_give_what_drafts_give(kwargs, graphs, model, assert_sam
     """One graph for one column, one for two, one for three and four, one for five to eight."""
     cache = assert_same(model, DRAFTS, 9, **kwargs)
     assert cache.graph.num_captures == 4 and cache.graph.why_eager is None
-
-
-def test_drafts_are_captured_anew_where_memory_grows(graphs, model, assert_same):
-    cache = assert_same(model, [50, 1, 4, 1, 4, 4, 1, 4, 1], 6)
-    assert cache.graph.num_captures == 4
 
 
 def test_a_draft_that_fills_what_is_reserved_needs_no_more(graphs, model, assert_close):
@@ -260,7 +250,7 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
     prompt = {"input_ids": ids(2, 21), "attention_mask": padded(21)}
     results, replays = [], []
     for use_graphs in (True, False):
-        cache = model.build_cache(use_graphs=use_graphs)
+        cache = model.build_cache(use_graphs=False) if not use_graphs else model.build_cache()
         torch.manual_seed(0)
         result = model.generate(**prompt, past_key_values=cache, **{**GREEDY, **options})
         results.append(result if isinstance(result, torch.Tensor) else result.sequences)
@@ -268,27 +258,6 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
     assert results[0].tolist() == results[1].tolist()
     # A deferred prompt is split by the first token, which is no step of one column yet.
     assert replays == [21 if "prune" in options else 22, 0]
-
-
-def test_generate_builds_a_cache_that_uses_graphs(graphs, model):
-    result = model.generate(ids(2, 21), return_dict_in_generate=True, **GREEDY)
-    assert result.past_key_values.graph.num_replays == 22
-
-
-def test_assisted_decoding_and_crops_give_the_same_tokens(graphs, model_pair, some_masks, assert_close):
-    model = model_pair(some_masks(WIDTHS), sink=2, recent=12, flush=30).leank
-    prompt = ids(1, 6).repeat(1, 4)
-    plain = model.generate(prompt, past_key_values=model.build_cache(use_graphs=False), **GREEDY)
-    drafted = model.generate(prompt, assistant_model=copy.deepcopy(model), **GREEDY)
-    assert drafted.tolist() == plain.tolist()
-    cache, expected = model.build_cache(), model.build_cache(use_graphs=False)
-    for each in (cache, expected):
-        run(model, each, [20, 1, 1, 1])
-        each.crop(-2)
-        each.reorder_cache(torch.tensor([1, 0]))
-    for seed in range(4):
-        assert_close(model, step(model, cache, seed), step(model, expected, seed))
-    assert cache.graph.num_replays == 6
 
 
 class TestInvalidation:
@@ -335,30 +304,8 @@ class TestInvalidation:
 
         changed(move, 3)
 
-    def test_a_hook(self, graphs, model, changed):
-        calls: list[int] = []
-        norm = model.model.norm
-
-        def hook(cache):
-            if cache.use_graphs:
-                norm.register_forward_hook(lambda *_: calls.append(1))
-
-        cache = changed(hook, 0)
-        assert cache.graph.why_eager == "a module has forward hooks" and len(calls) == 6
-
-    def test_a_forward_of_its_own(self, graphs, model, changed):
-        norm = model.model.norm
-        forward = norm.forward
-
-        def replace(cache):
-            if cache.use_graphs:
-                norm.forward = lambda states: forward(states) * 2
-
-        cache = changed(replace, 0)
-        assert "has a forward of its own" in cache.graph.why_eager
-
     @pytest.mark.parametrize("what", ["hook", "forward"])
-    def test_what_is_taken_away_again(self, what, graphs, model, changed, assert_close):
+    def test_hooks_and_what_is_taken_away_again(self, what, graphs, model, changed, assert_close):
         norm, handles = model.model.norm, []
 
         def put(cache):
@@ -368,6 +315,8 @@ class TestInvalidation:
                 norm.forward = norm.forward
 
         cache = changed(put, 0)
+        told = {"hook": "a module has forward hooks", "forward": "has a forward of its own"}
+        assert told[what] in cache.graph.why_eager
         for handle in handles:
             handle.remove()
         vars(norm).pop("forward", None)
@@ -462,18 +411,6 @@ class TestFailure:
             model(torch.full((2, 1), 999), past_key_values=cache)
 
 
-def test_a_model_without_a_head_is_captured(graphs, model_pair, some_masks, assert_close):
-    pair = model_pair(some_masks(WIDTHS))
-    model = LeanKLlamaModel(pair.leank.config).eval()
-    model.load_state_dict(pair.leank.model.state_dict())
-    caches = model.build_cache(), model.build_cache(use_graphs=False)
-    with torch.no_grad():
-        for count in (15, 1, 1, 1):
-            ours, eager = (model(ids(2, count), past_key_values=cache).last_hidden_state for cache in caches)
-            assert_close(model, ours, eager)
-    assert caches[0].graph.num_replays == 2
-
-
 def test_graphs_can_be_switched_off_and_on(graphs, model):
     cache = model.build_cache()
     run(model, cache, [15, 1, 1, 1])
@@ -509,3 +446,62 @@ def test_a_model_and_a_graph_can_be_copied(model):
     model.graph_memory.keep((0, 0), "pool", lambda: None)
     assert copy.deepcopy(model).graph_memory.pool is not model.graph_memory.pool
     assert copy.deepcopy(DecodeGraph(False)).enabled is False
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"inputs": {"output_hidden_states": True}}, "argument output_hidden_states"),
+        ({"inputs": {"labels": torch.ones(2, 1)}}, "argument labels"),
+        ({"inputs": {"logits_to_keep": torch.tensor([0])}}, "argument logits_to_keep"),
+        ({"inputs": {"logits_to_keep": -1}}, "argument logits_to_keep"),
+        ({"inputs": {"return_dict": False}}, "argument return_dict"),
+        ({"inputs": {"position_ids": torch.ones(3, 2, 1, dtype=torch.long)}}, "argument position_ids"),
+        ({"inputs": {"some_mask": torch.ones(1)}}, "argument some_mask"),
+        ({"inputs": {"some_mask": None, "labels": None, "return_dict": True}}, None),
+        ({"tokens": torch.ones(2, 1, dtype=torch.long, device="meta")}, "device meta has no graphs"),
+        ({"config": {"output_hidden_states": True}}, "the config asks for another output"),
+        ({"grad": True}, "gradients are enabled"),
+        ({"autocast": True}, "autocast is on"),
+    ],
+    ids=str,
+)
+def test_which_steps_are_captured(change, reason, graphs, model_pair, some_masks):
+    model = model_pair(some_masks(WIDTHS)).leank
+    for name, value in change.get("config", {}).items():
+        setattr(model.config, name, value)
+    tokens = change.get("tokens", torch.full((2, 1), 5))
+    inputs = {"input_ids": tokens, "inputs_embeds": None, "position_ids": None, "logits_to_keep": 0}
+    inputs |= change.get("inputs", {})
+    with (
+        torch.set_grad_enabled(change.get("grad", False)),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=change.get("autocast", False)),
+    ):
+        assert why_step_is_eager(model, inputs, tokens) == reason
+
+
+class Adapter(torch.nn.Linear):
+    """A module that is not of the stock model."""
+
+
+def test_which_models_are_captured(model_pair, some_masks):
+    cpu = torch.device("cpu")
+    masks = some_masks(WIDTHS)
+    assert ModelState(model_pair(masks).leank, cpu).why_eager is None
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+    assert ModelState(model_pair(masks, rope_parameters=yarn).leank, cpu).why_eager is None
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    state = ModelState(model_pair(masks, rope_parameters=dynamic).leank, cpu)
+    assert state.why_eager == "rotary embedding of type 'dynamic' changes with the length"
+    model = model_pair(masks).leank
+    model.model.layers[1].mlp.up_proj = Adapter(48, 40, bias=False)
+    assert ModelState(model, cpu).why_eager == "module Adapter is not of the stock model"
+    model = model_pair(masks).leank
+    model.lm_head.forward = lambda states: states
+    assert "module Linear has a forward of its own" in ModelState(model, cpu).why_eager
+    model = model_pair(masks).leank
+    model.lm_head.to("meta")
+    assert ModelState(model, cpu).why_eager == "weights are not all on cpu"
+    model = model_pair(masks).leank
+    model.hf_quantizer = object()
+    assert ModelState(model, cpu).why_eager == "the model is quantized"
