@@ -98,10 +98,6 @@ def test_log_gives_back_what_was_written(write, folder):
     assert [row["pruning_ratio_asked"] for row in rows] == [None, None, 0.7]
 
 
-def test_a_log_that_is_not_there_is_empty(tmp_path):
-    assert read_log(tmp_path / "log.jsonl") == []
-
-
 @pytest.mark.parametrize("torn", [b'{"step": 3, "sta', b'{"step": 3}\n', b"\0\0\xff", b"3"])
 def test_a_torn_line_is_left_out(torn, write, folder):
     write(record(1), record(2))
@@ -145,11 +141,6 @@ def test_stage_two_of_several_ratios_has_tags_of_its_own(write, folder):
         "stage2-0.5/distillation": [2],
         "stage2-0.8/distillation": [3],
     }
-
-
-def test_without_trackers_there_is_the_log_alone(write, folder):
-    write(record(1))
-    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
 
 
 def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb):
@@ -211,11 +202,6 @@ def test_missing_wandb_is_told_with_its_remedy(monkeypatch):
     check_trackers(())
 
 
-def test_present_wandb_is_accepted(wandb):
-    check_trackers(("wandb",))
-    assert wandb.runs == []
-
-
 def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(write, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -232,13 +218,3 @@ def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(
     assert "2/4" in bar
     assert "left" in bar
     assert figures.split("  ") == ["distillation 2.00e-02", "pruned 70.3%", "4,000 tokens/s", "GPU 79.1 GB"]
-
-
-def test_progress_of_stage_one_tells_the_mean_factor(write, capsys):
-    write(record(1), progress=True)
-    assert "mean factor 0.500  2,000 tokens/s" in capsys.readouterr().err
-
-
-def test_without_progress_nothing_is_printed(write, capfd):
-    write(record(1), progress=False)
-    assert capfd.readouterr() == ("", "")
