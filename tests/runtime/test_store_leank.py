@@ -44,16 +44,6 @@ def test_reserved_memory_never_grows(model_pair, some_masks):
     assert capacities(cache) == {320} and cache.addresses() != addresses
 
 
-def test_reserving_for_a_prompt_that_is_there_grows_at_once(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
-    cache = feed(model, ids(2, 60)).past_key_values
-    assert capacities(cache) == {64}
-    cache.reserve(300)
-    assert capacities(cache) == {320}
-    cache.reserve(10)
-    assert capacities(cache) == {320}
-
-
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
 def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
     model = model_pair(some_masks(WIDTHS)).leank
