@@ -86,22 +86,6 @@ def test_replayed_steps_give_what_steps_give(kwargs, graphs, model, assert_same)
     assert cache.graph.num_captures == 1 and cache.graph.why_eager is None
 
 
-@pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (0, 6, 4), (2, 3, 9)], ids=str)
-def test_a_captured_step_follows_the_rule(
-    sizes, graphs, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    sink, recent, flush = sizes
-    pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush)
-    rows = [ids(1, 50, seed)[0] for seed in (0, 1)]
-    # The second row begins three columns later, and two columns of it are padding further on.
-    counts = [[20, 14], *[[1, 1]] * 10, [1, 0], [1, 0], *[[1, 1]] * 18]
-    rows[1] = rows[1][: 14 + 28]
-    ours, cache = fed_logits(pair.leank, rows, counts)
-    assert cache.graph.num_replays > 20
-    for logits, row, turns in zip(ours, rows, zip(*counts, strict=True), strict=True):
-        assert_close(pair.leank, logits, slow_logits(pair, row, [turn for turn in turns if turn]))
-
-
 @pytest.mark.parametrize("sizes", [(3, 6, 4), (0, 0, 1), (2, 3, 9), (5, 30, 1)], ids=str)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_drafts_that_are_stored_first_follow_the_rule(
@@ -331,29 +315,12 @@ class TestInvalidation:
             run(model, each, [15, 1, 1, 1])
         assert_close(model, step(other, cache), step(other, plain))
 
-    def test_inference_mode(self, graphs, model, assert_close):
-        cache, plain = model.build_cache(), model.build_cache(use_graphs=False)
-        for each in (cache, plain):
-            with torch.inference_mode():
-                run(model, each, [15, 1, 1, 1])
-        for seed in range(3):
-            assert_close(model, step(model, cache, seed), step(model, plain, seed))
-        assert cache.graph.num_replays == 4
-
     def test_a_reset_cache_begins_again(self, graphs, model, assert_close):
         cache, turns = model.build_cache(), [15, 1, 1, 1]
         first = run(model, cache, turns)
         cache.reset()
         assert_close(model, run(model, cache, turns), first)
         assert cache.graph.num_captures == 2
-
-    def test_a_copied_cache_has_captured_nothing(self, graphs, model):
-        cache = model.build_cache()
-        run(model, cache, [15, 1, 1, 1])
-        other = copy.deepcopy(cache)
-        assert (other.graph.num_captures, other.graph.num_replays) == (0, 0)
-        step(model, other)
-        assert (other.get_seq_length(), cache.get_seq_length()) == (19, 18)
 
 
 class TestFailure:

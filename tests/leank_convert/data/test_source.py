@@ -206,8 +206,17 @@ def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section
         "{{ messages[-1]['content'][:2000] }}<|turn|>assistant\n",
         "{{ messages[-1]['content'][-2000:] }}<|turn|>assistant\n",
         "{{ messages[-1]['content'].splitlines()[-1] }}<|turn|>assistant\n",
+        # The shortest samples, which `check` draws, pass whole.
+        "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n",
     ],
-    ids=["ignores it", "takes the first for the system's", "truncates", "keeps the end", "keeps a line"],
+    ids=[
+        "ignores it",
+        "takes the first for the system's",
+        "truncates",
+        "keeps the end",
+        "keeps a line",
+        "cuts only long messages",
+    ],
 )
 def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenizer, section, template):
     plain_tokenizer.name_or_path = "a/b"
@@ -215,13 +224,6 @@ def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenize
     with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` leaves out .{9,251}\Z") as caught:
         SampleSource(plain_tokenizer, section(), seed=0).check()
     assert "chat_template.jinja" in caught.value.hint
-
-
-def test_a_chat_template_that_cuts_only_long_messages_is_found_before_one_is_drawn(plain_tokenizer, section):
-    """The shortest samples, which `check` draws, pass whole."""
-    plain_tokenizer.chat_template = "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n"
-    with pytest.raises(LeanKError, match="leaves out"):
-        SampleSource(plain_tokenizer, section(), seed=0).check()
 
 
 @pytest.mark.parametrize(

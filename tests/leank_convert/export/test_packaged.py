@@ -44,8 +44,8 @@ def slim_llama(tmp_path_factory):
     """Llama-3.1-8B's layers, heads, rope and name, and little else of it, in shards."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=64,
+        intermediate_size=64,
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
@@ -61,7 +61,7 @@ def slim_llama(tmp_path_factory):
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1) if "norm" in name else parameter.data.normal_(0, 0.05)
-    model.save_pretrained(folder, max_shard_size="40MB")
+    model.save_pretrained(folder, max_shard_size="10MB")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, folder)
     change_config(folder, _name_or_path=LLAMA)
