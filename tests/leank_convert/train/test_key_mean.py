@@ -1,7 +1,6 @@
 """The mean that keys are centred by: what is measured, once in a run, and where it ends up."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -156,17 +155,3 @@ def test_memory_that_does_not_suffice_is_told_with_what_to_change(load, monkeypa
     with pytest.raises(LeanKError, match=r"memory does not suffice for a context of \d+ tokens") as caught:
         measure_keys(loaded, samples, 1)
     assert "key_mean=false" in caught.value.hint
-
-
-def test_ranks_share_the_contexts(load, monkeypatch):
-    """Each measures its own; what they add up to is told by their exchange alone."""
-    loaded, samples = load()
-    drawn = []
-    draw = SampleSource.draw
-    monkeypatch.setattr(SampleSource, "draw", lambda self, at: drawn.append(at) or draw(self, at))
-    for name in ("add_up", "take_largest", "check"):
-        monkeypatch.setattr(Ranks, name, lambda *_: None)
-    monkeypatch.setattr(Ranks, "totals", lambda self, values: values)
-    second = replace(Ranks(torch.device("cpu")), rank=1, num_ranks=2)
-    measure_keys(loaded, samples, 5, ranks=second)
-    assert drawn == [1, 3]

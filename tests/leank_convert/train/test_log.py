@@ -114,33 +114,23 @@ def test_steps_beyond_the_one_that_is_resumed_are_dropped_everywhere(write, fold
     assert scalars["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
 
 
-def test_tensorboard_has_every_figure_of_a_step_that_has_it(write, folder):
-    write(record(1), record(2, stage=2, gpu_bytes=5), trackers=("tensorboard",))
-    scalars = read_scalars(folder)
-    always = {"distillation", "learning_rate", "mean_factor", "num_tokens", "seconds"}
-    assert {tag.partition("/")[2] for tag in scalars if tag.startswith("stage1/")} == always
-    assert {tag.partition("/")[2] for tag in scalars if tag.startswith("stage2/")} == always | {
-        "pruning_ratio",
-        "empty_heads",
-        "gpu_bytes",
-    }
-    assert scalars["stage2/pruning_ratio"] == {2: 0.703125}
-
-
-def test_stage_two_of_several_ratios_has_tags_of_its_own(write, folder):
+def test_tensorboard_has_every_figure_of_a_step_and_tags_for_every_ratio(write, folder):
     write(
         record(1),
-        record(2, stage=2, pruning_ratio_asked=0.5),
+        record(2, stage=2, pruning_ratio_asked=0.5, gpu_bytes=5),
         record(3, stage=2, pruning_ratio_asked=0.8),
         pruning_ratio=(0.5, 0.8),
         trackers=("tensorboard",),
     )
-    steps = {tag: list(values) for tag, values in read_scalars(folder).items() if "distillation" in tag}
-    assert steps == {
-        "stage1/distillation": [1],
-        "stage2-0.5/distillation": [2],
-        "stage2-0.8/distillation": [3],
+    always = {"distillation", "learning_rate", "mean_factor", "num_tokens", "seconds"}
+    expected = {"stage1": (1, always)}
+    expected["stage2-0.5"] = 2, always | {"pruning_ratio", "empty_heads", "gpu_bytes"}
+    expected["stage2-0.8"] = 3, always | {"pruning_ratio", "empty_heads"}
+    scalars = read_scalars(folder)
+    assert {tag: list(values) for tag, values in scalars.items()} == {
+        f"{stage}/{name}": [step] for stage, (step, names) in expected.items() for name in names
     }
+    assert scalars["stage2-0.5/pruning_ratio"] == {2: 0.703125}
 
 
 def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb):
@@ -157,25 +147,19 @@ def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb
     assert run.exit_code == 0
 
 
-def test_wandb_is_told_that_a_run_failed(folder, wandb):
+def test_a_wandb_run_that_failed_is_told_so_and_goes_on_when_it_is_resumed(folder, write, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     with (
         pytest.raises(LeanKError, match="the loss is nan"),
         TrainingLog(folder, Recipe(trackers=("wandb",)), num_steps=4, start=0, progress=False) as journal,
     ):
         journal.write(record(1))
         raise LeanKError("the loss is nan")
-    assert wandb.runs[0].exit_code == 1
     assert read_log(folder / "log.jsonl") == [record(1)]
-
-
-def test_a_resumed_run_goes_on_with_its_wandb_run(write, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    write(record(1), trackers=("wandb",))
     write(record(2), start=1, trackers=("wandb",))
     first, second = wandb.runs
-    assert first.options["id"] is None
-    assert second.options["id"] == first.id == "run-1"
-    assert second.options["resume"] == "allow"
+    assert first.exit_code == 1 and first.options["id"] is None
+    assert (second.options["id"], second.options["resume"]) == (first.id, "allow")
     assert second.options["project"] == "mine"
 
 
