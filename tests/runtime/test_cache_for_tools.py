@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 
+from tests.twin_caches import ids
+
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 LENGTHS = [20, 33, 5]
 
@@ -15,10 +17,6 @@ LENGTHS = [20, 33, 5]
 @pytest.fixture
 def model(model_pair, some_masks):
     return model_pair(some_masks(WIDTHS)).leank
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def prefilled(model, lengths=LENGTHS, **kwargs):
@@ -39,32 +37,6 @@ def decode(model, cache, positions, steps=30, mask=None):
             output = model(tokens, attention_mask=mask, position_ids=positions + step, past_key_values=cache)
             logits.append(output.logits)
     return torch.cat(logits, 1)
-
-
-def test_rows_decode_together_as_they_do_alone(model, assert_close):
-    caches = prefilled(model)
-    alone = []
-    for row, cache in enumerate(copy.deepcopy(caches)):
-        with torch.no_grad():
-            alone.append(
-                torch.cat(
-                    [
-                        model(
-                            ids(3, 1, 100 + step)[row : row + 1],
-                            position_ids=torch.tensor([[LENGTHS[row] + step]]),
-                            past_key_values=cache,
-                        ).logits
-                        for step in range(30)
-                    ],
-                    1,
-                )
-            )
-    joined = type(caches[0]).concatenate(caches, num_reserved=63)
-    assert joined.rows.lengths.tolist() == LENGTHS and joined.get_seq_length() == 33
-    assert all(layer.store.tables.runs == (1, 1, 1) for layer in joined.layers)
-    positions = torch.tensor(LENGTHS)[:, None]
-    assert_close(model, decode(model, joined, positions), torch.cat(alone))
-    assert all(cache.get_seq_length() == 0 and cache.memory().total.allocated == 0 for cache in caches)
 
 
 @pytest.mark.parametrize("with_mask", [False, True])

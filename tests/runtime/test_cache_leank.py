@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from runtime.memory_leank import CacheMemory
+from tests.twin_caches import ids
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def feed(model, tokens, cache=None, **kwargs):

@@ -13,13 +13,10 @@ import torch
 from runtime import layer_leank, pages_leank
 from runtime.graph_leank import DecodeGraph
 from runtime.model_state_leank import ModelState, why_step_is_eager
+from tests.twin_caches import ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(length: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The kernels on TileLang's CPU target, against the rule stated token by token."""
+"""The kernels on TileLang's CPU target, against the rule stated token by token.
+
+Every shape is compiled, which takes long: the tests on a GPU have other head sizes, groups and pages.
+"""
 
 import contextlib
 import functools
@@ -89,44 +92,37 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64, is_fp8=False, has_sinks=False):
-    queries = next(size for size in (8, 64) if size >= min(groups * columns, 64))
-    shape = KernelShape(
-        head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens, is_fp8=is_fp8,
-        has_sinks=has_sinks,
-    )  # fmt: skip
+def on_cpu(num_programs, is_fp8=False, has_sinks=False):
+    shape = KernelShape(D, GROUPS, E, D // E + 1, "float32", 1, 8, is_fp8=is_fp8, has_sinks=has_sinks)
     return CpuKernels(shape, num_programs)
 
 
-def masks(widths, seed=0, head_dim=D):
+def masks(widths, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
+    return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
 
 
-def case_of(widths, rows, *, seed=0, sink=SINK, groups=GROUPS, columns=1, head_dim=D, **change):
+def case_of(widths, rows, *, sink=SINK, columns=1, **change):
     return make_case(
-        masks(widths, seed, head_dim),
+        masks(widths),
         rows,
         chunk_size=E,
-        num_groups=groups,
+        num_groups=GROUPS,
         sink_size=sink,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        seed=seed,
         num_columns=columns,
         **change,
     )
 
 
 @functools.cache
-def torchs_error(scale, head_dim, num_queries):
+def torchs_error(scale):
     """The error of dense SDPA in float32, over rows as short and as long as they are here."""
     generator = torch.Generator().manual_seed(0)
     errors = []
     for length in (2, 33, 500):
-        query, key, value = (
-            torch.randn(5, 8, n, head_dim, generator=generator) for n in (num_queries, length, length)
-        )
+        query, key, value = (torch.randn(5, 8, n, D, generator=generator) for n in (64, length, length))
         ours, exact = (
             torch.nn.functional.scaled_dot_product_attention(
                 *(tensor.to(dtype) for tensor in (query, key, value)), scale=scale
@@ -167,9 +163,7 @@ def check(oracle):
         error = (actual - expected).abs()
         if case.valid is not None:
             error = error.masked_fill(~case.valid[:, None, :, None], 0)
-        bound = 2 * torchs_error(
-            scale, case.query.shape[3], max(case.query.shape[1] * case.query.shape[2], 64)
-        )
+        bound = 2 * torchs_error(scale)
         assert float(error[rows].max()) <= bound, (
             f"{float(error[rows].max()):.2e}, twice torch's is {bound:.2e}"
         )
@@ -199,10 +193,10 @@ def of_fp8(case):
 
 
 @pytest.mark.parametrize("num_programs", [1, 5])
-@pytest.mark.parametrize(("widths", "columns"), [((0, 16, 32, 64), 1), ((1, 63, 17), 5)], ids=str)
-def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, columns, num_programs, check):
-    case = of_fp8(case_of(widths, DRAFT_ROWS, columns=columns, cache_dtype=torch.float8_e4m3fn))
-    kernels = on_cpu(num_programs, columns=columns, is_fp8=True)
+@pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
+def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs, check):
+    case = of_fp8(case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn))
+    kernels = on_cpu(num_programs, is_fp8=True)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
@@ -224,13 +218,11 @@ def test_every_number_is_stored_as_torch_stores_it():
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
-@pytest.mark.parametrize(("groups", "columns", "is_fp8"), [(4, 5, False), (2, 1, True)], ids=str)
-def test_attention_sinks_take_their_share_once(groups, columns, is_fp8, num_programs):
+def test_attention_sinks_take_their_share_once(num_programs):
     """However many program instances share a head; large ones too."""
-    more = {"cache_dtype": torch.float8_e4m3fn} if is_fp8 else {}
-    case = case_of((0, 16, 40, 64), DRAFT_ROWS, groups=groups, columns=columns, has_sinks=True, **more)
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, sinks=4 * case.sinks)
-    kernels = on_cpu(num_programs, groups, columns, is_fp8=is_fp8, has_sinks=True)
+    kernels = on_cpu(num_programs, is_fp8=True, has_sinks=True)
     expected = case.expected(SCALE, torch.float64)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
     without = replace(case, sinks=None).expected(SCALE, torch.float64)
@@ -262,14 +254,10 @@ DRAFT_ROWS = [
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
-@pytest.mark.parametrize(
-    ("widths", "groups", "columns"),
-    [((0, 0, 0), 2, 5), ((1, 63, 17), 2, 5), ((0, 16, 32, 64), 7, 32)],
-    ids=str,
-)
-def test_several_new_tokens_follow_the_rule(widths, groups, columns, num_programs, check):
-    case = case_of(widths, DRAFT_ROWS, groups=groups, columns=columns)
-    kernels = on_cpu(num_programs, groups, columns)
+@pytest.mark.parametrize("widths", [(0, 0, 0), (1, 63, 17)], ids=str)
+def test_several_new_tokens_follow_the_rule(widths, num_programs, check):
+    case = case_of(widths, DRAFT_ROWS, columns=4)
+    kernels = on_cpu(num_programs)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
@@ -277,14 +265,14 @@ def test_several_new_tokens_follow_the_rule(widths, groups, columns, num_program
 def test_padding_among_new_tokens_is_neither_seen_nor_stored(check):
     generator = torch.Generator().manual_seed(1)
     rows = [(0, 0), (3, 0), *DRAFT_ROWS]
-    valid = torch.rand(len(rows), 5, generator=generator) < 0.5
-    valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1, 1]), True, False
-    case, kernels = case_of((0, 16, 40), rows, columns=5, valid=valid), on_cpu(7, columns=5)
+    valid = torch.rand(len(rows), 4, generator=generator) < 0.5
+    valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1]), True, False
+    case, kernels = case_of((0, 16, 40), rows, columns=4, valid=valid), on_cpu(7)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
 
-@pytest.mark.parametrize(("page_sizes", "columns"), [((64, 128), 1), ((128, 64), 5), ((48, 16), 1)], ids=str)
+@pytest.mark.parametrize(("page_sizes", "columns"), [((64, 128), 1), ((128, 64), 4)], ids=str)
 def test_pages_of_an_engine(page_sizes, columns, check):
     """Of two sizes, and tables that say nothing where nothing is to be read."""
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, columns=columns, page_sizes=page_sizes)
@@ -294,18 +282,13 @@ def test_pages_of_an_engine(page_sizes, columns, check):
     unused = window_table == window_table.max()
     window_table[unused] = torch.where(torch.arange(int(unused.sum())) % 2 == 0, -1, 2**30).int()
     hostile = store._replace(page_table=page_table, window_table=window_table)
-    kernels = on_cpu(7, columns=columns, load_tokens=min(64, *(size & -size for size in page_sizes)))
+    kernels = on_cpu(7)
     plan = kernels.plan(case.seen, case.pruned, SINK)
     kernels.append(case.keys, case.values, hostile, case.seen, None)
     actual = kernels.attend(
         case.query, hostile, case.seen, case.pruned, plan, sink_size=SINK, softmax_scale=SCALE
     )
     check(actual, case)
-
-
-def test_heads_of_another_size(check):
-    case = case_of((0, 17, 40, 96), DRAFT_ROWS, head_dim=96, groups=1, columns=3)
-    check(run_case(on_cpu(7, 1, 3, 96), case, SCALE), case)
 
 
 def test_a_row_without_tokens_gets_zeros_and_disturbs_no_other(check):

@@ -96,12 +96,6 @@ def test_half_precision_decodes_as_closely_to_fp32_as_the_dense_model(dtype, mod
     assert (ours.float() - exact).abs().max() <= 2 * (dense.float() - exact).abs().max()
 
 
-def test_generate_prunes(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
-    ids = one_row()
-    assert pair.leank.generate(ids, **GREEDY).tolist() != pair.dense.generate(ids, **GREEDY).tolist()
-
-
 def test_batched_generate_equals_each_row_alone(model_pair, some_masks):
     pair = model_pair(some_masks([[0, 4], [4, 8]]))
     batch = padded_batch()
@@ -178,12 +172,6 @@ def test_without_a_cache_the_model_is_dense(model_pair, some_masks):
         dense = pair.dense(**padded_batch(), use_cache=False)
     assert ours.past_key_values is None
     assert torch.equal(ours.logits, dense.logits)
-
-
-def test_a_prompt_is_dense(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4], [4, 8]]))
-    with torch.no_grad():
-        assert torch.equal(pair.leank(**padded_batch()).logits, pair.dense(**padded_batch()).logits)
 
 
 def test_training_without_a_cache_is_the_dense_models(model_pair, some_masks):

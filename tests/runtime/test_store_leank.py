@@ -9,13 +9,10 @@ import torch
 
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
+from tests.twin_caches import ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def feed(model, tokens, cache=None, **kwargs):
