@@ -19,9 +19,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
+from tests.tiny_families import tiny_llama  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
 # torch remembers, at its first use, which functions `with torch.device(...)` concerns: not these stand-ins.
@@ -72,25 +73,7 @@ def retriever_folder(
     tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
     """A tiny Llama that speaks the testbed's language, with random weights and attention far from uniform."""
-    folder = tmp_path_factory.mktemp("models") / "retriever"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(testbed_tokenizer),
-        max_position_embeddings=512,
-    )
-    model = LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    testbed_tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_llama(tmp_path_factory.mktemp("models") / "retriever", testbed_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from leank_convert.families import ARCHITECTURES
 
@@ -70,3 +73,39 @@ FAMILIES = [
     )
     for name, row in ARCHITECTURES.items()
 ]
+
+
+def some_families(*names: str) -> list[Any]:
+    """Rows of `FAMILIES` by their names, where not every family adds something."""
+    return [row for row in FAMILIES if row.id in names]
+
+
+def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
+    """Write a Llama of two layers with random weights, and its tokenizer.
+
+    Args:
+        folder: Where it is written.
+        tokenizer: What it speaks.
+        **changes: Of its config.
+
+    Returns:
+        The folder.
+    """
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)  # attention far from uniform
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

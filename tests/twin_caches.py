@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from runtime.constants_leank import Constants, centre, choose_constants
@@ -11,8 +13,32 @@ from runtime.store_leank import ChunkStore
 POOLS = ("kept_keys", "values", "window_keys", "window_values")
 
 
+# All numbers that e4m3 has, by the definition of its bits.
+NUMBERS = sorted(
+    {0.0}
+    | {
+        (8 * (exponent > 0) + fraction) * 2.0 ** (max(exponent, 1) - 10)
+        for exponent in range(16)
+        for fraction in range(8)
+        if (exponent, fraction) != (15, 7)
+    }
+)
+
+
 def ids(rows, length, seed=0):
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def in_eight_bits(numbers, scale):
+    """Clamp and round to the nearest number of e4m3, of two as near to the one whose last bit is 0."""
+    magnitude = (numbers.double() / scale.double()).abs().clamp(max=448)
+    table = torch.tensor(NUMBERS, dtype=torch.float64)
+    above = torch.searchsorted(table, magnitude.contiguous()).clamp(max=len(table) - 1)
+    below = (above - 1).clamp(min=0)
+    over, under = table[above] - magnitude, magnitude - table[below]
+    place = torch.where((over < under) | ((over == under) & (above % 2 == 0)), above, below)
+    nearest = torch.where(numbers.isnan(), torch.nan, table[place])
+    return (nearest.copysign(numbers.double()) * scale.double()).to(numbers.dtype)
 
 
 class HandedStore(ChunkStore):
@@ -34,6 +60,9 @@ class RoundedFirst(LeanKLayer):
 
     takes_mean = True
     """Whether every row's prompt gives a mean of keys where the model has none."""
+    static = None
+    of_rows: Sequence[torch.Tensor] = ()
+    """What each row's numbers are rounded by, `[B, H_kv, D]` each."""
 
     def rounded(self, keys, values):
         """Return keys, which lack their mean, and values `[B, H_kv, S, D]` as they will be read."""
@@ -41,6 +70,10 @@ class RoundedFirst(LeanKLayer):
 
     def prepare(self, keys, values, real):
         """Look at a prompt before it is rounded."""
+
+    def select(self, rows):
+        self.of_rows = [own[rows] for own in self.of_rows]
+        super().select(rows)
 
     def split(self, step):
         keys, values = self.pending

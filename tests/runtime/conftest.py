@@ -14,13 +14,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface
 
 from runtime import configuration_leank, graph_leank, layer_leank, model_state_leank, modeling_leank
-from runtime.capture_leank import GraphMemory
-from runtime.fp8_leank import as_bytes, quantise
+from tests.runtime.stand_ins import PlainKernels, RecordedGraph
 
 VOCAB = 64
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
@@ -310,81 +307,6 @@ def assert_close() -> Callable[[Any, torch.Tensor, torch.Tensor], None]:
     return check
 
 
-class Recorder(TorchDispatchMode):
-    """Runs operations, writes them down, and remembers what memory held before it was overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
-            raise RuntimeError("the host asked for a value during a capture")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self.made:
-                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        out = func(*args, **kwargs)
-        used = {
-            value.untyped_storage().data_ptr()
-            for value in tree_flatten((args, kwargs))[0]
-            if isinstance(value, torch.Tensor)
-        }
-        # Views and what was written in place need no copy of their own at a replay.
-        results = [
-            (index, value)
-            for index, value in enumerate(tree_flatten(out)[0])
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in used
-        ]
-        self.made.update(value.untyped_storage().data_ptr() for _, value in results)
-        self.operations.append((func, args, kwargs, results))
-        return out
-
-
-class RecordedGraph:
-    """Stands in for `StepGraph` on the CPU and behaves as a CUDA graph does.
-
-    A capture leaves memory as it was, and a replay does the recorded operations on the recorded tensors,
-    whatever Python has come to think of the cache since. So a host number that found its way into a step,
-    or a tensor that was replaced, shows as a wrong token.
-    """
-
-    device_type = "cpu"
-    failures: list[BaseException]
-
-    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
-        self._recorder = Recorder()
-
-    @staticmethod
-    def is_capturing() -> bool:
-        return False
-
-    @staticmethod
-    def stream_of(device: torch.device) -> int:
-        return 0
-
-    def capture(self, function: Any) -> Any:
-        try:
-            with self._recorder:
-                output = function()
-                if self.failures:
-                    raise self.failures.pop()
-        finally:
-            for storage, content in self._recorder.before.values():
-                storage.copy_(content)
-        return output
-
-    def replay(self) -> None:
-        for func, args, kwargs, results in self._recorder.operations:
-            new = tree_flatten(func(*args, **kwargs))[0]
-            for index, old in results:
-                old.copy_(new[index])
-
-
 def attend_token_by_token(query, store, seen, pruned, *, layout, sink_size, softmax_scale):
     """State the rule of decode attention once more, for one query after the other, in float64 `[B, H, d, D]`.
 
@@ -439,143 +361,6 @@ def attend_token_by_token(query, store, seen, pruned, *, layout, sink_size, soft
 def oracle():
     """What decode attention has to give, stated token by token."""
     return attend_token_by_token
-
-
-class PlainKernels:
-    """The kernels' interface in plain torch: lengths and pages are read from tensors alone, head by head."""
-
-    def __init__(self, head_dim: int, num_groups: int, chunk_size: int, **_: int) -> None:
-        self.head_dim, self.num_groups, self.chunk_size = head_dim, num_groups, chunk_size
-
-    def plan(self, seen, pruned, sink_size):
-        return seen + pruned
-
-    def append(self, keys, values, store, seen, valid):
-        valid = torch.ones_like(seen, dtype=torch.bool) if valid is None else valid
-        rows = torch.arange(len(seen))
-        index = store.chunk_index.long().expand(len(seen), -1, -1)
-        num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
-        in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0
-        if store.key_mean is not None:
-            keys = (keys - store.key_mean[:, :, None]).to(keys.dtype)
-        if store.key_scale is not None:
-            keys = as_bytes(quantise(keys, store.key_scale[:, :, None]))
-            values = as_bytes(quantise(values, store.value_scale[:, :, None]))
-        for column in range(seen.shape[1]):
-            token = (seen[:, column].long() - 1).clamp(min=0)
-            lanes = keys[:, :, column].flatten(1).gather(1, index.clamp(min=0).flatten(1)).view_as(index)
-            lanes = torch.where(index < 0, 0, lanes)
-            keep = valid[:, column, None, None]
-            for pool, pages, new in (
-                (store.kept_keys, store.page_table, lanes[:, :num_kept]),
-                (store.window_keys, store.window_table, lanes[:, num_kept:]),
-                (store.values, store.page_table, values[:, in_store, column]),
-                (store.window_values, store.window_table, values[:, in_window, column]),
-            ):
-                pool = as_bytes(pool)
-                page, place = pages[rows, token // pool.shape[2]], token % pool.shape[2]
-                pool[page, :, place] = torch.where(keep, new, pool[page, :, place])
-
-    def rope_append(self, projected, cos, sin, norms, store, seen, valid):
-        heads = projected.view(*seen.shape, -1, self.head_dim).transpose(1, 2)
-        num_kv_heads = len(store.head_table) - 1
-        query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
-        if norms is not None:
-            query, key = (
-                self.add_norm(x, None, w, norms[2])[1] for x, w in ((query, norms[0]), (key, norms[1]))
-            )
-        query, key = (
-            states * cos[:, None]
-            + torch.cat([-states[..., self.head_dim // 2 :], states[..., : self.head_dim // 2]], -1)
-            * sin[:, None]
-            for states in (query, key)
-        )
-        self.append(key, value, store, seen, valid)
-        return query
-
-    def add_norm(self, hidden, delta, weight, eps):
-        summed = hidden if delta is None else hidden + delta
-        return summed, weight * summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + eps)
-
-    def silu_mul(self, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
-
-    def copy_row(self, store, span, sink_size, keys, values):
-        row, length, pruned = span
-        token, size = torch.arange(length), store.kept_keys.shape[2]
-        page, window_page = (table[row, token // size] for table in (store.page_table, store.window_table))
-        whole = (token < sink_size) | (token >= sink_size + pruned)
-        dense = keys.new_zeros(length, len(store.head_table) - 1, keys.shape[2])
-        for chunk, lanes in enumerate(store.chunk_index[min(row, len(store.chunk_index) - 1)]):
-            real, dropped = lanes >= 0, chunk - store.kept_keys.shape[1]
-            if dropped < 0:
-                held = store.kept_keys[page, chunk, token % size][:, real]
-                dense.flatten(1)[:, lanes[real]] = held.to(dense.dtype)
-            else:
-                held = store.window_keys[window_page[whole], dropped, token[whole] % size]
-                dense.flatten(1)[whole.nonzero(), lanes[real]] = held[:, real].to(dense.dtype)
-        heads = store.head_table[:-1, 2] >= 0
-        keys[:length] = dense[:, heads]
-        values[:length] = store.values[page, :, token % size].to(values.dtype)
-        for states, scale in ((keys, store.key_scale), (values, store.value_scale)):
-            if scale is not None:
-                states[:length] *= scale[min(row, len(scale) - 1), heads]
-
-    def product(self, states, weight, bias=None):
-        return torch.nn.functional.linear(states, weight, bias)
-
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
-        seen = plan - pruned  # a plan of another step shows
-        batch, num_columns = seen.shape
-        fallen = torch.zeros(query.shape[:3])  # what a sink's logit falls by, as all others do
-        if store.key_mean is not None:
-            fallen = (query * store.key_mean.repeat_interleave(self.num_groups, 1)[:, :, None]).sum(-1)
-        if store.key_scale is not None:
-            query = query * store.key_scale.repeat_interleave(self.num_groups, 1)[:, :, None]
-        index = store.chunk_index.long().expand(batch, -1, -1)
-        channels, num_kept = index.clamp(min=0) % self.head_dim, store.kept_keys.shape[1]
-        capacity = store.page_table.shape[1] * store.kept_keys.shape[2]
-
-        def tokens_of(pool, table):
-            """All that tables name `[B, rows of the pool, tokens, numbers]`; what is not there is NaN."""
-            pages = table.clamp(0, len(pool) - 1).long()
-            taken = as_bytes(pool)[pages].view(pool.dtype).to(query.dtype)
-            return taken.transpose(1, 2).flatten(2, 3)
-
-        kept, values = (tokens_of(pool, store.page_table) for pool in (store.kept_keys, store.values))
-        dropped, window = (
-            tokens_of(pool, store.window_table) for pool in (store.window_keys, store.window_values)
-        )
-        tokens = torch.arange(capacity)
-        visible = tokens < seen[..., None]  # [B, d, tokens]
-        whole = visible & ((tokens < sink_size) | (tokens >= sink_size + pruned[..., None]))
-        outputs = []
-        for head, row in enumerate(store.head_table[:-1].tolist()):
-            first, count, value_row, first_dropped, num_dropped, window_row = row[:6]
-            q = query[:, head * self.num_groups : (head + 1) * self.num_groups]
-            parts = []
-            for chunks, of in (
-                (range(first, first + count), kept),
-                (range(num_kept + first_dropped, num_kept + first_dropped + num_dropped), dropped),
-            ):
-                scores = torch.zeros(batch, self.num_groups, num_columns, capacity)
-                for chunk in chunks:
-                    lanes = q.gather(3, channels[:, None, None, chunk].expand(*q.shape[:3], self.chunk_size))
-                    own = of[:, chunk - (0 if of is kept else num_kept)]
-                    scores = scores + lanes @ own[:, None].transpose(2, 3) * softmax_scale
-                parts.append(scores)
-            scores = parts[0] + torch.where(whole[:, None], parts[1], 0)
-            counted = whole if value_row < 0 else visible
-            own_values = window[:, window_row] if value_row < 0 else values[:, value_row]
-            scores = scores.masked_fill(~counted[:, None], -torch.inf)
-            if sinks is not None:  # one more logit, without a value
-                heads = slice(head * self.num_groups, (head + 1) * self.num_groups)
-                own = sinks[heads, None] - softmax_scale * fallen[:, heads]
-                scores = torch.cat([scores, own[..., None]], -1)
-            out = scores.softmax(-1)[..., : own_values.shape[1]] @ own_values[:, None]
-            outputs.append(out if store.value_scale is None else out * store.value_scale[:, head, None, None])
-        return torch.cat(outputs, 1)
 
 
 @pytest.fixture

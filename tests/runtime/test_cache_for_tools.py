@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 
+from tests.twin_caches import ids
+
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 LENGTHS = [20, 33, 5]
 
@@ -15,10 +17,6 @@ LENGTHS = [20, 33, 5]
 @pytest.fixture
 def model(model_pair, some_masks):
     return model_pair(some_masks(WIDTHS)).leank
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def prefilled(model, lengths=LENGTHS, **kwargs):
@@ -41,32 +39,6 @@ def decode(model, cache, positions, steps=30, mask=None):
     return torch.cat(logits, 1)
 
 
-def test_rows_decode_together_as_they_do_alone(model, assert_close):
-    caches = prefilled(model)
-    alone = []
-    for row, cache in enumerate(copy.deepcopy(caches)):
-        with torch.no_grad():
-            alone.append(
-                torch.cat(
-                    [
-                        model(
-                            ids(3, 1, 100 + step)[row : row + 1],
-                            position_ids=torch.tensor([[LENGTHS[row] + step]]),
-                            past_key_values=cache,
-                        ).logits
-                        for step in range(30)
-                    ],
-                    1,
-                )
-            )
-    joined = type(caches[0]).concatenate(caches, num_reserved=63)
-    assert joined.rows.lengths.tolist() == LENGTHS and joined.get_seq_length() == 33
-    assert all(layer.store.tables.runs == (1, 1, 1) for layer in joined.layers)
-    positions = torch.tensor(LENGTHS)[:, None]
-    assert_close(model, decode(model, joined, positions), torch.cat(alone))
-    assert all(cache.get_seq_length() == 0 and cache.memory().total.allocated == 0 for cache in caches)
-
-
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model, assert_close):
     mask = torch.stack([torch.arange(33) >= 33 - length for length in LENGTHS]).long()
@@ -84,24 +56,6 @@ def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model, assert_close
     padded.crop(-3)
     joined.crop(-3)
     assert joined.rows.lengths.tolist() == padded.rows.lengths.tolist()
-
-
-def test_generate_goes_on_from_a_joined_cache(model):
-    settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
-    prompts = [ids(1, length, seed) for seed, length in enumerate(LENGTHS)]
-    with torch.no_grad():
-        caches = [model(prompt[:, :-1]).past_key_values for prompt in prompts]
-    batch = torch.zeros(3, 33, dtype=torch.long)
-    mask = torch.zeros_like(batch)
-    for row, prompt in enumerate(prompts):
-        batch[row, -prompt.shape[1] :], mask[row, -prompt.shape[1] :] = prompt[0], 1
-    joined = type(caches[0]).concatenate(caches)
-    ours = model.generate(batch, attention_mask=mask, past_key_values=joined, **settings)
-    for row, prompt in enumerate(prompts):
-        with torch.no_grad():
-            cache = model(prompt[:, :-1]).past_key_values
-        alone = model.generate(prompt, past_key_values=cache, **settings)
-        assert ours[row, 33:].tolist() == alone[0, prompt.shape[1] :].tolist()
 
 
 def test_rows_of_several_batches_and_own_masks(model_pair, some_masks, assert_close):
@@ -217,16 +171,6 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
     assert cache.rows.is_pending and (cache.rows.sink_size, cache.get_seq_length()) == (3, 30)
 
 
-def test_a_fork_has_masks_of_its_own(model, some_masks):
-    cache = model.build_cache("deferred")
-    with torch.no_grad():
-        model(ids(1, 30), past_key_values=cache)
-    fork = cache.fork()
-    for layer, mask in zip(fork.layers, some_masks([[16, 16, 16]] * 2), strict=True):
-        layer.set_channel_mask(mask)
-    assert cache.layers[0].layout.widths == (0, 3, 16) and fork.layers[0].layout.widths == (16, 16, 16)
-
-
 def test_forks_are_refused_where_they_make_no_sense(model):
     cache = model.build_cache("deferred")
     with torch.no_grad():
@@ -275,27 +219,6 @@ def test_what_a_filled_layer_attends_to_follows_the_cache(model):
     before = cache.attend_layer(0, query, 0.5)
     out = cache.decode_layer(0, query, keys[:, :, :1], keys[:, :, :1], 0.5)
     assert not torch.equal(before, out) and torch.equal(out, cache.attend_layer(0, query, 0.5))
-
-
-def test_attending_again_finds_its_tokens_after_pages_are_reserved(model):
-    cache = model.build_cache()
-    keys, query = states(70, 3, 0), states(1, 6, 2)
-    cache.fill_layer(0, keys, keys)
-    out = cache.decode_layer(0, query, keys[:, :, :1], keys[:, :, :1])
-    cache.reserve(1000)
-    assert torch.equal(out, cache.attend_layer(0, query))
-
-
-def test_layers_filled_before_and_after_pages_are_reserved_attend_alike(model):
-    cache, expected = model.build_cache(), model.build_cache()
-    keys, query = states(70, 3, 0), states(1, 6, 2)
-    cache.fill_layer(0, keys, keys)
-    cache.reserve(1000)
-    for layer in (0, 1):
-        if layer:
-            cache.fill_layer(layer, keys, keys)
-        expected.fill_layer(layer, keys, keys)
-        assert torch.equal(cache.attend_layer(layer, query), expected.attend_layer(layer, query))
 
 
 def test_layers_are_filled_only_where_they_are_empty(model):

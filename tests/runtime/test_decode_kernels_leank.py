@@ -1,7 +1,8 @@
-"""Decode kernels as they are found, compiled, launched and shown to torch; no device is needed for it."""
+"""Decode kernels as they are found, planned and shown to torch; no device is needed for it."""
 
 import contextlib
 import importlib
+import itertools
 import shutil
 import threading
 import time
@@ -16,17 +17,38 @@ from runtime.decode_kernels_leank import DecodeKernels
 from runtime.find_kernels_leank import find_kernels
 from runtime.kernel_key_leank import KernelKey, plan_tiles, queries_at_once
 
-SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
+SHAPES = itertools.count(1000)  # kernels are found once for a shape
 
 
-@pytest.fixture(autouse=True)
-def nothing_found(monkeypatch):
-    monkeypatch.setattr(find_kernels_leank, "_found", {})
-    monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
+@pytest.fixture
+def gpu(monkeypatch, caplog):
+    """A GPU whose kernels are made at once; errors to end with, keys of all made, and what was warned of."""
+    made = SimpleNamespace(keys=[], errors=[], max_chunks=next(SHAPES))
 
+    def make(key):
+        made.keys.append(key)
+        time.sleep(0.02)  # so that threads meet
+        if made.errors:
+            raise made.errors.pop()
+        return SimpleNamespace(key=key)
 
-def find(dtype=torch.bfloat16, device="cuda:0", **change):
-    return find_kernels(torch.device(device), dtype, **{**SHAPE, **change})
+    def find(dtype=torch.bfloat16, **change):
+        shape = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": made.max_chunks}
+        return find_kernels(torch.device("cuda:0"), dtype, **{**shape, **change})
+
+    made.find, made.warnings = find, lambda: [record.getMessage() for record in caplog.records]
+    properties = SimpleNamespace(shared_memory_per_block_optin=232448)
+    for owner, name, value in (
+        (find_kernels_leank.logger, "propagate", True),
+        (find_kernels_leank, "DecodeKernels", make),
+        (find_kernels_leank, "disagreement", lambda kernels: 0.0),
+        (importlib.util, "find_spec", lambda name: object()),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -37,65 +59,37 @@ def find(dtype=torch.bfloat16, device="cuda:0", **change):
         ({"num_groups": 32}, "at most 16 query heads"),
         ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
         ({"cache_dtype": torch.uint8}, "no kernels serve an int4 cache"),
+        ({"errors": RuntimeError("nvcc: no such file")}, "RuntimeError: nvcc: no such file"),
     ],
     ids=str,
 )
-def test_one_warning_names_what_no_kernel_serves(change, reason, monkeypatch, caplog):
-    monkeypatch.setattr(find_kernels_leank.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert [find(**change), find(**change)] == [None, None]
-    assert [reason in record.getMessage() for record in caplog.records] == [True]
+def test_one_warning_names_why_no_kernel_serves(change, reason, gpu):
+    gpu.errors.extend([change.pop("errors")] if "errors" in change else [])
+    assert [gpu.find(**change), gpu.find(**change)] == [None, None]
+    assert [reason in warning for warning in gpu.warnings()] == [True]
 
 
-@pytest.fixture
-def makes(monkeypatch):
-    """A GPU whose kernels are made at once; errors to end with, and keys of all made."""
-    made = SimpleNamespace(keys=[], errors=[])
-
-    def make(key):
-        made.keys.append(key)
-        time.sleep(0.02)  # so that threads meet
-        if made.errors:
-            raise made.errors.pop()
-        return SimpleNamespace(key=key)
-
-    monkeypatch.setattr(find_kernels_leank, "DecodeKernels", make)
-    monkeypatch.setattr(find_kernels_leank, "disagreement", lambda kernels: 0.0)
-    monkeypatch.setattr(find_kernels_leank.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return made
-
-
-def test_kernels_are_made_once_also_for_threads_at_once(makes):
+def test_kernels_are_made_once_also_for_threads_at_once(gpu):
     found = []
-    threads = [threading.Thread(target=lambda: found.append(find())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(gpu.find())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(makes.keys) == 1 and len(found) == 4
+    assert len(gpu.keys) == 1 and len(found) == 4
     assert all(kernels is found[0] is not None for kernels in found)
 
 
-def test_out_of_memory_is_the_callers_and_does_not_last(makes, caplog):
-    makes.errors.append(torch.OutOfMemoryError("no memory"))
+def test_out_of_memory_is_the_callers_and_does_not_last(gpu):
+    gpu.errors.append(torch.OutOfMemoryError("no memory"))
     with pytest.raises(torch.OutOfMemoryError):
-        find()
-    assert find() is not None and not caplog.records
+        gpu.find()
+    assert gpu.find() is not None and not gpu.warnings()
+    shape = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
+    assert find_kernels(torch.device("cpu"), torch.bfloat16, **shape) is None and not gpu.warnings()
 
 
-def test_another_failure_is_one_warning_and_lasts(makes, caplog):
-    makes.errors.append(RuntimeError("nvcc: no such file"))
-    assert [find(), find()] == [None, None]
-    assert ["RuntimeError: nvcc: no such file" in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_the_cpu_decodes_in_plain_torch_without_a_warning(caplog):
-    assert find(device="cpu") is None and not caplog.records
-
-
-@pytest.mark.parametrize("sink", [0, 8, 64, 100])
+@pytest.mark.parametrize("sink", [0, 64, 100])
 def test_the_plan_counts_every_row_by_itself(sink):
     # Tokens, pruned ones of the first and of the last column.
     rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (500, 300, 400), (700, 500, 500)]
@@ -109,74 +103,32 @@ def test_the_plan_counts_every_row_by_itself(sink):
         assert (plan[row + 1] - plan[row]).tolist() == [sum(hidden), len(hidden) - sum(hidden)]
 
 
-@pytest.mark.parametrize(
-    ("columns", "groups", "head_dim", "room", "queries"),
-    [
+def test_kernels_take_as_many_queries_as_new_tokens_have(monkeypatch):
+    for columns, groups, head_dim, room, queries in (
         (1, 4, 128, 232448, 8), (1, 16, 128, 101376, 16), (2, 4, 128, 232448, 8), (3, 4, 128, 232448, 16),
         (8, 4, 128, 232448, 32), (9, 4, 128, 101376, 32), (16, 4, 128, 232448, 64), (32, 7, 128, 232448, 64),
-        (32, 1, 256, 232448, 32), (32, 4, 256, 232448, 32),
-    ],
-)  # fmt: skip
-def test_kernels_take_as_many_queries_as_new_tokens_have(
-    columns, groups, head_dim, room, queries, monkeypatch
-):
-    properties = SimpleNamespace(shared_memory_per_block_optin=room)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert queries_at_once(columns, groups, head_dim, torch.device("cuda", 0)) == queries
+        (32, 1, 256, 232448, 32),
+    ):  # fmt: skip
+        properties = SimpleNamespace(shared_memory_per_block_optin=room)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, own=properties: own)
+        assert queries_at_once(columns, groups, head_dim, torch.device("cuda", 0)) == queries
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
-    ("generation", "queries", "instructions", "num_kernels", "num_overlapping"),
-    [
-        ((9, 0), 8, ("wgmma_ss", "tma_load"), 11, 9),
-        ((9, 0), 64, ("wgmma_ss",), 11, 9),
-        ((8, 0), 8, ("mma", "cp_async_gs"), 7, 0),
-    ],
-    ids=["Hopper", "Hopper, 64 queries", "Ampere"],
+    ("per_sm", "per_block", "queries"),
+    [(233472, 232448, 64), (167936, 166912, 64), (102400, 101376, 32)],
+    ids=["H200", "A100", "L40S"],
 )
-def test_what_decoding_launches_compiles_without_a_gpu(
-    generation, queries, instructions, num_kernels, num_overlapping, monkeypatch
-):
-    properties = SimpleNamespace(
-        major=generation[0],
-        minor=generation[1],
-        multi_processor_count=4,
-        shared_memory_per_multiprocessor=167936,
-        shared_memory_per_block_optin=166912,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(decode_kernels_leank, "_kernels", [])
-    tilelang = pytest.importorskip("tilelang")
-    compile_, sources = tilelang.compile, []
-
-    def compiled(function, **options):
-        kernel = compile_(function, **options)
-        sources.append(kernel.adapter.get_device_source())
-        return kernel
-
-    monkeypatch.setattr(tilelang, "compile", compiled)
-    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, queries))
-    assert len(sources) == num_kernels
-    (attention,) = (source for source in sources if "leank_attention" in source)
-    assert all(instruction in attention for instruction in instructions)
-    # Launches overlap where the GPU has that.
-    overlapping = [source for source in sources if "cudaGridDependencySynchronize" in source]
-    assert len(overlapping) == num_overlapping
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
-@pytest.mark.parametrize(("head_dim", "chunk_size"), [(64, 32), (96, 16), (128, 32), (256, 16)])
-def test_heads_that_threads_do_not_fill_compile_without_a_gpu(head_dim, chunk_size):
-    tilelang = pytest.importorskip("tilelang")
-    from runtime.kernel_glue_leank import append_tokens, rope_append
-    from runtime.kernel_leank import KernelShape
-
-    shape = KernelShape(head_dim, 4, chunk_size, head_dim // chunk_size + 1, "bfloat16", 2, 8)
-    target = {"kind": "cuda", "arch": "sm_90a"}
-    tilelang.compile(append_tokens(shape, overlap=True), target=target)
-    kernel = tilelang.compile(rope_append(shape, overlap=True), target=target)
-    assert "AllReduce<tl::SumOp, 128" in kernel.adapter.get_device_source()
+def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
+    pytest.importorskip("tilelang")
+    sizes = ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9))
+    for (head_dim, chunk_size, max_chunks), count in itertools.product(sizes, (8, queries)):
+        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks, count)
+        shape = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
+        stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
+        assert shape.num_stages >= 2
+        assert shape.num_stages * stage <= per_block
+        assert shape.num_instances * (shape.num_stages * stage + 1024) <= per_sm
 
 
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
@@ -193,46 +145,19 @@ def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypa
     assert [int(module._attend(0, query, *rest, 8, 1.0)[0, 0, 0, 0]) for module in modules] == [1, 2]
 
 
-def test_the_operators_have_true_schemas_and_shapes_without_data():
+def test_the_operators_have_true_schemas_and_hand_on_what_they_are_given():
+    plans = []
     kernels = SimpleNamespace(
-        _launch_attend=lambda query, *_: query * 2,
+        _launch_attend=lambda query, *rest: plans.append(rest[3]) or query * 2,
         _launch_append=lambda keys, values, store, *_: store.kept_keys.add_(1),
     )
     decode_kernels_leank._kernels.append(kernels)
-    handle = len(decode_kernels_leank._kernels) - 1
-    tensors = [torch.zeros(2, 3) for _ in range(14)]
+    handle, tensors = len(decode_kernels_leank._kernels) - 1, [torch.zeros(2, 3) for _ in range(14)]
     checks = ("test_schema", "test_faketensor")
-    query = torch.zeros(2, 4, 1, 64)
-    torch.library.opcheck(decode_kernels_leank._attend, (handle, query, *tensors, 8, 0.1), test_utils=checks)
-    append = (handle, *tensors, None)
-    torch.library.opcheck(decode_kernels_leank._append, append, test_utils=checks)
-
-
-def test_the_plan_that_arrives_behind_the_operator_is_the_one_that_was_given():
-    plans = []
-    kernels = SimpleNamespace(_launch_attend=lambda query, *rest: plans.append(rest[3]) or query * 2)
-    decode_kernels_leank._kernels.append(kernels)
-    given = [torch.zeros(2, 3) for _ in range(14)]
+    attend = (handle, torch.zeros(2, 4, 1, 64), *tensors, 8, 0.1)
+    torch.library.opcheck(decode_kernels_leank._attend, attend, test_utils=checks)
+    torch.library.opcheck(decode_kernels_leank._append, (handle, *tensors, None), test_utils=checks)
+    plans.clear()
     with torch.inference_mode():
-        decode_kernels_leank._attend(
-            len(decode_kernels_leank._kernels) - 1, torch.zeros(2, 4, 1, 64), *given, 8, 0.1
-        )
-    assert plans[0] is given[-1]
-
-
-@pytest.mark.parametrize(
-    ("device", "per_sm", "per_block"),
-    [("H200", 233472, 232448), ("A100", 167936, 166912), ("L40S", 102400, 101376)],
-)
-@pytest.mark.parametrize("queries", [8, 32, 64])
-def test_buffers_fit_in_shared_memory(device, per_sm, per_block, queries):
-    pytest.importorskip("tilelang")
-    if queries == 64 and device == "L40S":
-        pytest.skip("not asked for there")
-    for head_dim, chunk_size, max_chunks in ((64, 32, 2), (96, 16, 7), (128, 32, 4), (128, 16, 9)):
-        key = KernelKey(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, chunk_size, max_chunks, queries)
-        shape = DecodeKernels._fit(SimpleNamespace(key=key), per_sm, per_block)
-        stage = 64 * (max_chunks * chunk_size + shape.value_size) * 2
-        assert shape.num_stages >= 2
-        assert shape.num_stages * stage <= per_block
-        assert shape.num_instances * (shape.num_stages * stage + 1024) <= per_sm
+        decode_kernels_leank._attend(*attend)
+    assert plans[0] is tensors[-1]

@@ -31,89 +31,70 @@ def row(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture
+def follows_the_rule(model_pair, some_masks, slow_logits, fed_logits, assert_close):
+    """Feeds rows `per_row[b][t]` tokens in pass t, and holds each to the rule by itself; gives the cache."""
+
+    def check(per_row, widths="mixed widths", sizes="usual", side="left", pair=None, **options):
+        sink, recent, flush = SIZES[sizes]
+        if pair is None:
+            pair = model_pair(some_masks(WIDTHS[widths]), sink=sink, recent=recent, flush=flush, **options)
+        rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
+        ours, cache = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
+        for logits, ids, turns in zip(ours, rows, per_row, strict=True):
+            assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
+        return cache
+
+    return check
+
+
 @pytest.mark.parametrize(
     ("widths", "sizes"),
     [(widths, "usual") for widths in WIDTHS]
     + [("mixed widths", sizes) for sizes in SIZES if sizes != "usual"]
     + [("all width 0", "nothing but flush 1"), ("odd widths", "flush longer than recent")],
 )
-def test_token_by_token_decoding_follows_the_rule(
-    widths, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    sink, recent, flush = SIZES[sizes]
-    pair = model_pair(some_masks(WIDTHS[widths]), sink=sink, recent=recent, flush=flush)
-    ids = row(61)
-    turns = [31] + [1] * 30
-    (ours,), cache = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
-    assert cache.get_seq_length() == 61
+def test_token_by_token_decoding_follows_the_rule(widths, sizes, follows_the_rule):
+    assert follows_the_rule([[31] + [1] * 30], widths, sizes).get_seq_length() == 61
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 9, 10, 13, 14])
-def test_prompts_around_the_window_size_follow_the_rule(
-    prompt, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
+def test_prompts_around_the_window_size_follow_the_rule(model_pair, some_masks, follows_the_rule):
     pair = model_pair(some_masks(WIDTHS["mixed widths"]))
-    ids = row(prompt + 25)
-    turns = [prompt] + [1] * 25
-    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
+    for prompt in (1, 2, 3, 4, 9, 10, 13, 14):
+        follows_the_rule([[prompt] + [1] * 25], pair=pair)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("turns", [[1, 1, 1, 30, 2, 1], [12, 2, 2, 2, 2, 2, 1, 2, 3, 20]], ids=str)
-def test_several_tokens_at_once_follow_the_rule(
-    sizes, turns, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    sink, recent, flush = sizes
-    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
-    ids = row(sum(turns))
-    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
+def test_several_tokens_at_once_follow_the_rule(sizes, turns, follows_the_rule):
+    follows_the_rule([turns], sizes=sizes)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_padded_rows_follow_the_rule_each_by_itself(
-    side, sizes, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    sink, recent, flush = sizes
-    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=sink, recent=recent, flush=flush)
+PADDED = {
     # The second turn pads in the middle; one row gets one token there, one gets none, one starts late.
-    per_row = [
+    "padded": [
         [30, 9, 1, 1, 4, 1],
         [11, 1, 1, 1, 1, 1],
         [1, 6, 1, 1, 3, 1],
         [23, 0, 1, 0, 2, 1],
         [0, 1, 1, 1, 5, 1],
-    ]
-    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
-    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
-    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
+    ],
+    "padding for two turns": [[20, 5, 4, 1, 1], [0, 0, 22, 1, 1], [0, 18, 0, 1, 1]],
+    "starts with one token": [[5, 1, 1, 1], [0, 1, 1, 1]],
+}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_that_is_padding_for_two_turns_starts_with_a_prefill(
-    side, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    pair = model_pair(some_masks(WIDTHS["mixed widths"]))
-    per_row = [[20, 5, 4, 1, 1], [0, 0, 22, 1, 1], [0, 18, 0, 1, 1]]
-    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
-    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)), side)
-    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
-
-
-def test_a_row_that_starts_with_one_token_sees_it_whole(
-    model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    pair = model_pair(some_masks(WIDTHS["mixed widths"]), sink=0, recent=0, flush=2)
-    per_row = [[5, 1, 1, 1], [0, 1, 1, 1]]
-    rows = [row(sum(turns), seed) for seed, turns in enumerate(per_row)]
-    ours, _ = fed_logits(pair.leank, rows, list(zip(*per_row, strict=True)))
-    for logits, ids, turns in zip(ours, rows, per_row, strict=True):
-        assert_close(pair.leank, logits, slow_logits(pair, ids, [n for n in turns if n]))
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        *(("padded", sizes) for sizes in SIZES),
+        ("padding for two turns", "usual"),
+        ("starts with one token", "nothing but flush 1"),
+    ],
+)
+def test_padded_rows_follow_the_rule_each_by_itself(side, rows, sizes, follows_the_rule):
+    follows_the_rule(PADDED[rows], sizes=sizes, side=side)
 
 
 @pytest.mark.parametrize("chunks", [[9, 9, 9], [26, 1], [1, 26], [13, 14]], ids=str)
@@ -159,16 +140,14 @@ def test_tokens_beyond_the_prompt_in_the_first_pass_are_decoded(
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("groups", [1, 3])
-def test_every_family_follows_the_rule(
-    architecture, groups, model_pair, some_masks, slow_logits, fed_logits, assert_close
-):
-    masks = some_masks(WIDTHS["mixed widths"])
-    pair = model_pair(masks, architecture.stem, groups, **OPTIONS.get(architecture.model_type, {}))
-    ids = row(50)
-    turns = [29, *[1] * 12, 9]
-    (ours,), _ = fed_logits(pair.leank, [ids], [[n] for n in turns])
-    assert_close(pair.leank, ours, slow_logits(pair, ids, turns))
+def test_every_family_follows_the_rule(architecture, model_pair, some_masks, follows_the_rule):
+    options = OPTIONS.get(architecture.model_type, {})
+    pair = model_pair(some_masks(WIDTHS["mixed widths"]), architecture.stem, 3, **options)
+    follows_the_rule([[29, *[1] * 12, 9]], pair=pair)
+
+
+def test_every_query_head_may_have_a_key_head_of_its_own(follows_the_rule):
+    follows_the_rule([[29, *[1] * 12, 9]], groups=1)
 
 
 def test_the_restatement_notices_pruned_channels(model_pair, some_masks, slow_logits, assert_close):

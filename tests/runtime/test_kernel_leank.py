@@ -1,4 +1,7 @@
-"""The kernels on TileLang's CPU target, against the rule stated token by token."""
+"""The kernels on TileLang's CPU target, against the rule stated token by token.
+
+Every shape is compiled, which takes long: the tests on a GPU have other head sizes, groups and pages.
+"""
 
 import contextlib
 import functools
@@ -40,6 +43,9 @@ ROWS = [
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
 
 
+NAMES = {merge_parts: "merge", append_tokens: "append"}
+
+
 class CpuKernels(DecodeKernels):
     """Kernels on the CPU: the generic body, any number of program instances."""
 
@@ -50,11 +56,11 @@ class CpuKernels(DecodeKernels):
             torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks,
         )  # fmt: skip
         self.num_programs, self._plan = num_programs, None
-        names = ("_attention", "_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row")
-        *kernels, products = compiled_for_cpu(shape)
-        for name, kernel in zip(names, kernels, strict=True):
-            setattr(self, name, kernel)
-        self._products, self._steps, self._num_multiprocessors = {8: products}, STEPS, num_programs
+        self._attention = compiled_when_called(generic_attention, shape)
+        for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row):
+            setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
+        self._products = {8: compiled_when_called(product, "float32", 8)}
+        self._steps, self._num_multiprocessors = STEPS, num_programs
         self._make_placeholders()
 
     def append(self, *arguments):
@@ -64,11 +70,14 @@ class CpuKernels(DecodeKernels):
         return self._launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
 
 
+def compiled_when_called(make, *arguments):
+    """Compiling takes a second, and few tests need every kernel."""
+    return lambda *given: compiled_for_cpu(make, *arguments)(*given)
+
+
 @functools.cache
-def compiled_for_cpu(shape):
-    made = (generic_attention, merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row)
-    functions = [*(make(shape, cpu=True) for make in made), product("float32", 8, cpu=True)]
-    return [tilelang.compile(function, target="c", execution_backend="cython") for function in functions]
+def compiled_for_cpu(make, *arguments):
+    return tilelang.compile(make(*arguments, cpu=True), target="c", execution_backend="cython")
 
 
 @pytest.fixture(autouse=True)
@@ -83,44 +92,37 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def on_cpu(num_programs, groups=GROUPS, columns=1, head_dim=D, load_tokens=64, is_fp8=False, has_sinks=False):
-    queries = next(size for size in (8, 64) if size >= min(groups * columns, 64))
-    shape = KernelShape(
-        head_dim, groups, E, head_dim // E + 1, "float32", 1, queries, load_tokens, is_fp8=is_fp8,
-        has_sinks=has_sinks,
-    )  # fmt: skip
+def on_cpu(num_programs, is_fp8=False, has_sinks=False):
+    shape = KernelShape(D, GROUPS, E, D // E + 1, "float32", 1, 8, is_fp8=is_fp8, has_sinks=has_sinks)
     return CpuKernels(shape, num_programs)
 
 
-def masks(widths, seed=0, head_dim=D):
+def masks(widths, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(head_dim, generator=generator) < width for width in widths])
+    return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
 
 
-def case_of(widths, rows, *, seed=0, sink=SINK, groups=GROUPS, columns=1, head_dim=D, **change):
+def case_of(widths, rows, *, sink=SINK, columns=1, **change):
     return make_case(
-        masks(widths, seed, head_dim),
+        masks(widths),
         rows,
         chunk_size=E,
-        num_groups=groups,
+        num_groups=GROUPS,
         sink_size=sink,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        seed=seed,
         num_columns=columns,
         **change,
     )
 
 
 @functools.cache
-def torchs_error(scale, head_dim, num_queries):
+def torchs_error(scale):
     """The error of dense SDPA in float32, over rows as short and as long as they are here."""
     generator = torch.Generator().manual_seed(0)
     errors = []
     for length in (2, 33, 500):
-        query, key, value = (
-            torch.randn(5, 8, n, head_dim, generator=generator) for n in (num_queries, length, length)
-        )
+        query, key, value = (torch.randn(5, 8, n, D, generator=generator) for n in (64, length, length))
         ours, exact = (
             torch.nn.functional.scaled_dot_product_attention(
                 *(tensor.to(dtype) for tensor in (query, key, value)), scale=scale
@@ -161,9 +163,7 @@ def check(oracle):
         error = (actual - expected).abs()
         if case.valid is not None:
             error = error.masked_fill(~case.valid[:, None, :, None], 0)
-        bound = 2 * torchs_error(
-            scale, case.query.shape[3], max(case.query.shape[1] * case.query.shape[2], 64)
-        )
+        bound = 2 * torchs_error(scale)
         assert float(error[rows].max()) <= bound, (
             f"{float(error[rows].max()):.2e}, twice torch's is {bound:.2e}"
         )
@@ -193,21 +193,17 @@ def of_fp8(case):
 
 
 @pytest.mark.parametrize("num_programs", [1, 5])
-@pytest.mark.parametrize(("groups", "columns"), [(2, 1), (1, 5), (4, 16)], ids=str)
-@pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17), (0, 0, 0)], ids=str)
-def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, groups, columns, num_programs, check):
-    case = of_fp8(
-        case_of(widths, DRAFT_ROWS, groups=groups, columns=columns, cache_dtype=torch.float8_e4m3fn)
-    )
-    kernels = on_cpu(num_programs, groups, columns, is_fp8=True)
+@pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
+def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs, check):
+    case = of_fp8(case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn))
+    kernels = on_cpu(num_programs, is_fp8=True)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
 
-@pytest.mark.parametrize("page_sizes", [(64, 64), (16, 48)], ids=str)
-def test_rows_of_fp8_have_scales_of_their_own(page_sizes):
-    case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=page_sizes, cache_dtype=torch.float8_e4m3fn)
-    kernels = on_cpu(7, load_tokens=min(64, *(size & -size for size in page_sizes)), is_fp8=True)
+def test_rows_of_fp8_have_scales_of_their_own():
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=torch.float8_e4m3fn)
+    kernels = on_cpu(7, is_fp8=True)
     assert appends(kernels, case)
     expected = case.expected(SCALE, torch.float64)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
@@ -218,33 +214,22 @@ def test_every_number_is_stored_as_torch_stores_it():
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
     case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, keys=numbers, values=numbers.flip(0))
-    assert appends(on_cpu(1, columns=4, is_fp8=True), case)
-
-
-def test_the_check_on_first_use_has_a_case_of_fp8():
-    kernels = on_cpu(4, is_fp8=True)
-    assert disagreement(kernels) < 1e-5
-    kernels._copy_row = lambda *args: None
-    assert not disagreement(kernels) < 1e-2
+    assert appends(on_cpu(1, is_fp8=True), case)
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
-@pytest.mark.parametrize(
-    ("groups", "columns", "is_fp8"), [(8, 1, False), (4, 5, False), (2, 1, True)], ids=str
-)
-def test_attention_sinks_take_their_share_once(groups, columns, is_fp8, num_programs):
+def test_attention_sinks_take_their_share_once(num_programs):
     """However many program instances share a head; large ones too."""
-    more = {"cache_dtype": torch.float8_e4m3fn} if is_fp8 else {}
-    case = case_of((0, 16, 40, 64), DRAFT_ROWS, groups=groups, columns=columns, has_sinks=True, **more)
+    case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, sinks=4 * case.sinks)
-    kernels = on_cpu(num_programs, groups, columns, is_fp8=is_fp8, has_sinks=True)
+    kernels = on_cpu(num_programs, is_fp8=True, has_sinks=True)
     expected = case.expected(SCALE, torch.float64)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
     without = replace(case, sinks=None).expected(SCALE, torch.float64)
     assert (expected - without).norm() > 0.1 * without.norm()
 
 
-@pytest.mark.parametrize("num_programs", [1, 3, 64])
+@pytest.mark.parametrize("num_programs", [1, 64])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_append_and_attention_follow_the_rule(widths, num_programs, check):
     case = case_of(widths, ROWS)
@@ -253,13 +238,7 @@ def test_append_and_attention_follow_the_rule(widths, num_programs, check):
     assert appends(kernels, case)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_row_alone_gives_what_it_gives_in_a_batch(row, check):
-    case = case_of((0, 16, 40), [row])
-    check(run_case(on_cpu(16), case, SCALE), case)
-
-
-@pytest.mark.parametrize("sink", [0, 1, 63, 64, 65, 130])
+@pytest.mark.parametrize("sink", [0, 1, 64, 65, 130])
 def test_sinks_and_recent_tokens_of_every_size(sink, check):
     sizes = [(1, 0), (2, 0), (64, 0), (65, 1), (129, 64), (200, 0), (300, 77), (500, 63)]
     rows = [(sink + n, pruned) for n, pruned in sizes] + [(sink + 130, 130)]  # nothing recent
@@ -275,11 +254,10 @@ DRAFT_ROWS = [
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
-@pytest.mark.parametrize(("groups", "columns"), [(1, 5), (4, 2), (4, 16), (7, 32), (8, 8)], ids=str)
-@pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17), (0, 0, 0)], ids=str)
-def test_several_new_tokens_follow_the_rule(widths, groups, columns, num_programs, check):
-    case = case_of(widths, DRAFT_ROWS, groups=groups, columns=columns)
-    kernels = on_cpu(num_programs, groups, columns)
+@pytest.mark.parametrize("widths", [(0, 0, 0), (1, 63, 17)], ids=str)
+def test_several_new_tokens_follow_the_rule(widths, num_programs, check):
+    case = case_of(widths, DRAFT_ROWS, columns=4)
+    kernels = on_cpu(num_programs)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
@@ -287,15 +265,14 @@ def test_several_new_tokens_follow_the_rule(widths, groups, columns, num_program
 def test_padding_among_new_tokens_is_neither_seen_nor_stored(check):
     generator = torch.Generator().manual_seed(1)
     rows = [(0, 0), (3, 0), *DRAFT_ROWS]
-    valid = torch.rand(len(rows), 5, generator=generator) < 0.5
-    valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1, 1]), True, False
-    case, kernels = case_of((0, 16, 40), rows, columns=5, valid=valid), on_cpu(7, columns=5)
+    valid = torch.rand(len(rows), 4, generator=generator) < 0.5
+    valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1]), True, False
+    case, kernels = case_of((0, 16, 40), rows, columns=4, valid=valid), on_cpu(7)
     check(run_case(kernels, case, SCALE), case)
     assert appends(kernels, case)
 
 
-@pytest.mark.parametrize("columns", [1, 5])
-@pytest.mark.parametrize("page_sizes", [(64, 128), (128, 64), (32, 96), (16, 48), (48, 16)], ids=str)
+@pytest.mark.parametrize(("page_sizes", "columns"), [((64, 128), 1), ((128, 64), 4)], ids=str)
 def test_pages_of_an_engine(page_sizes, columns, check):
     """Of two sizes, and tables that say nothing where nothing is to be read."""
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, columns=columns, page_sizes=page_sizes)
@@ -305,27 +282,13 @@ def test_pages_of_an_engine(page_sizes, columns, check):
     unused = window_table == window_table.max()
     window_table[unused] = torch.where(torch.arange(int(unused.sum())) % 2 == 0, -1, 2**30).int()
     hostile = store._replace(page_table=page_table, window_table=window_table)
-    kernels = on_cpu(7, columns=columns, load_tokens=min(64, *(size & -size for size in page_sizes)))
+    kernels = on_cpu(7)
     plan = kernels.plan(case.seen, case.pruned, SINK)
     kernels.append(case.keys, case.values, hostile, case.seen, None)
     actual = kernels.attend(
         case.query, hostile, case.seen, case.pruned, plan, sink_size=SINK, softmax_scale=SCALE
     )
     check(actual, case)
-
-
-@pytest.mark.parametrize("head_dim", [96, 128])
-def test_heads_of_other_sizes(head_dim, check):
-    case = case_of((0, 17, 40, head_dim), DRAFT_ROWS, head_dim=head_dim, groups=1, columns=3)
-    check(run_case(on_cpu(7, 1, 3, head_dim), case, SCALE), case)
-
-
-def test_the_append_writes_no_padding():
-    case = case_of((0, 16, 40, 64), ROWS)
-    store = case.store.map_memory(torch.clone)
-    on_cpu(1).append(case.keys, case.values, store, case.seen, torch.zeros(len(ROWS), 1, dtype=torch.bool))
-    for tensor, before in zip(store[:8], case.store[:8], strict=True):
-        assert torch.equal(tensor.nan_to_num(9e9), before.nan_to_num(9e9))
 
 
 def test_a_row_without_tokens_gets_zeros_and_disturbs_no_other(check):
@@ -359,16 +322,14 @@ def test_reading_ahead_of_the_last_kernel_begins_with_the_second_launch_on_a_pla
     assert launched == [0, 1, 0, 1]
 
 
-def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on():
-    kernels = on_cpu(4)
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
+def test_the_check_on_first_use_is_exact_whatever_the_caller_has_switched_on(is_fp8):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
-        assert disagreement(kernels) < 1e-5
-    kernels._merge = lambda *args: None
-    assert not disagreement(kernels) < 1e-2
+        assert disagreement(on_cpu(4, is_fp8=is_fp8)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    "name", ["_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row", "_products"]
+    "name", ["_merge", "_append", "_rope_append", "_add_norm", "_silu_mul", "_copy_row", "_products"]
 )
 def test_the_check_on_first_use_notices_every_kernel(name):
     kernels = on_cpu(4)
@@ -387,9 +348,8 @@ def normed(states, weight, eps):
 
 
 @pytest.mark.parametrize("has_norm", [False, True], ids=["as they are", "normed"])
-@pytest.mark.parametrize("positions", ["one for all", "one each"])
-@pytest.mark.parametrize("columns", [1, 3])
-@pytest.mark.parametrize("rows", [ROWS, [(500, 413)], [(1, 0), (88, 0), (0, 0)]], ids=len)
+@pytest.mark.parametrize(("positions", "columns"), [("one for all", 1), ("one each", 3)])
+@pytest.mark.parametrize("rows", [ROWS, [(1, 0), (88, 0), (0, 0)]], ids=len)
 def test_rope_append_rotates_and_writes_new_tokens_and_nothing_else(rows, columns, positions, has_norm):
     case = case_of((0, 16, 40, 64), rows, columns=columns)
     valid = (torch.arange(len(rows) * columns) % 3 != 1).view(-1, columns)
@@ -415,8 +375,7 @@ def test_rope_append_rotates_and_writes_new_tokens_and_nothing_else(rows, column
         torch.testing.assert_close(tensor[~stays], after[~stays])
 
 
-@pytest.mark.parametrize("size", [8, 264, 4096, 4104, 16384])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 8), (1, 264), (3, 4104)])
 def test_add_norm(num_rows, size):
     kernels, generator = on_cpu(1), torch.Generator().manual_seed(size)
     hidden, delta = torch.randn(2, num_rows, size, generator=generator)
@@ -429,8 +388,7 @@ def test_add_norm(num_rows, size):
     torch.testing.assert_close(ours, normed(hidden.double(), weight, 0.1).float())
 
 
-@pytest.mark.parametrize("size", [8, 1032, 14336])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 8), (3, 1032)])
 def test_silu_mul(num_rows, size):
     gate_up = torch.randn(num_rows, 2 * size, generator=torch.Generator().manual_seed(size)) * 20
     gate, up = gate_up.double().chunk(2, -1)
@@ -439,9 +397,7 @@ def test_silu_mul(num_rows, size):
 
 
 @pytest.mark.parametrize("programs", [1, 3, 40])
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 8, 8), (8, 200, 1032), (5, 1000, 264), (3, 64, 4104)]
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 8, 8), (8, 200, 1032), (3, 64, 4104)])
 def test_a_product_is_whole_however_it_is_cut(rows, outputs, inputs, programs):
     generator = torch.Generator().manual_seed(inputs)
     states, weight, bias = (

@@ -304,17 +304,25 @@ def test_attention_sinks_take_their_share(num_queries, cache_dtype, generic):
 
 
 def test_nothing_is_compiled_again_for_another_batch_length_or_layer(monkeypatch):
-    compiled = []
-    real = tilelang.compile
-    monkeypatch.setattr(
-        tilelang, "compile", lambda *args, **kwargs: compiled.append(1) or real(*args, **kwargs)
-    )
+    compiled, real = [], tilelang.compile
+
+    def note(*args, **kwargs):
+        compiled.append(real(*args, **kwargs))
+        return compiled[-1]
+
+    monkeypatch.setattr(tilelang, "compile", note)
     monkeypatch.setattr(find_kernels_leank, "_found", {})
     for seed, batch_size in enumerate((1, 3, 40)):
         rows = [(100 + 37 * row * seed, 0) for row in range(batch_size)]
         rows = [(n, max(n - SINK - RECENT, 0)) for n, _ in rows]
         check(random_mask(2 + seed, 128, seed, multiple=32), 4, torch.bfloat16, rows)
     assert len(compiled) == 11  # attention, merge, append, and what lies between products
+    sources = [kernel.adapter.get_device_source() for kernel in compiled]
+    (attention,) = (source for source in sources if "leank_attention" in source)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "wgmma_ss" in attention and "tma_load" in attention
+        # Launches overlap.
+        assert sum("cudaGridDependencySynchronize" in source for source in sources) == 9
 
 
 def test_a_cuda_graph_replays_on_new_lengths():

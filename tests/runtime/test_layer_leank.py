@@ -58,20 +58,6 @@ def test_what_padding_holds_does_not_matter(model_pair, some_masks):
     assert torch.equal(*results)
 
 
-def test_memory_beyond_a_padded_prompt_is_zero(model_pair, some_masks):
-    pair = model_pair(some_masks([[0, 4, 16]]), sink=2, recent=3, flush=2)
-    cache = pair.leank.build_cache()
-    query, key, value = states(12, seed=0)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[1, :4] = False
-    handle, _ = cache.layers[0].update(key, value)
-    causal = mask[:, None, None] & torch.ones(12, 12, dtype=torch.bool).tril()
-    leank_attention(Attention(), query, handle, handle, causal, scaling=0.3)
-    store = cache.layers[0].store
-    assert store.values[1, :, 7].all(dim=-1).all() and not store.values[1, :, 8:].any()
-    assert not store.kept_keys[1, :, 8:].any()
-
-
 def test_tensors_mean_plain_attention():
     query, key, value = states(5, seed=0)
     ours, _ = leank_attention(Attention(), query, key, value, None, scaling=0.3)

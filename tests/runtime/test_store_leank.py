@@ -9,13 +9,10 @@ import torch
 
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
+from tests.twin_caches import ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-
-def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def feed(model, tokens, cache=None, **kwargs):
@@ -42,16 +39,6 @@ def test_reserved_memory_never_grows(model_pair, some_masks):
     for _ in range(7):
         feed(model, ids(2, 1), cache)
     assert capacities(cache) == {320} and cache.addresses() != addresses
-
-
-def test_reserving_for_a_prompt_that_is_there_grows_at_once(model_pair, some_masks):
-    model = model_pair(some_masks(WIDTHS)).leank
-    cache = feed(model, ids(2, 60)).past_key_values
-    assert capacities(cache) == {64}
-    cache.reserve(300)
-    assert capacities(cache) == {320}
-    cache.reserve(10)
-    assert capacities(cache) == {320}
 
 
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])

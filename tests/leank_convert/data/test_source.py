@@ -81,12 +81,6 @@ def test_sample_is_a_function_of_seed_and_step(plain_tokenizer, section):
     assert not same(sample, SampleSource(plain_tokenizer, section(), seed=8).draw(5))
 
 
-def test_every_step_asks_something_fresh(plain_tokenizer, section):
-    source = SampleSource(plain_tokenizer, section(), seed=0)
-    answers = [split_text(plain_tokenizer, source.draw(step))[1] for step in range(12)]
-    assert len(set(answers)) == 12
-
-
 def test_tasks_are_taken_in_turn(plain_tokenizer, section):
     source = SampleSource(plain_tokenizer, section(tasks=["multi_value", "retrieval"]), seed=0)
     assert [source.draw(step).task for step in range(4)] == ["multi_value", "retrieval"] * 2
@@ -212,8 +206,17 @@ def test_a_chat_template_that_fails_is_told_in_one_line(plain_tokenizer, section
         "{{ messages[-1]['content'][:2000] }}<|turn|>assistant\n",
         "{{ messages[-1]['content'][-2000:] }}<|turn|>assistant\n",
         "{{ messages[-1]['content'].splitlines()[-1] }}<|turn|>assistant\n",
+        # The shortest samples, which `check` draws, pass whole.
+        "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n",
     ],
-    ids=["ignores it", "takes the first for the system's", "truncates", "keeps the end", "keeps a line"],
+    ids=[
+        "ignores it",
+        "takes the first for the system's",
+        "truncates",
+        "keeps the end",
+        "keeps a line",
+        "cuts only long messages",
+    ],
 )
 def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenizer, section, template):
     plain_tokenizer.name_or_path = "a/b"
@@ -221,13 +224,6 @@ def test_a_chat_template_that_leaves_out_what_is_asked_is_refused(plain_tokenize
     with pytest.raises(LeanKError, match=r"\Athe chat template of `a/b` leaves out .{9,251}\Z") as caught:
         SampleSource(plain_tokenizer, section(), seed=0).check()
     assert "chat_template.jinja" in caught.value.hint
-
-
-def test_a_chat_template_that_cuts_only_long_messages_is_found_before_one_is_drawn(plain_tokenizer, section):
-    """The shortest samples, which `check` draws, pass whole."""
-    plain_tokenizer.chat_template = "{{ messages[-1]['content'][:9000] }}<|turn|>assistant\n"
-    with pytest.raises(LeanKError, match="leaves out"):
-        SampleSource(plain_tokenizer, section(), seed=0).check()
 
 
 @pytest.mark.parametrize(
@@ -258,9 +254,3 @@ def test_testbed_wording_with_another_tokenizer_is_refused(plain_tokenizer):
     data = DataSection(tasks=["retrieval"], wording="testbed", min_length=256, max_length=256)
     with pytest.raises(LeanKError, match="a testbed sample asked for in 256 tokens has"):
         SampleSource(plain_tokenizer, data, seed=0).draw(0)
-
-
-def test_testbed_length_without_room_is_refused(testbed_tokenizer):
-    data = DataSection(tasks=["retrieval"], wording="testbed", min_length=64, max_length=64)
-    with pytest.raises(LeanKError, match="no sample of 64 tokens"):
-        SampleSource(testbed_tokenizer, data, seed=0).draw(0)

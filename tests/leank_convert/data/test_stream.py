@@ -71,12 +71,6 @@ def test_the_next_samples_are_drawn_while_one_is_used(ahead):
     assert sorted(source.drawn) == list(range(ahead + 1))
 
 
-def test_drawing_begins_before_the_first_sample_is_asked_for():
-    source = Numbers()
-    with SampleStream(source, itertools.count()):
-        assert source.wait_for(0)
-
-
 def test_a_failing_draw_is_told_where_its_sample_would_have_come():
     with SampleStream(Numbers(fails_at=2), range(5)) as stream:
         assert [next(stream), next(stream)] == [0, 1]
@@ -111,8 +105,3 @@ def test_leaving_early_waits_for_the_draws_under_way_and_starts_no_other(error, 
         if error is not None:
             raise error
     assert sorted(source.drawn) == list(range(1 + num_threads))
-
-
-def test_no_indices_are_an_empty_stream():
-    with SampleStream(Numbers(), []) as stream:
-        assert list(stream) == []

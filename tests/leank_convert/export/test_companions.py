@@ -2,8 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,12 @@ from transformers import AutoConfig, AutoTokenizer
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
-from leank_convert.mask import ChannelMask
 
 # Tokenizer classes split it in different ways: digits, an accent of its own, spaces, a contraction.
 TEXT = "In 2024 it's  12345 cafe\u0301s,\n\n  and 007!"
 
 
-def write_tokenizer(folder: Path, **settings: Any) -> None:
+def write_tokenizer(folder, **settings):
     """A byte-level BPE that merges digits, words and spaces wherever its pre-tokenizer lets it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(a, b) for a in "0123456789" for b in "0123456789"] + [("Ġ", digit) for digit in "0123456789"]
@@ -45,13 +42,7 @@ def write_tokenizer(folder: Path, **settings: Any) -> None:
         ("qwen3", None),
     ],
 )
-def test_the_tokens_are_the_sources(
-    family: str,
-    named: str | None,
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-) -> None:
+def test_the_tokens_are_the_sources(family, named, source_model, fitting_mask, tmp_path):
     source = source_model(family)
     write_tokenizer(source, **({"tokenizer_class": named} if named else {}))
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
@@ -64,7 +55,7 @@ def test_the_tokens_are_the_sources(
         assert found(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
 
 
-def copied(source: Path, target: Path) -> dict[str, Any]:
+def copied(source, target):
     target.mkdir()
     copy_companions(source, target)
     settings: dict[str, Any] = json.loads((target / "tokenizer_config.json").read_text())
@@ -72,9 +63,7 @@ def copied(source: Path, target: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "TokenizersBackend", None])
-def test_a_class_chosen_by_the_model_type_is_named(
-    named: str | None, source_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_class_chosen_by_the_model_type_is_named(named, source_model, tmp_path):
     source = source_model("qwen2")
     given = {"tokenizer_class": named, "model_max_length": 77} if named else {"model_max_length": 77}
     write_tokenizer(source, **given)
@@ -83,9 +72,7 @@ def test_a_class_chosen_by_the_model_type_is_named(
     assert copied(source, tmp_path / "again") == {"tokenizer_class": "Qwen2Tokenizer"}
 
 
-def test_a_class_is_named_without_the_code_that_was_referred_to(
-    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_class_is_named_without_the_code_that_was_referred_to(source_model, tmp_path, caplog):
     source = source_model("qwen2")
     write_tokenizer(source, auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
     assert copied(source, tmp_path / "out") == {"tokenizer_class": "Qwen2Tokenizer"}
@@ -104,12 +91,8 @@ def test_a_class_is_named_without_the_code_that_was_referred_to(
     ],
 )
 def test_files_are_copied_byte_for_byte_where_the_class_is_the_same(
-    family: str,
-    named: str,
-    source_model: Callable[..., Path],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    family, named, source_model, tmp_path, caplog
+):
     source = source_model(family)
     write_tokenizer(source, tokenizer_class=named, odd="  spacing ")
     copied(source, tmp_path / "out")
@@ -118,9 +101,7 @@ def test_files_are_copied_byte_for_byte_where_the_class_is_the_same(
     assert caplog.records == []
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(
-    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(source_model, tmp_path, caplog):
     source = source_model("qwen2")
     (source / "tokenizer.json").write_text("{}")
     (source / "tokenizer_config.json").write_text('{"added": 1}')
@@ -134,9 +115,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(
 @pytest.mark.parametrize(
     "text", ["[", "[]", '{"a": 1, "a": 2}', "[" * 10**5], ids=["cut", "list", "twice", "deep"]
 )
-def test_a_tokenizer_config_that_is_no_json_is_refused(
-    source_model: Callable[..., Path], tmp_path: Path, text: str
-) -> None:
+def test_a_tokenizer_config_that_is_no_json_is_refused(source_model, tmp_path, text):
     source = source_model("qwen2")
     (source / "tokenizer_config.json").write_text(text)
     with pytest.raises(LeanKError, match=r"tokenizer_config\.json` (is not JSON|holds a `list`)"):
@@ -144,9 +123,7 @@ def test_a_tokenizer_config_that_is_no_json_is_refused(
     assert not (tmp_path / "tokenizer_config.json").exists()
 
 
-def test_everything_that_is_missing_is_told_at_once(
-    source_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_everything_that_is_missing_is_told_at_once(source_model, tmp_path, caplog):
     source = source_model()
     write_tokenizer(source, chat_template="{{ messages }}")
     (source / "chat_template.jinja").unlink()

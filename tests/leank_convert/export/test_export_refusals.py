@@ -1,9 +1,6 @@
 """What an export refuses, and that it then leaves nothing."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
 
 
-def rewrite(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
+def rewrite(source, name, change):
     file = source / read_json(source / INDEX_NAME)["weight_map"][name]
     tensors = load_file(file)
     changed = change(tensors.pop(name))
@@ -48,14 +45,8 @@ ATTENTION = "model.layers.1.self_attn."
     ],
 )
 def test_tensors_of_another_shape_are_named(
-    family: str,
-    name: str,
-    expected: list[int],
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
+    family, name, expected, source_model, fitting_mask, tmp_path, refused
+):
     source = source_model(family)
     mask = fitting_mask(source)
     file = rewrite(source, name, lambda tensor: torch.zeros(7, *tensor.shape[1:]))
@@ -73,15 +64,7 @@ def test_tensors_of_another_shape_are_named(
         ("llama", "model.layers.2.mlp.up_proj.bias"),
     ],
 )
-def test_missing_tensors_are_named(
-    family: str,
-    name: str,
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
+def test_missing_tensors_are_named(family, name, source_model, fitting_mask, edit_json, tmp_path, refused):
     source = source_model(family)
     mask = fitting_mask(source)
     rewrite(source, name, lambda _: None)
@@ -93,12 +76,8 @@ def test_missing_tensors_are_named(
 
 
 def test_weights_that_are_quantized_nobody_says_how_are_refused(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
+    source_model, fitting_mask, edit_json, tmp_path, refused
+):
     source = source_model()
     mask = fitting_mask(source)
     rewrite(source, ATTENTION + "k_proj.weight", lambda tensor: tensor.to(torch.int8))
@@ -118,14 +97,8 @@ def test_weights_that_are_quantized_nobody_says_how_are_refused(
     ],
 )
 def test_a_config_that_transformers_would_not_take_is_refused(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-    changes: dict[str, Any],
-    reason: str,
-) -> None:
+    source_model, fitting_mask, edit_json, tmp_path, refused, changes, reason
+):
     source = source_model()
     mask = fitting_mask(source)
     edit_json(source / "config.json", **changes)
@@ -134,38 +107,55 @@ def test_a_config_that_transformers_would_not_take_is_refused(
         check_exportable(source, tmp_path / "out")
 
 
-def test_sources_that_cannot_be_converted_are_refused(
-    source_model: Callable[..., Path],
-    ragged_mask: Callable[..., torch.Tensor],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
-    source = source_model()
-    mask = fitting_mask(source)
-    wrong = ChannelMask(ragged_mask(head_dim=16))
-    refused(source, wrong, tmp_path / "out", "has shape [3, 4, 16]; model", mask_origin="m.pth")
-    edit_json(source / "config.json", model_type="gemma4")
-    refused(source, mask, tmp_path / "out", "unknown architecture: `model_type` is 'gemma4'")
-    edit_json(source / "config.json", model_type="mistral", sliding_window=64)
-    refused(source, mask, tmp_path / "out", "sliding window")
-    for name in ("pytorch_model.bin",):
-        (source / name).touch()
+def unpickled(source):
     for file in source.glob("*.safetensors*"):
         file.unlink()
-    refused(source, mask, tmp_path / "out", "pickled weights")
-    (source / "config.json").unlink()
-    refused(source, mask, tmp_path / "out", "has no `config.json`")
+    (source / "pytorch_model.bin").touch()
+
+
+def truncated(source, keep):
+    shard = sorted(source.glob("*.safetensors"))[2]
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(len(content) * keep)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma4"}, "unknown architecture: `model_type` is 'gemma4'"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
+        (unpickled, "pickled weights"),
+        (lambda source: (source / "config.json").unlink(), "has no `config.json`"),
+        (lambda source: truncated(source, 0.5), ".safetensors` is truncated or damaged"),
+        (lambda source: truncated(source, 0.001), ".safetensors` is truncated or damaged"),
+    ],
+    ids=["family", "window", "pickled", "no config", "data cut", "header cut"],
+)
+def test_sources_that_cannot_be_converted_are_refused(
+    change, message, source_model, fitting_mask, edit_json, tmp_path, refused
+):
+    source = source_model()
+    mask = fitting_mask(source)
+    if isinstance(change, dict):
+        edit_json(source / "config.json", **change)
+    else:
+        change(source)
+    refused(source, mask, tmp_path / "out", message)
+
+
+def test_masks_and_checkpoints_that_do_not_fit_are_refused(
+    source_model, ragged_mask, fitting_mask, tmp_path, refused
+):
+    source, out = source_model(), tmp_path / "out"
+    mask, wrong = fitting_mask(source), ChannelMask(ragged_mask(head_dim=16))
+    refused(source, wrong, out, "has shape [3, 4, 16]; model", mask_origin="m.pth")
+    export_checkpoint(source, mask, out)
+    assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
 
 
 def test_names_that_a_checkpoint_has_for_its_masks_are_refused(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
+    source_model, fitting_mask, edit_json, tmp_path, refused
+):
     source = source_model()
     mask = fitting_mask(source)
     weight_map = read_json(source / INDEX_NAME)["weight_map"]
@@ -180,21 +170,7 @@ def test_names_that_a_checkpoint_has_for_its_masks_are_refused(
     refused(source, mask, tmp_path / "out", f"has a tensor `{name}`")
 
 
-def test_a_checkpoint_of_ours_is_no_source(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
-    source = source_model()
-    mask = fitting_mask(source)
-    out = export_checkpoint(source, mask, tmp_path / "out")
-    assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
-
-
-def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(
-    source_model: Callable[..., Path], fitting_mask: Callable[[Path], ChannelMask], tmp_path: Path
-) -> None:
+def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(source_model, fitting_mask, tmp_path):
     source = source_model()
     shard = sorted(source.glob("*.safetensors"))[0]
     save_file(load_file(shard), shard, {"format": "mlx", "note": "x"})
@@ -204,29 +180,8 @@ def test_a_source_in_another_frameworks_name_becomes_one_of_torchs(
     assert (metadata["format"], metadata["note"]) == ("pt", "x")
 
 
-@pytest.mark.parametrize("keep", [0.5, 0.001], ids=["data", "header"])
-def test_a_truncated_shard_is_refused_by_name(
-    keep: float,
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
-    source = source_model()
-    mask = fitting_mask(source)
-    shard = sorted(source.glob("*.safetensors"))[2]
-    content = shard.read_bytes()
-    shard.write_bytes(content[: int(len(content) * keep)])
-    refused(source, mask, tmp_path / "out", f"`{shard}` is truncated or damaged")
-
-
 @pytest.mark.parametrize("where", ["", "inside/deep", ".."])
-def test_the_source_is_never_written_to(
-    where: str,
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    snapshot: Callable[[Path], dict[str, str] | None],
-) -> None:
+def test_the_source_is_never_written_to(where, source_model, fitting_mask, snapshot):
     source = source_model()
     before = snapshot(source)
     with pytest.raises(LeanKError, match="overlaps the source"):
@@ -234,12 +189,7 @@ def test_the_source_is_never_written_to(
     assert snapshot(source) == before
 
 
-def test_another_mask_in_the_folder_is_not_lost(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-    refused: Callable[..., LeanKError],
-) -> None:
+def test_another_mask_in_the_folder_is_not_lost(source_model, fitting_mask, tmp_path, refused):
     source, out = source_model(), tmp_path / "out"
     trained = fitting_mask(source)
     (out / "leank").mkdir(parents=True)
@@ -257,15 +207,11 @@ def test_another_mask_in_the_folder_is_not_lost(
 
 
 def test_what_no_mask_would_help_is_known_before_there_is_one(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    edit_json: Callable[..., None],
-    tmp_path: Path,
-    snapshot: Callable[[Path], dict[str, str] | None],
-) -> None:
+    source_model, fitting_mask, edit_json, tmp_path, snapshot
+):
     source, out = source_model(), tmp_path / "out"
 
-    def refused(message: str, target: Path = out, **options: Any) -> None:
+    def refused(message, target=out, **options):
         before = snapshot(tmp_path)
         with pytest.raises(LeanKError, match=re.escape(message)):
             check_exportable(source, target, **options)

@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ HELD_OUT = HeldOut(
 )
 
 
-def card(name: str = "owner/model", *, mask_model: str | None = None, about: Any = None, **known: Any) -> str:
+def card(name="owner/model", *, mask_model=None, about=None, **known):
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
     mask[0, 0] = True
     mask[1, 1, :4] = True
@@ -53,7 +52,7 @@ def card(name: str = "owner/model", *, mask_model: str | None = None, about: Any
     )
 
 
-def test_bytes_of_a_token_are_counted_by_head() -> None:
+def test_bytes_of_a_token_are_counted_by_head():
     cache = count_cache_bytes([[8, 0], [0, 4]], 8, 2)
     whole = {"key_window": 64, "value_window": 64}
     assert cache == BytesPerToken(key_dense=64, value_dense=64, key_pruned=24, value_pruned=32, **whole)
@@ -66,13 +65,13 @@ def test_bytes_of_a_token_are_counted_by_head() -> None:
     assert (cache.key_window, cache.value_window) == (160 + (7 + 1 + 3 + 2) * 4, 160 + 12 * 4)
 
 
-def test_the_card_calls_no_choice_learned_and_names_its_method() -> None:
+def test_the_card_calls_no_choice_learned_and_names_its_method():
     text = card(method="random")
     assert "learned" not in text
     assert "| mask | `random`, made for owner/model |" in text
 
 
-def test_the_card_says_what_was_pruned_and_what_it_saves() -> None:
+def test_the_card_says_what_was_pruned_and_what_it_saves():
     text = card()
     assert "# owner/model, K cache pruned by 62.5% (LeanK)" in text
     assert "| dense model | all | 64 | 64 | |" in text
@@ -85,7 +84,7 @@ def test_the_card_says_what_was_pruned_and_what_it_saves() -> None:
     assert "## Recipe" not in text
 
 
-def test_the_card_warns_of_adapters_where_heads_moved() -> None:
+def test_the_card_warns_of_adapters_where_heads_moved():
     text = card("owner/it's | <b>")  # the first layer's heads keep all and no channels
     assert "KV heads are in another order than in owner/it's \\| \\<b>, so an adapter" in text
     assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
@@ -97,13 +96,13 @@ def test_the_card_warns_of_adapters_where_heads_moved() -> None:
     assert "adapter" not in text
 
 
-def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told() -> None:
+def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told():
     text = card(method="leank", pruning_ratio_asked=0.6, recipe="steps: 3 # {braces}\n")
     assert "```yaml\nsteps: 3 # {braces}\n```" in text
     assert "0.6 / 0.6250" in text and "`leank`" in text
 
 
-def test_the_front_matter_names_nothing_that_is_not_known() -> None:
+def test_the_front_matter_names_nothing_that_is_not_known():
     data = ModelCard(card()).data
     assert data.to_dict() == {
         "library_name": "transformers",
@@ -113,7 +112,7 @@ def test_the_front_matter_names_nothing_that_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["owner/model", "a: b", "---\nlicense: mit\n---", "it's | <b>`\"\u2028x\0"])
-def test_the_hub_reads_the_front_matter_whatever_the_name(name: str) -> None:
+def test_the_hub_reads_the_front_matter_whatever_the_name(name):
     licence = {"license": "other", "license_name": "a: {b", "license_link": "https://a/b#c d"}
     text = card(name, held_out=HELD_OUT, about={"base_model": "owner/model", "licence": licence})
     found = ModelCard(text).data
@@ -129,7 +128,7 @@ def test_the_hub_reads_the_front_matter_whatever_the_name(name: str) -> None:
     assert "\n---\n" not in ModelCard(text).text
 
 
-def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -> None:
+def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone():
     text = card(held_out=HELD_OUT)
     assert "16 questions on 4 held-out contexts" in text and "| 100.0% | 68.8% |" in text
     assert "| 64 answer tokens, each given those before it | 100.0% | 87.5% |" in text
@@ -147,18 +146,18 @@ def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone() -
     assert "made for owner/other, and is not evaluated on this model" in text and "model-index" not in text
 
 
-def test_the_card_names_who_else_made_and_evaluated_the_mask() -> None:
+def test_the_card_names_who_else_made_and_evaluated_the_mask():
     text = card(made_by="its authors", source="their page, MIT", evaluation="in their paper")
     assert "| mask | `imported`, made for owner/model by its authors (their page, MIT) |" in text
     assert "Not measured when this checkpoint was written. The mask was evaluated in their paper." in text
 
 
-def test_a_recipe_stands_in_its_fence_without_local_paths() -> None:
+def test_a_recipe_stands_in_its_fence_without_local_paths():
     text = card(recipe="a: |\n  ```\n  # Not the recipe\nsource: /home/me/story.txt\n")
     assert text.endswith("\n````yaml\na: |\n  ```\n  # Not the recipe\nsource: .../story.txt\n````\n")
 
 
-def test_json_keeps_rows_of_numbers_on_one_line() -> None:
+def test_json_keeps_rows_of_numbers_on_one_line():
     value = {"a": [[1, 2], [3]], "b": {}, "c": [], "d": [{"x": None}], "é": "ü", "f": 0.1, "g": True}
     text = encode_json(value).decode()
     assert json.loads(text) == value

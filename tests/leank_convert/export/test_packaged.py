@@ -9,13 +9,11 @@ import logging
 import runpy
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import leank_convert.masks
@@ -42,12 +40,12 @@ ROPE = {
 
 
 @pytest.fixture(scope="module")
-def slim_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slim_llama(tmp_path_factory):
     """Llama-3.1-8B's layers, heads, rope and name, and little else of it, in shards."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=64,
+        intermediate_size=64,
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
@@ -63,7 +61,7 @@ def slim_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         parameter.data.fill_(1) if "norm" in name else parameter.data.normal_(0, 0.05)
-    model.save_pretrained(folder, max_shard_size="40MB")
+    model.save_pretrained(folder, max_shard_size="10MB")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, folder)
     change_config(folder, _name_or_path=LLAMA)
@@ -71,7 +69,7 @@ def slim_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def llama(slim_llama: Path, tmp_path: Path) -> Path:
+def llama(slim_llama, tmp_path):
     """A folder of it that may be changed."""
     folder = tmp_path / "llama"
     folder.mkdir()
@@ -83,7 +81,7 @@ def llama(slim_llama: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def packaged(source_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packaged(source_model, tmp_path, monkeypatch):
     """The folder of packaged masks, with two of a model `owner/Tiny` beside the real ones."""
     folder = tmp_path / "masks"
     folder.mkdir()
@@ -103,33 +101,33 @@ def packaged(source_model: Callable[..., Path], tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def tiny(packaged: Path, tmp_path: Path) -> Path:
+def tiny(packaged, tmp_path):
     return tmp_path / "llama-model"
 
 
-def change_config(folder: Path, **changes: Any) -> None:
+def change_config(folder, **changes):
     config = {**read_json(folder / "config.json"), **changes}
     (folder / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def refused(result: Result, out: Path) -> str:
+def refused(result, out):
     assert result.exit_code == 2 and not out.exists(), result.output
     return result.stderr
 
 
-def flush_size(out: Path) -> int:
+def flush_size(out):
     """Which of the two masks of `owner/Tiny` it is."""
     size: int = read_json(out / "config.json")["leank"]["flush_size"]
     return size
 
 
-def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from() -> None:
+def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from():
     assert {"llama-3.1-8b-instruct-70", "qwen2.5-7b-instruct-70", "testbed-70"} <= {
         p.stem for p in list_masks()
     }
@@ -150,8 +148,8 @@ def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_fr
 
 
 def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_a_mask(
-    slim_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    slim_llama, tmp_path, caplog
+):
     out = tmp_path / "out"
     with caplog.at_level(logging.INFO, logger="leank_convert"):
         result = run("export", slim_llama, "-o", out)
@@ -173,9 +171,7 @@ def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_
     assert memory.kept_keys.used + memory.window_keys.used < 0.95 * memory.dense_keys
 
 
-def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_by_its_shape(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_by_its_shape(tiny, tmp_path):
     named, other, cached = (tmp_path / name for name in ("named", "other", "cached"))
     assert flush_size(export_checkpoint(tiny, None, named, pruning_ratio=0.5)) == 50
     change_config(tiny, _name_or_path="owner/Tiny-fine-tuned")
@@ -201,16 +197,12 @@ def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_b
         ("trainer_state.json", "{}"),
     ],
 )
-def test_a_fine_tune_is_not_taken_for_the_model_that_its_config_still_names(
-    file: str, text: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_fine_tune_is_not_taken_for_the_model_that_its_config_still_names(file, text, tiny, tmp_path):
     (tiny / file).write_text(text)
     assert "none packaged for it" in refused(run("export", tiny, "-o", tmp_path / "out"), tmp_path / "out")
 
 
-def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(
-    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(tiny, tmp_path, caplog):
     change_config(tiny, _name_or_path=None)
     with caplog.at_level(logging.INFO, logger="leank_convert"):
         out = export_checkpoint(tiny, "Tiny", tmp_path / "out", pruning_ratio=0.5)
@@ -221,7 +213,7 @@ def test_a_mask_taken_by_name_is_said_to_be_not_evaluated_on_another_model(
     assert flush_size(export_checkpoint(tiny, "tiny-80", tmp_path / "other")) == 80
 
 
-def test_a_packaged_mask_comes_last(tiny: Path, tmp_path: Path) -> None:
+def test_a_packaged_mask_comes_last(tiny, tmp_path):
     mask = load_mask(leank_convert.masks.FOLDER / "tiny-50.safetensors")
     own = ChannelMask(~mask.channel_mask)
     save_mask(own, tmp_path / "own.safetensors")
@@ -259,17 +251,13 @@ def test_a_packaged_mask_comes_last(tiny: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_written(
-    arguments: list[str], told: str, tiny: Path, packaged: Path, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_written(arguments, told, tiny, packaged, tmp_path):
     given = [argument.format(own=packaged / ".." / "own.safetensors") for argument in arguments]
     shutil.copy(packaged / "tiny-50.safetensors", tmp_path / "own.safetensors")
     assert told in refused(run("export", tiny, *given, "-o", tmp_path / "out"), tmp_path / "out")
 
 
-def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(
-    tiny: Path, packaged: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(tiny, packaged, tmp_path):
     file, out = packaged / "tiny-50.safetensors", tmp_path / "out"
     file.write_bytes(file.read_bytes()[:-9])
     for arguments in (
@@ -281,14 +269,14 @@ def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(
     assert run("export", "testbed", "-o", out).exit_code == 0
 
 
-def test_another_rope_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_another_rope_is_refused(llama, tmp_path):
     change_config(llama, rope_parameters={**ROPE, "factor": 4.0})
     stderr = refused(run("export", llama, "-o", tmp_path / "out"), tmp_path / "out")
     assert "mask `llama-3.1-8b-instruct-70` was made under rope parameters" in stderr
     assert '"factor": 8.0' in stderr and '"factor": 4.0' in stderr
 
 
-def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged: Path) -> None:
+def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged):
     shown = run("masks").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 120
@@ -307,9 +295,7 @@ def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged
     assert mistyped.exit_code == 2 and "did you mean `testbed-70`" in mistyped.stderr
 
 
-def test_a_mask_of_a_run_joins_them_under_the_hub_id_of_its_model(
-    tiny: Path, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_of_a_run_joins_them_under_the_hub_id_of_its_model(tiny, packaged, tmp_path, monkeypatch):
     mask = load_mask(packaged / "tiny-50.safetensors")
     assert mask.provenance is not None
     known = dataclasses.replace(mask.provenance, model="a-folder", pruning_ratio_asked=0.65)

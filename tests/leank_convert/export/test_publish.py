@@ -1,17 +1,16 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.export import publish
-from leank_convert.export.publish import check_replaceable, recover, staged_folder
+from leank_convert.export.publish import recover, staged_folder
 
 
-def write(folder: Path, **files: str) -> Path:
+def write(folder, **files):
     for name, content in files.items():
         path = folder / name.replace("__", "/").replace("_json", ".json").replace(
             "_safetensors", ".safetensors"
@@ -21,11 +20,11 @@ def write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def content(folder: Path) -> dict[str, str]:
+def content(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def stage(out: Path, text: str = "new", *, overwrite: bool = False) -> None:
+def stage(out, text="new", *, overwrite=False):
     with staged_folder(out, overwrite=overwrite) as partial:
         write(partial, config_json=f'{{"leank": "{text}"}}')
 
@@ -34,20 +33,7 @@ NEW = {"config.json": '{"leank": "new"}'}
 OLD = {"config.json": '{"leank": "old"}'}
 
 
-def test_a_new_folder_appears_with_its_parents(tmp_path: Path) -> None:
-    stage(tmp_path / "a" / "b" / "out")
-    assert content(tmp_path) == {"a/b/out/config.json": NEW["config.json"]}
-
-
-def test_nothing_is_there_before_the_block_ends(tmp_path: Path) -> None:
-    with staged_folder(tmp_path / "out", overwrite=False) as partial:
-        assert partial == tmp_path / "out.partial"
-        assert not (tmp_path / "out").exists()
-    assert content(tmp_path) == {}
-    assert (tmp_path / "out").is_dir()
-
-
-def test_an_empty_folder_and_a_training_run_are_taken_over(tmp_path: Path) -> None:
+def test_an_empty_folder_and_a_training_run_are_taken_over(tmp_path):
     (tmp_path / "empty").mkdir()
     stage(tmp_path / "empty")
     out = write(tmp_path / "out", leank__log="a", leank__deep__state="b", channel_mask_safetensors="c")
@@ -58,10 +44,8 @@ def test_an_empty_folder_and_a_training_run_are_taken_over(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
 
 
-def test_a_training_run_is_copied_where_links_are_not_possible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
+def test_a_training_run_is_copied_where_links_are_not_possible(tmp_path, monkeypatch):
+    def fail(*_, **__):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.link", fail)
@@ -70,7 +54,7 @@ def test_a_training_run_is_copied_where_links_are_not_possible(
     assert content(out) == {**NEW, "leank/log": "a"}
 
 
-def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
     out = write(tmp_path / "out", config_json='{"leank": "old"}', leank__log="a")
     with pytest.raises(LeanKError, match="already holds a checkpoint") as caught:
         stage(out)
@@ -81,7 +65,7 @@ def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_other_peoples_files_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+def test_other_peoples_files_are_never_replaced(tmp_path, overwrite):
     out = write(tmp_path / "out", config_json='{"model_type": "llama"}', thesis="years of work")
     before = content(tmp_path)
     with pytest.raises(LeanKError, match=r"holds other files, such as `config\.json`"):
@@ -93,7 +77,7 @@ def test_other_peoples_files_are_never_replaced(tmp_path: Path, overwrite: bool)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_block_leaves_everything_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_block_leaves_everything_as_it_was(tmp_path, error):
     out = write(tmp_path / "out", config_json='{"leank": "old"}')
     with pytest.raises(error), staged_folder(out, overwrite=True) as partial:
         write(partial, config_json="half")
@@ -101,22 +85,7 @@ def test_a_failed_block_leaves_everything_as_it_was(tmp_path: Path, error: type[
     assert content(tmp_path) == {"out/config.json": OLD["config.json"]}
 
 
-def test_a_failed_swap_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = write(tmp_path / "out", config_json='{"leank": "old"}')
-    real = Path.rename
-
-    def rename(path: Path, target: Path) -> Path:
-        if path.name == "out.partial":
-            raise OSError(5, "Input/output error")
-        return real(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(OSError, match="Input/output"):
-        stage(out, overwrite=True)
-    assert content(tmp_path) == {"out/config.json": OLD["config.json"]}
-
-
-def test_a_stale_partial_folder_is_cleared(tmp_path: Path) -> None:
+def test_a_stale_partial_folder_is_cleared(tmp_path):
     write(tmp_path / "out.partial", shard="half")
     (tmp_path / "out.partial" / publish.MARKER_NAME).touch()
     stage(tmp_path / "out")
@@ -125,9 +94,7 @@ def test_a_stale_partial_folder_is_cleared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "existing"), [('{"leank": "mine"}', True), ("{}", False)])
 @pytest.mark.parametrize("suffix", ["partial", "previous"])
-def test_folders_of_others_beside_it_are_left_alone(
-    suffix: str, existing: bool, text: str, tmp_path: Path
-) -> None:
+def test_folders_of_others_beside_it_are_left_alone(suffix, existing, text, tmp_path):
     write(tmp_path / f"out.{suffix}", config_json=text)
     if existing:
         write(tmp_path / "out", config_json='{"leank": "old"}')
@@ -193,22 +160,14 @@ print(moment, len(found))
 """
 
 
-def test_a_swap_killed_at_any_moment_is_finished_or_undone_and_no_file_is_lost(tmp_path: Path) -> None:
+def test_a_swap_killed_at_any_moment_is_finished_or_undone_and_no_file_is_lost(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
     num_moments, num_results = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split()
     assert int(num_moments) > 30
     assert int(num_results) == 2
 
 
-def test_a_marker_does_not_make_a_training_run_irreplaceable(tmp_path: Path) -> None:
-    out = write(tmp_path / "out", leank__log="a")
-    (out / publish.MARKER_NAME).touch()
-    check_replaceable(out, overwrite=False)
-    recover(out)
-    assert content(out) == {"leank/log": "a"}
-
-
-def test_recovery_leaves_what_no_export_touched(tmp_path: Path) -> None:
+def test_recovery_leaves_what_no_export_touched(tmp_path):
     recover(tmp_path / "a" / "out")
     assert list(tmp_path.iterdir()) == []
     write(tmp_path / "out", thesis="x")
@@ -216,7 +175,7 @@ def test_recovery_leaves_what_no_export_touched(tmp_path: Path) -> None:
     assert content(tmp_path) == {"out/thesis": "x"}
 
 
-def test_of_two_at_once_the_second_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_of_two_at_once_the_second_is_refused_and_disturbs_nothing(tmp_path):
     write(tmp_path / "out", config_json='{"leank": "old"}')
     with staged_folder(tmp_path / "out", overwrite=True) as partial, ThreadPoolExecutor(1) as other:
         write(partial, config_json='{"leank": "new"}', shard="half")
@@ -228,10 +187,10 @@ def test_of_two_at_once_the_second_is_refused_and_disturbs_nothing(tmp_path: Pat
     assert content(tmp_path) == {"out/config.json": NEW["config.json"], "out/shard": "half"}
 
 
-def test_of_many_that_race_one_wins_and_the_others_leave_nothing(tmp_path: Path) -> None:
+def test_of_many_that_race_one_wins_and_the_others_leave_nothing(tmp_path):
     start = Barrier(8)
 
-    def race(number: int, out: Path) -> bool:
+    def race(number, out):
         start.wait()
         try:
             stage(out, str(number))
@@ -248,7 +207,7 @@ def test_of_many_that_race_one_wins_and_the_others_leave_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("suffix", ["partial", "previous"])
-def test_a_link_beside_it_is_not_followed(suffix: str, tmp_path: Path) -> None:
+def test_a_link_beside_it_is_not_followed(suffix, tmp_path):
     elsewhere = write(tmp_path / "elsewhere", thesis="x")
     (elsewhere / publish.MARKER_NAME).touch()
     (tmp_path / f"out.{suffix}").symlink_to(elsewhere)
@@ -257,19 +216,7 @@ def test_a_link_beside_it_is_not_followed(suffix: str, tmp_path: Path) -> None:
     assert content(elsewhere)["thesis"] == "x"
 
 
-def test_a_disk_that_is_full_from_the_start_gets_no_empty_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, *_: object) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "touch", fail)
-    with pytest.raises(OSError, match="No space left"):
-        stage(tmp_path / "a" / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
     (tmp_path / "disk" / "real").mkdir(parents=True)
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
     stage(tmp_path / "out")

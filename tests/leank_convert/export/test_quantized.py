@@ -1,8 +1,6 @@
 """Sources with quantized weights: those that are converted exactly, and why the others are refused."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from shutil import copytree
 from typing import Any
 
@@ -38,12 +36,12 @@ class Scheme:
     also: tuple[str, ...] = ()
 
 
-def compressed(**others: Any) -> dict[str, Any]:
+def compressed(**others):
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
     return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **others}
 
 
-def fine_grained(**others: Any) -> dict[str, Any]:
+def fine_grained(**others):
     return {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], **others}
 
 
@@ -70,14 +68,14 @@ EXACT = {
 }
 
 
-def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+def dequantize(weight, scale):
     grid = scale.reshape((*scale.shape, 1, 1)[:2])
     for dim in (0, 1):
         grid = grid.repeat_interleave(weight.shape[dim] // grid.shape[dim], dim)
     return weight.float() * grid
 
 
-def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def quantize(weight, scheme):
     rows, columns = (
         size if block is None else block for size, block in zip(weight.shape, scheme.blocks, strict=True)
     )
@@ -90,10 +88,10 @@ def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def quantized(source_model, edit_json) -> Callable[..., tuple[Path, Path]]:
+def quantized(source_model, edit_json):
     """Write a model with quantized projections, and one of the plain weights that they stand for."""
 
-    def build(scheme: Scheme, family: str = "llama", **sizes: Any) -> tuple[Path, Path]:
+    def build(scheme, family="llama", **sizes):
         folder = source_model(family, shards=False, head_dim=8, intermediate_size=64, **sizes)
         plain = copytree(folder, folder.with_name("plain"))
         tensors = load_file(folder / WEIGHTS)
@@ -114,10 +112,10 @@ def quantized(source_model, edit_json) -> Callable[..., tuple[Path, Path]]:
 
 
 @pytest.fixture
-def edit_tensors() -> Callable[..., None]:
+def edit_tensors():
     """Replace tensors of a model's file; None removes one."""
 
-    def edit(folder: Path, **changes: Tensor | None) -> None:
+    def edit(folder, **changes):
         tensors = {**load_file(folder / WEIGHTS), **changes}
         kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         save_file(kept, folder / WEIGHTS, {"format": "pt"})
@@ -125,14 +123,14 @@ def edit_tensors() -> Callable[..., None]:
     return edit
 
 
-def failed(folder: Path, source: Path | None = None) -> list[str]:
+def failed(folder, source=None):
     report = verify_checkpoint(folder, source)
     return [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
 
 
 @pytest.mark.parametrize("scheme", EXACT.values(), ids=EXACT)
 def test_what_is_written_stands_for_the_permuted_weights(
-    scheme: Scheme, quantized, fitting_mask, tmp_path, edit_tensors
+    scheme, quantized, fitting_mask, tmp_path, edit_tensors
 ):
     source, plain = quantized(scheme)
     mask = fitting_mask(plain)
@@ -171,9 +169,7 @@ def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_m
 
 
 @pytest.mark.parametrize("scheme", [BLOCKS, STATIC], ids=["blocks", "one scale"])
-def test_transformers_reads_the_permuted_weights(
-    scheme: Scheme, quantized, fitting_mask, tmp_path, edit_json
-):
+def test_transformers_reads_the_permuted_weights(scheme, quantized, fitting_mask, tmp_path, edit_json):
     source, plain = quantized(scheme)
     edit_json(
         source / "config.json", quantization_config={**scheme.config, "dequantize": True}

@@ -1,17 +1,12 @@
 """What an export takes: arguments before overrides, then the mask's training, then a recipe."""
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
-from leank_convert.export import ExportRequest, export_checkpoint
-from leank_convert.export.request import Choice
+from leank_convert.export import ExportRequest
 from leank_convert.export.request import choose as choose_for
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
@@ -20,17 +15,17 @@ from leank_convert.recipe import Recipe
 RECIPE = "windows: {sink_size: 5, recent_size: 7}\nmodel: {config_overrides: {max_position_embeddings: 99}}\n"
 
 
-def choose(model: Path, mask: Any, out: Path, **options: Any) -> Choice:
+def choose(model, mask, out, **options):
     return choose_for(ExportRequest(model, mask, out, **options))
 
 
 @pytest.fixture
-def source(source_model: Callable[..., Path]) -> Path:
+def source(source_model):
     return source_model(shards=False)
 
 
 @pytest.fixture
-def trained(source: Path, fitting_mask: Callable[[Path], ChannelMask]) -> ChannelMask:
+def trained(source, fitting_mask):
     """A mask that was trained with windows of 1, 2 and 3 tokens."""
     facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
     sizes = {"sink_size": 1, "recent_size": 2, "flush_size": 3}
@@ -39,7 +34,7 @@ def trained(source: Path, fitting_mask: Callable[[Path], ChannelMask]) -> Channe
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path / "recipe.yaml"
 
@@ -55,22 +50,14 @@ def recipe(tmp_path: Path) -> Path:
     ],
 )
 def test_sizes_are_arguments_then_overrides_then_trainings_then_the_recipes(
-    is_trained: bool,
-    options: dict[str, Any],
-    expected: tuple[int, int, int],
-    source: Path,
-    trained: ChannelMask,
-    recipe: Path,
-    tmp_path: Path,
-) -> None:
+    is_trained, options, expected, source, trained, recipe, tmp_path
+):
     mask = trained if is_trained else ChannelMask(trained.channel_mask)
     windows = choose(source, mask, tmp_path / "out", **{"recipe": recipe, **options}).windows
     assert (windows.sink_size, windows.recent_size, windows.flush_size) == expected
 
 
-def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
-    source: Path, trained: ChannelMask, recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(source, trained, recipe, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="leank_convert")
     out, files = tmp_path / "out", [tmp_path / f"{name}.safetensors" for name in ("given", "recipes")]
     for number, path in enumerate(files):
@@ -93,17 +80,9 @@ def test_the_mask_is_the_given_one_the_trained_one_or_the_recipes(
         choose(source, None, tmp_path / "elsewhere", recipe=recipe)
 
 
-def test_a_runs_own_recipe_changes_the_config_unless_told_otherwise(
-    source: Path, trained: ChannelMask, tmp_path: Path
-) -> None:
+def test_a_runs_own_recipe_changes_the_config_unless_told_otherwise(source, trained, tmp_path):
     out = tmp_path / "out"
     (out / "leank").mkdir(parents=True)
     (out / "leank" / "recipe.yaml").write_text(RECIPE)
     assert choose(source, trained, out).config_overrides == {"max_position_embeddings": 99}
     assert choose(source, trained, out, config_overrides={}).config_overrides == {}
-
-
-def test_a_mask_may_be_a_file_of_any_kind(source: Path, trained: ChannelMask, tmp_path: Path) -> None:
-    torch.save(trained.channel_mask, tmp_path / "mask.pth")
-    out = export_checkpoint(str(source), str(tmp_path / "mask.pth"), str(tmp_path / "out"))
-    assert read_json(out / "config.json")["leank"]["sink_size"] == 128

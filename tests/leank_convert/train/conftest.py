@@ -103,3 +103,27 @@ def without_times():
         return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
     return strip
+
+
+@pytest.fixture
+def speaking_folder(tmp_path, testbed_tokenizer):
+    """Writes a random model that speaks the testbed's language: `speaking_folder(class, **config)`."""
+
+    def write(model_class, **config):
+        torch.manual_seed(0)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": len(testbed_tokenizer),
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.3,
+        }
+        model_class(model_class.config_class(**sizes, **config)).save_pretrained(tmp_path / "speaking")
+        testbed_tokenizer.save_pretrained(tmp_path / "speaking")
+        return tmp_path / "speaking"
+
+    return write

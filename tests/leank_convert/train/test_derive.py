@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank_convert.cli import main
 from leank_convert.mask import load_mask
@@ -17,6 +16,7 @@ from leank_convert.train.choice import choose_training_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.forecast import count_bytes
 from leank_convert.train.model import find_model
+from tests.tiny_families import tiny_llama
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
 SHORT += ["stage2.steps=1", "held_out_samples=0", "trackers=[]"]
@@ -27,20 +27,7 @@ SETTINGS = [part for setting in SHORT for part in ("--set", setting)]
 def instructed(tmp_path_factory, byte_level_tokenizer):
     """Random weights, 2048 positions, a tokenizer with a chat template; no recipe knows it."""
     folder = tmp_path_factory.mktemp("instructed") / "model"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(byte_level_tokenizer),
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_level_tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_llama(folder, byte_level_tokenizer, max_position_embeddings=2048)
 
 
 @pytest.fixture
@@ -134,21 +121,6 @@ def test_processes_that_train_together_count_all_memory_as_it_is_the_same_for_ea
     assert derive_recipe(folder).data.max_length < 98304
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert derive_recipe(folder).data.max_length == 98304
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_small_model_is_not_shortened(instructed):
-    recipe = derive_recipe(instructed)
-    assert (recipe.data.max_length, recipe.offload_context) == (1920, False)
-    assert "GB usable" in recipe.derivation
-
-
-def test_a_longer_rope_that_is_set_gives_longer_samples(source_model, gpu):
-    gpu()
-    folder = source_model(max_position_embeddings=8192)
-    rope = "{max_position_embeddings: 16384, rope_parameters: {rope_type: yarn, factor: 2.0}}"
-    recipe = derive_recipe(folder, [f"model.config_overrides={rope}"])
-    assert in_brief(recipe)[:5] == (128, 512, 32, 2048, 15360)
 
 
 def test_a_derived_recipe_is_shown_written_and_repeats_its_run(instructed, tmp_path):

@@ -161,11 +161,6 @@ def test_an_interruption_ends_it_with_the_exit_code_of_one(check, monkeypatch):
     assert "--resume" in caught.value.hint
 
 
-def test_progress_shows_the_shares(check, capsys):
-    check("BBBD", progress=True)
-    assert capsys.readouterr().err.endswith("  answer tokens: dense 100.0%  pruned 75.0%\n")
-
-
 def test_the_result_stands_in_log_mask_report_and_inspection(finished, tmp_path):
     log = finished / "leank" / "log.jsonl"
     *steps, last = map(json.loads, log.read_text().splitlines())

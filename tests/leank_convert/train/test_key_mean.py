@@ -1,7 +1,6 @@
 """The mean that keys are centred by: what is measured, once in a run, and where it ends up."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.methods.statistics import attention_of
-from leank_convert.recipe import Recipe
 from leank_convert.train import held_out, key_mean, run
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.model import find_model, load_model
@@ -65,10 +63,6 @@ def test_a_run_measures_a_hundredth_of_its_contexts(short_recipe, steps, batch_s
     assert count_contexts(recipe) == expected
 
 
-def test_a_method_without_training_measures_the_most(short_recipe):
-    assert count_contexts(short_recipe(method="static-norm")) == 8
-
-
 def test_a_run_leaves_it_in_its_mask_and_says_so(train_one, load, short_recipe, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="leank_convert")
     mask = train_one(short_recipe(), tmp_path)
@@ -92,10 +86,6 @@ def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask
     assert not torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
 
 
-def test_by_default_keys_are_centred():
-    assert Recipe().key_mean
-
-
 def test_a_resumed_run_does_not_measure_again(train_one, finished_mask, short_recipe, tmp_path, monkeypatch):
     advance = run.Run.advance
 
@@ -113,12 +103,6 @@ def test_a_resumed_run_does_not_measure_again(train_one, finished_mask, short_re
     assert torch.equal(mask.key_mean, finished_mask.key_mean)
     assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
     assert mask.provenance == finished_mask.provenance
-
-
-def test_a_run_is_not_resumed_with_keys_as_they_are(train_one, short_recipe, tmp_path):
-    train_one(short_recipe(), tmp_path)
-    with pytest.raises(LeanKError, match="recipe: key_mean was `true`, is `false`"):
-        train_one(short_recipe(key_mean=False), tmp_path, resume=True)
 
 
 def test_held_out_samples_are_answered_by_centred_keys(load, short_recipe, finished_mask, monkeypatch):
@@ -171,17 +155,3 @@ def test_memory_that_does_not_suffice_is_told_with_what_to_change(load, monkeypa
     with pytest.raises(LeanKError, match=r"memory does not suffice for a context of \d+ tokens") as caught:
         measure_keys(loaded, samples, 1)
     assert "key_mean=false" in caught.value.hint
-
-
-def test_ranks_share_the_contexts(load, monkeypatch):
-    """Each measures its own; what they add up to is told by their exchange alone."""
-    loaded, samples = load()
-    drawn = []
-    draw = SampleSource.draw
-    monkeypatch.setattr(SampleSource, "draw", lambda self, at: drawn.append(at) or draw(self, at))
-    for name in ("add_up", "take_largest", "check"):
-        monkeypatch.setattr(Ranks, name, lambda *_: None)
-    monkeypatch.setattr(Ranks, "totals", lambda self, values: values)
-    second = replace(Ranks(torch.device("cpu")), rank=1, num_ranks=2)
-    measure_keys(loaded, samples, 5, ranks=second)
-    assert drawn == [1, 3]

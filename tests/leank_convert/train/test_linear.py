@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Cache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Cache, Qwen3_5ForCausalLM
 
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_mask
@@ -13,28 +13,11 @@ from tests.tiny_families import TRAINS_LINEAR
 
 
 @pytest.fixture
-def linear_folder(tmp_path, testbed_tokenizer):
-    """Random weights that speak the testbed's language."""
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(testbed_tokenizer),
-        max_position_embeddings=1024,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        initializer_range=0.3,
-    )
-    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path / "linear")
-    testbed_tokenizer.save_pretrained(tmp_path / "linear")
-    return tmp_path / "linear"
+def linear_folder(speaking_folder):
+    layers = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    return speaking_folder(Qwen3_5ForCausalLM, **layers, **heads, **sizes)
 
 
 @pytest.mark.skipif(not TRAINS_LINEAR, reason="this release of transformers is too old")

@@ -181,8 +181,9 @@ def draw_key_mean(is_centred=True):
     return 3 * torch.randn(shape, generator=generator) if is_centred else None
 
 
-@pytest.mark.parametrize("is_centred", [False, True])
-@pytest.mark.parametrize("questions", [ONE, SEVERAL, [(0, 1)]])
+@pytest.mark.parametrize(
+    ("questions", "is_centred"), [(ONE, True), (SEVERAL, False), (SEVERAL, True), ([(0, 1)], False)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_passes_equal_one_pass_over_each_whole_sequence(family, questions, is_centred):
     model = build(family, torch.float64)
@@ -259,20 +260,6 @@ def test_with_factors_of_one_the_student_is_the_teacher_and_the_teacher_the_stoc
     torch.testing.assert_close(teacher, stock, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_with_all_channels_any_mean_leaves_the_student_the_teacher(family, offload, monkeypatch):
-    monkeypatch.setattr(passes, "BLOCK_SIZE", 25)
-    model, sample = build(family, torch.float64), draw_sample(60, SEVERAL)
-    ones, mean = torch.ones(LAYERS, KV_HEADS, HEAD_DIM), draw_key_mean()
-    windows = Windows(4, 6)
-    teacher, student = run_passes(model, sample, windows, ones, key_mean=mean, offload=offload)
-    torch.testing.assert_close(student, teacher, **close(family))
-    if not is_linear(family):  # whose layers go on from a block in float32
-        plain, _ = run_passes(model, sample, windows, ones)
-        torch.testing.assert_close(teacher, plain, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stored_keys_are_centred_in_single_precision_and_rounded_once(dtype):
     model, sample = build("gpt_oss", dtype), draw_sample(20, ONE)
@@ -285,62 +272,16 @@ def test_stored_keys_are_centred_in_single_precision_and_rounded_once(dtype):
     assert torch.equal(centred.load(0)[1], plain.load(0)[1])
 
 
-def test_questions_on_one_context_cost_and_count_as_samples_of_their_own():
-    model = build("qwen3", torch.float64)
-    sample, windows = draw_sample(40, SEVERAL), Windows(4, 6)
-    factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    alone = [
-        distil(
-            model,
-            pack_sample(TrainingSample("retrieval", sample.prefix_ids, (question,))),
-            Student(windows, factors),
-        )
-        for question in sample.questions
-    ]
-    together = distil(model, pack_sample(sample), Student(windows, factors))
-    torch.testing.assert_close(together, sum(alone) / 3, rtol=1e-6, atol=0)
-
-
-def test_what_is_stored_is_the_context_without_a_graph():
-    model = build("llama")
-    sample = draw_sample(24, SEVERAL)
-    context = run_context_pass(model, sample.prefix_ids)
-    packed = pack_sample(sample)
-    teacher = run_question_pass(model, context, packed)
-    assert teacher.shape == (14 + 12, 48)
-    assert not teacher.requires_grad
-    for layer in range(LAYERS):
-        for stored in context.load(layer):
-            assert stored.shape == (1, KV_HEADS, 24, HEAD_DIM)
-            assert not stored.requires_grad
-        assert context.questions[layer][0].shape == (1, KV_HEADS, 14, HEAD_DIM)
-
-
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_context", [41, 48, 49])
+@pytest.mark.parametrize(("num_context", "offload"), [(41, False), (48, True), (49, True)])
 def test_a_context_in_blocks_gives_what_it_gives_at_once(family, num_context, offload, monkeypatch):
-    model = build(family, torch.float64)
+    model, mean = build(family, torch.float64), draw_key_mean()
     sample, windows = draw_sample(num_context, SEVERAL), Windows(5, 8)
     factors = torch.rand(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    whole = run_passes(model, sample, windows, factors)
+    whole = run_passes(model, sample, windows, factors, key_mean=mean)
     monkeypatch.setattr(passes, "BLOCK_SIZE", 8)
-    blocks = run_passes(model, sample, windows, factors, offload=offload)
+    blocks = run_passes(model, sample, windows, factors, key_mean=mean, offload=offload)
     torch.testing.assert_close(blocks, whole, **close(family))
-
-
-def test_blocks_before_a_token_are_loaded_from_host_memory_without_those_after_it():
-    context = StoredContext(6, offload=True)
-    for start in (0, 2, 4):
-        context.num_seen = start
-        block = torch.full((1, KV_HEADS, 2, HEAD_DIM), float(start))
-        context.store(0, block, -block)
-    for stop in (2, 4, 6, None):
-        length = stop or 6
-        key, value = context.load(0, stop)
-        assert key[0, 0, :, 0].tolist() == [0.0, 0.0, 2.0, 2.0, 4.0, 4.0][:length]
-        assert torch.equal(value, -key)
-        assert key.untyped_storage().nbytes() == KV_HEADS * length * HEAD_DIM * 4
 
 
 GROWING = {
@@ -372,8 +313,8 @@ def test_attention_without_a_pass_says_what_is_missing():
         build("llama").base_model(torch.zeros(1, 5, dtype=torch.long), use_cache=False)
 
 
-@pytest.mark.parametrize("windows", [Windows(5, 8), Windows(5, 60), Windows(70, 20), Windows(4, 300)])
-@pytest.mark.parametrize("num_context", [65, 100, 128])  # one size, whose middle begins at the same place
+@pytest.mark.parametrize("windows", [Windows(5, 8), Windows(70, 20), Windows(4, 300)])
+@pytest.mark.parametrize("num_context", [65, 128])  # one size, whose middle begins at the same place
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_padding_changes_neither_loss_nor_gradient(family, num_context, windows):
     model = build(family, torch.float64)

@@ -60,85 +60,21 @@ def draw(kind, shape, seed):
 
 
 KINDS = ["distinct", "mostly zero", "few values", "all zero", "all one"]
-SHAPES = [(3, 4, 16), (1, 1, 8), (2, 3, 20), (2, 5, 33), (4, 2, 64)]
+SHAPES = [(3, 4, 16), (1, 1, 8), (2, 3, 33)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.99])
-def test_nearest_equals_its_restatement(kind, shape, ratio):
-    for r in (1, 3, 8):
-        factors = draw(kind, shape, seed=r)
-        chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r)
-        assert torch.equal(chosen, restate_nearest(factors, ratio, r))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7, 0.99])
-def test_budget_ends_at_or_above_the_ratio_and_as_close_as_the_multiple_allows(kind, shape, ratio):
-    for r in (1, 3, 8):
-        factors = draw(kind, shape, seed=r)
-        chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, rounding="budget")
-        widths = chosen.sum(-1)
-        assert (widths % r == 0).all()
-        kept, allowed = int(widths.sum()), round((1 - ratio) * factors.numel(), 9)
-        assert kept <= allowed
-        capacity = shape[0] * shape[1] * (shape[2] // r * r)
-        assert kept == capacity or kept + r > allowed
-
-
-# Of multiples 8 and 16; 20 is a multiple of neither.
-CAPS = [16, 20, 24, 64, 1000]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("ratio", [0.0, 0.7])
-def test_nearest_under_a_cap_equals_its_restatement(kind, cap, ratio):
-    for r in (8, 16):
-        factors = draw(kind, (3, 2, 40), seed=r)
-        chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, max_width=cap)
-        assert torch.equal(chosen, restate_nearest(factors, ratio, r, cap))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("ratio", [0.0, 0.7])
-def test_budget_under_a_cap_equals_its_restatement(kind, cap, ratio):
-    for r in (8, 16):
+def test_the_choice_equals_its_restatement(kind, shape, ratio):
+    for r, cap in ((1, None), (3, None), (8, None), (8, 16), (8, 20), (3, 1000)):
         # Sixteenths: their sums are exact, in whatever order they are added.
-        factors = (draw(kind, (3, 2, 40), seed=r) * 16).round() / 16
-        chosen = select_channels(
-            factors, pruning_ratio=ratio, width_multiple=r, rounding="budget", max_width=cap
-        )
-        assert torch.equal(chosen, restate_budget(factors, ratio, r, cap))
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "budget"])
-@pytest.mark.parametrize("r", [8, 32])
-@pytest.mark.parametrize("cap", [32, 96, 128])
-@pytest.mark.parametrize("ratio", [0.5, 0.8])
-def test_every_width_is_a_multiple_and_no_wider_than_the_cap(rounding, r, cap, ratio):
-    factors = draw("mostly zero", (6, 4, 128), seed=2)
-    factors[:2] = draw("distinct", (2, 4, 128), seed=3)  # heads that would keep everything
-    chosen = select_channels(factors, pruning_ratio=ratio, width_multiple=r, rounding=rounding, max_width=cap)
-    widths = chosen.sum(-1)
-    assert (widths % r == 0).all()
-    assert widths.max() <= cap
-    if rounding == "budget":
-        kept, allowed = int(widths.sum()), round((1 - ratio) * factors.numel(), 9)
-        assert kept <= allowed
-        assert kept + r > allowed or (widths == cap).all()
-
-
-def test_what_capped_heads_may_not_keep_goes_to_the_next_best_under_budget_alone():
-    factors = torch.full((1, 3, 16), 0.1)
-    factors[0, 1] = 0.9
-    factors[0, 2] = 0.5
-    settings = {"pruning_ratio": 2 / 3, "width_multiple": 8, "max_width": 8}
-    assert select_channels(factors, rounding="budget", **settings).sum(-1).tolist() == [[0, 8, 8]]
-    assert select_channels(factors, rounding="nearest", **settings).sum(-1).tolist() == [[0, 8, 0]]
+        factors = (draw(kind, shape, seed=r) * 16).round() / 16
+        settings = {"pruning_ratio": ratio, "width_multiple": r, "max_width": cap}
+        chosen = select_channels(factors, **settings)
+        assert torch.equal(chosen, restate_nearest(factors, ratio, r, cap))
+        chosen = select_channels(factors, rounding="budget", **settings)
+        assert torch.equal(chosen, restate_budget(factors, ratio, r, cap or shape[2]))
 
 
 def test_cap_below_the_multiple_is_refused():
@@ -147,40 +83,12 @@ def test_cap_below_the_multiple_is_refused():
     assert caught.value.hint == "choose a multiple of 16, or null for no cap"
 
 
-@pytest.mark.parametrize("max_width", [None, 12])
-@pytest.mark.parametrize("rounding", ["nearest", "budget"])
-def test_a_head_keeps_its_best_channels(rounding, max_width):
-    factors = draw("few values", (3, 4, 32), seed=5)
-    chosen = select_channels(
-        factors, pruning_ratio=0.6, width_multiple=4, rounding=rounding, max_width=max_width
-    )
-    for head, kept in zip(factors.flatten(0, 1), chosen.flatten(0, 1), strict=True):
-        order = sorted(range(32), key=lambda k: (-head[k].item(), k))
-        assert kept.nonzero().flatten().tolist() == sorted(order[: int(kept.sum())])
-
-
-def test_budget_prefers_the_heads_with_the_largest_factors():
-    factors = torch.full((1, 3, 8), 0.1)
-    factors[0, 1] = 0.9
-    factors[0, 2, ::2] = 0.8
-    chosen = select_channels(factors, pruning_ratio=0.5, width_multiple=4, rounding="budget")
-    assert chosen.sum(-1).tolist() == [[0, 8, 4]]
-
-
 def test_halves_are_rounded_up():
     factors = torch.zeros(1, 2, 8)
     factors[0, 0, :2] = 1  # 2 of 4 selected channels: half of the multiple
     factors[0, 1, :2] = 1
     chosen = select_channels(factors, pruning_ratio=0.75, width_multiple=4)
     assert chosen.sum(-1).tolist() == [[4, 4]]
-
-
-def test_a_model_whose_factors_are_mostly_zero_is_still_pruned():
-    """A threshold at the quantile would be 0 here, and keep every channel."""
-    factors = draw("mostly zero", (8, 4, 64), seed=1)
-    assert (factors == 0).float().mean() > 0.7
-    chosen = select_channels(factors, pruning_ratio=0.7, width_multiple=16)
-    assert 0.65 < 1 - chosen.float().mean() < 0.75
 
 
 def test_ratio_is_the_decimal_that_was_written():
@@ -209,8 +117,7 @@ def test_factors_that_are_not_finite_are_refused(value):
 
 @pytest.mark.parametrize("rounding", ["nearest", "budget"])
 @pytest.mark.parametrize("cap", [None, 9])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 0.7])
+@pytest.mark.parametrize(("shape", "ratio"), [((3, 4, 16), 0.0), ((2, 3, 33), 0.7)], ids=str)
 def test_uniform_budget_treats_every_head_as_a_model_of_its_own(shape, ratio, cap, rounding):
     factors = draw("few values", shape, seed=1)
     options = {"pruning_ratio": ratio, "width_multiple": 2, "max_width": cap, "rounding": rounding}

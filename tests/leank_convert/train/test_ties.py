@@ -31,11 +31,6 @@ def test_more_equal_best_factors_than_channels_to_keep_are_told(write, caplog, k
     assert ("stage1.l1_weight" in caplog.text) == warned
 
 
-def test_a_mask_that_was_not_learned_has_no_ties(write, caplog):
-    write(None, 1)
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("method", "gates", "told"),
     [

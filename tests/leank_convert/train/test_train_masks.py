@@ -11,7 +11,7 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods import make
-from leank_convert.methods.make import train_mask, train_masks
+from leank_convert.methods.make import train_masks
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train import passes, selection
@@ -101,15 +101,6 @@ def test_factors_stay_between_zero_and_one_and_the_penalty_presses_them_down(
     assert read_log(tmp_path)[19]["mean_factor"] < 0.5
 
 
-def test_stage_two_is_clamped_too(train_one, short_recipe, tmp_path):
-    recipe = short_recipe(
-        stage1={"steps": 3, "learning_rate": 0.1}, stage2={"steps": 6, "learning_rate": 0.9}
-    )
-    mask = train_one(recipe, tmp_path)
-    assert mask.scaling_factors.min() == 0
-    assert mask.scaling_factors.max() == 1
-
-
 def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
     train_one, short_recipe, tmp_path, monkeypatch
 ):
@@ -131,12 +122,6 @@ def test_stage_two_moves_pruned_channels_but_nothing_moves_heads_without_any(
     assert moved[1, 1, :8].float().mean() > 0.5
     assert not moved[0, 1].any()
     assert not moved[1, 0].any()
-
-
-def test_budget_rounding_never_ends_below_the_asked_ratio(train_one, short_recipe, tmp_path):
-    recipe = short_recipe(rounding="budget", pruning_ratio=0.55)
-    mask = train_one(recipe, tmp_path)
-    assert mask.pruning_ratio == 1 - 28 / 64  # 28.8 of 64 channels, in fours
 
 
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
@@ -186,14 +171,6 @@ def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, tm
     assert (mask.scaling_factors != mask.scaling_factors.bfloat16()).any()
 
 
-def test_progress_goes_to_stderr_alone(train_one, short_recipe, tmp_path, capfd):
-    train_one(short_recipe(stage1={"steps": 0}), tmp_path, progress=True)
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert "6/6" in captured.err
-    assert "pruned" in captured.err
-
-
 def test_mask_of_a_checkpoint_is_left_to_the_export(
     train_one, finished, finished_mask, short_recipe, tmp_path
 ):
@@ -220,8 +197,3 @@ def test_the_recipe_is_an_object_a_file_a_name_or_the_models_own(monkeypatch, tm
             train_masks("testbed", tmp_path / "out", recipe=given)
     assert asked[:3] == [recipe] * 3
     assert asked[3].seed == 7
-
-
-def test_one_mask_is_not_asked_of_a_recipe_of_several(short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match=r"asks for 2 masks, by `pruning_ratio` \[0.5, 0.7\]"):
-        train_mask("testbed", tmp_path / "out", recipe=short_recipe(pruning_ratio=[0.5, 0.7]))

@@ -1,66 +1,75 @@
 """What a run refuses before it begins, and what it leaves alone."""
 
-import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
 from leank_convert.train import model, passes
 
 
-def test_data_longer_than_the_models_positions_is_refused(train_one, short_recipe, tmp_path):
-    recipe = short_recipe(data={"wording": "testbed", "min_length": 200, "max_length": 513})
-    with pytest.raises(LeanKError, match=r"`data.max_length` 513 exceeds the 512 positions") as caught:
-        train_one(recipe, tmp_path / "out")
-    assert "config_overrides" in caught.value.hint
-    assert not (tmp_path / "out").exists()
-
-
-def test_length_without_room_for_a_task_is_refused_before_anything_is_written(
-    train_one, short_recipe, tmp_path
+@pytest.mark.parametrize(
+    ("changes", "options", "message", "remedy"),
+    [
+        (
+            {"data": {"wording": "testbed", "min_length": 200, "max_length": 513}},
+            {},
+            "`data.max_length` 513 exceeds the 512 positions",
+            "config_overrides",
+        ),
+        (
+            {"data": {"wording": "testbed", "min_length": 64, "max_length": 500}},
+            {},
+            "no sample of 64 tokens",
+            "",
+        ),
+        ({"width_multiple": 32}, {}, "`width_multiple` 32 exceeds", ""),
+        ({}, {"device": "foo"}, "device `foo` cannot be used", ""),
+        ({"mask": "a.pth"}, {}, "`mask` is 'a.pth': nothing is to be trained", "leank-convert export"),
+    ],
+)
+def test_what_does_not_go_is_refused_before_anything_is_written(
+    changes, options, message, remedy, train_one, short_recipe, tmp_path
 ):
-    recipe = short_recipe(data={"wording": "testbed", "min_length": 64, "max_length": 500})
-    with pytest.raises(LeanKError, match="no sample of 64 tokens"):
-        train_one(recipe, tmp_path / "out")
+    with pytest.raises(LeanKError, match=message) as caught:
+        train_one(short_recipe(**changes), tmp_path / "out", **options)
+    assert remedy in (caught.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
-def test_unsupported_family_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
-    for path in retriever_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    with pytest.raises(LeanKError, match="unknown architecture"):
-        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
+@pytest.fixture
+def copied(retriever_folder, tmp_path):
+    """A copy of the model, to be damaged."""
+    return shutil.copytree(retriever_folder, tmp_path / "copied")
 
 
-def test_model_with_a_tensor_missing_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    for path in retriever_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LeanKError, match=r"`model.layers.1.self_attn.k_proj.weight`"):
-        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
-
-
-def test_model_without_tokenizer_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((retriever_folder / name).read_bytes())
-    with pytest.raises(LeanKError, match=r"the tokenizer of `.*` cannot be loaded"):
-        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
-
-
-def test_multiple_wider_than_a_head_is_refused_before_anything_is_written(train_one, short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match="`width_multiple` 32 exceeds"):
-        train_one(
-            short_recipe(width_multiple=32),
-            tmp_path / "out",
-        )
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "unknown architecture"),
+        ({"intermediate_size": 64}, r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"),
+        ("a tensor is missing", r"`model.layers.1.self_attn.k_proj.weight`"),
+        ("no tokenizer", r"the tokenizer of `.*` cannot be loaded"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_trained_is_refused(
+    change, message, train_one, short_recipe, copied, edit_json, tmp_path
+):
+    if isinstance(change, dict):
+        edit_json(copied / "config.json", **change)
+    elif change == "no tokenizer":
+        for path in copied.iterdir():
+            if path.name not in ("config.json", "model.safetensors"):
+                path.unlink()
+    else:
+        tensors = load_file(copied / "model.safetensors")
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LeanKError, match=message):
+        train_one(short_recipe(), tmp_path / "out", model=copied)
 
 
 @pytest.mark.parametrize(
@@ -82,54 +91,18 @@ def test_config_that_transformers_refuses_is_told_with_the_overrides(
     assert not (tmp_path / "out").exists()
 
 
-def test_config_of_other_weights_is_refused(train_one, short_recipe, retriever_folder, tmp_path):
-    for path in retriever_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    with pytest.raises(LeanKError, match=r"`model.layers.0.mlp.down_proj.weight` is \[32, 48\] .* \[32, 6"):
-        train_one(short_recipe(), tmp_path / "out", model=tmp_path)
-
-
-def test_weights_that_cannot_be_read_are_refused(
-    train_one, short_recipe, retriever_folder, tmp_path, monkeypatch
-):
+def test_weights_that_cannot_be_read_are_refused(train_one, short_recipe, copied, tmp_path, monkeypatch):
     """The shard is cut between the check of its header and its reading."""
-    folder = tmp_path / "cut"
-    folder.mkdir()
-    for path in retriever_folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
     original = model.open_checkpoint
 
     def cut_after(path):
-        opened = original(path)
-        shard = folder / "model.safetensors"
+        opened, shard = original(path), copied / "model.safetensors"
         shard.write_bytes(shard.read_bytes()[:-100])
         return opened
 
     monkeypatch.setattr(model, "open_checkpoint", cut_after)
-    with pytest.raises(LeanKError, match=r"the weights of model `.*cut` cannot be read: ."):
-        train_one(short_recipe(), tmp_path / "out", model=folder)
-
-
-def test_device_that_cannot_be_used_is_refused(train_one, short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match="device `foo` cannot be used"):
-        train_one(
-            short_recipe(),
-            tmp_path / "out",
-            device="foo",
-        )
-    assert not (tmp_path / "out").exists()
-
-
-def test_recipe_with_a_mask_is_refused(train_one, short_recipe, tmp_path):
-    with pytest.raises(LeanKError, match=r"`mask` is 'a.pth': nothing is to be trained") as caught:
-        train_one(
-            short_recipe(mask="a.pth"),
-            tmp_path / "out",
-        )
-    assert "leank-convert export" in caught.value.hint
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(LeanKError, match=r"the weights of model `.*copied` cannot be read: ."):
+        train_one(short_recipe(), tmp_path / "out", model=copied)
 
 
 @pytest.mark.parametrize("resume", [False, True])

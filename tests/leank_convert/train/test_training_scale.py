@@ -145,18 +145,6 @@ def test_several_ratios_share_stage_one_and_are_what_each_would_be_alone(
     assert not (tmp_path / "all" / "channel_mask.safetensors").exists()
 
 
-def test_a_step_of_stage_one_is_not_needed_for_several_ratios(short_recipe, retriever_folder, tmp_path):
-    recipe = short_recipe(pruning_ratio=[0.5, 0.75], stage1={"steps": 0}, stage2={"steps": 0})
-    masks = train_masks(retriever_folder, tmp_path, recipe=recipe, progress=False)
-    assert [mask.pruning_ratio for mask in masks.values()] == [0.5, 0.75]
-
-
-def test_cap_on_widths_reaches_the_mask(train_one, short_recipe, tmp_path):
-    recipe = short_recipe(max_width=8, pruning_ratio=0.2)
-    mask = train_one(recipe, tmp_path)
-    assert mask.channel_mask.sum(-1).max() == 8
-
-
 def test_questions_per_context_are_counted_in_the_log(
     train_one, read_log, short_recipe, tmp_path, testbed_tokenizer
 ):

@@ -1,0 +1,133 @@
+"""What caches in FP8 and int4 make of numbers: how they round, what by, and the bits that it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leank_convert.evaluate.int4 import assign_chunks
+from leank_convert.evaluate.int4 import quantise as emulate
+from runtime.constants_leank import Constants, choose_constants
+from runtime.fp8_leank import quantise as quantise_fp8
+from runtime.fp8_leank import scale_of
+from runtime.int4_leank import group_chunks, group_heads, quantise, widen
+from tests.twin_caches import NUMBERS, ids, in_eight_bits
+
+
+def test_fp8_is_clamped_and_rounded_to_the_nearest_even():
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.tensor(NUMBERS)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    exponents = torch.randint(-12, 12, (4000,), generator=generator)
+    random = torch.randn(4000, generator=generator) * 2.0**exponents
+    edges = torch.tensor([0.0, 448, 449, 464, 1e9, torch.inf, torch.nan, 2**-10, 2**-11, 1e-30])
+    positive = torch.cat([numbers, ties, ties.nextafter(ties * 2), ties.nextafter(ties * 0), random, edges])
+    for states in (positive, -positive):
+        for scale in (2.0**-14, 0.25, 1.0, 2.0**15):
+            exact = torch.tensor(scale)
+            read = quantise_fp8(states * exact, exact).float() * exact
+            assert torch.equal(read.nan_to_num(9e9), in_eight_bits(states * exact, exact).nan_to_num(9e9))
+
+
+def test_scales_leave_room_for_numbers_twice_as_large():
+    largest = torch.tensor([224.0, 224.001, 223.9, 1.75, 1.76, 0.0, 1e-30, 3e38, torch.inf, torch.nan])
+    expected = [1, 2, 1, 2**-7, 2**-6, 1, 2**-14, 2**15, 1, 1]
+    assert scale_of(largest).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "chunk_size"), [(128, 32), (80, 16), (6, 1)])
+def test_int4_is_rounded_as_evaluate_rounds_it(dtype, head_dim, chunk_size):
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.randn(3, 70, 2, head_dim, generator=generator) * 5).to(dtype)
+    states[0, :6] = 0
+    states[0, 6:9] = 1.7
+    states[1, 3, 0, 1], states[1, 4, 0, 1], states[1, 5, 1, 0] = torch.nan, torch.inf, -torch.inf
+    states[2, 7] = 0
+    states[2, 7, 0, 0] = torch.finfo(dtype).tiny
+    # Least steps are rounded most: to 1 in the place of 1.4, and to 0.
+    states[2, 8:10] = 0
+    states[2, 8, 0, 0] = 21 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    states[2, 9, 0, 0] = 5 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    if dtype == torch.float16:  # its ends lie 15 steps apart, which are rounded to more
+        states[2, 10, 0, :2] = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max])
+    expected = emulate(states.transpose(1, 2), assign_chunks(torch.ones(2, head_dim, dtype=torch.bool)))
+    num_chunks = head_dim // chunk_size
+    chunks = states.reshape(3, 70, 2 * num_chunks, chunk_size)
+    for given, groups in (
+        (states, group_heads(2, head_dim, torch.device("cpu"))),
+        (chunks, group_chunks([num_chunks] * 2, chunk_size, torch.device("cpu"))),
+    ):
+        codes, extremes = (part.flatten(0, 1) for part in quantise(given, groups))
+        assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-given.shape[-1] // 2)
+        assert extremes.dtype == dtype and extremes.shape[1:] == (2 * -(-head_dim // 32), 2)
+        read = widen(codes, extremes, groups).view(states.shape).transpose(1, 2)
+        assert torch.equal(read.isnan(), expected.isnan())
+        assert torch.equal(read.nan_to_num(9), expected.nan_to_num(9))
+    assert int(expected.isnan().sum()) == 3 * min(head_dim, 32) and not expected.isinf().any()
+    assert torch.equal(expected[0, :, :9], states.transpose(1, 2)[0, :, :9])
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int4"])
+def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, model_pair):
+    """As in Qwen2.5, whose biases leave channels of keys far larger than they vary."""
+    losses = []
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    for size in (0.0, 150.0):
+        everything = torch.ones(2, 2, 32, dtype=torch.bool)
+        model = model_pair(everything, "Qwen2", groups=2, rope_parameters=rope).leank
+        with torch.no_grad():
+            for layer in model.model.layers:
+                bias = layer.self_attn.k_proj.bias.view(2, 2, 16)
+                bias.zero_()
+                bias[:, 0, -3:], bias[:, 1, -3:] = size, -size
+        logits = []
+        for dtype in ("auto", kv_dtype):
+            cache = model.build_cache(kv_dtype=dtype)
+            with torch.no_grad():
+                model(ids(4, 360), past_key_values=cache)
+                steps = ids(4, 24, seed=1).split(1, 1)
+                logits.append(torch.cat([model(token, past_key_values=cache).logits for token in steps], 1))
+        exact, rounded = (x.double().log_softmax(-1) for x in logits)
+        losses.append(float((exact.exp() * (exact - rounded)).sum(-1).mean()))
+    assert 0 < losses[1] <= 2 * losses[0]
+
+
+def test_a_rows_own_constants_are_those_of_its_real_tokens():
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(3, 2, 50, 8, generator=generator) * 3 + 40 for _ in range(2))
+    real = torch.ones(3, 50, dtype=torch.bool)
+    real[1, :30], real[2] = False, False
+    hidden = ~real[:, None, :, None]
+    given = keys.masked_fill(hidden, torch.nan), values.masked_fill(hidden, torch.nan)
+    for kv_dtype in ("int4", "fp8"):
+        found = choose_constants(*given, real, kv_dtype, Constants())
+        torch.testing.assert_close(found.key_mean[0], keys[0].mean(1))
+        torch.testing.assert_close(found.key_mean[1], keys[1, :, 30:].mean(1))
+        # A row of padding alone has what the others have together.
+        torch.testing.assert_close(found.key_mean[2], torch.cat([keys[0], keys[1, :, 30:]], 1).mean(1))
+    assert torch.equal(found.key_scale[2], torch.maximum(found.key_scale[0], found.key_scale[1]))
+    keys[0, 1, 3, 2] = torch.inf
+    broken = choose_constants(keys, values, None, "int4", Constants()).key_mean
+    assert broken[0, 1, 2] == 0 and broken.isfinite().all()
+    # The model's stands where it has one, and nothing is looked for where nothing is rounded.
+    assert choose_constants(keys, values, None, "auto", Constants()) == Constants()
+    own = torch.ones(1, 2, 8)
+    assert choose_constants(keys, values, None, "int4", Constants(own)).key_mean is own
+
+
+@pytest.mark.parametrize(("kv_dtype", "bits"), [("auto", 16), ("fp8", 8), ("int4", 5)])
+def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair, some_masks):
+    model = model_pair(some_masks([[32, 64], [0, 128]], head_dim=128)).leank.to(torch.bfloat16)
+    memories = []
+    for length in (640, 1280):
+        cache = model.build_cache(kv_dtype=kv_dtype)
+        cache.reserve(length)
+        with torch.no_grad():
+            model(ids(1, length), past_key_values=cache)
+        memories.append(cache.memory())
+    numbers = (32 + 64 + 128) + 3 * 128
+    for kind in ("used", "allocated"):
+        grown = [getattr(memory.total, kind) for memory in memories]
+        assert grown[1] - grown[0] == 640 * numbers * bits // 8
+    assert memories[1].dense_keys == 1280 * 2 * 2 * 128 * 2
