@@ -92,7 +92,7 @@ def test_out_of_memory_is_the_callers_and_does_not_last(gpu):
 @pytest.mark.parametrize("sink", [0, 64, 100])
 def test_the_plan_counts_every_row_by_itself(sink):
     # Tokens, pruned ones of the first and of the last column.
-    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (500, 300, 400), (700, 500, 500)]
+    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (300, 127, 128), (500, 300, 400)]
     seen = torch.tensor([[row[0] - 1, row[0]] for row in rows], dtype=torch.int32)
     pruned = torch.tensor([row[1:] for row in rows], dtype=torch.int32)
     plan = plan_tiles(seen, pruned, sink)
