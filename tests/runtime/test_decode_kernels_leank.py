@@ -92,7 +92,7 @@ def test_out_of_memory_is_the_callers_and_does_not_last(gpu):
 @pytest.mark.parametrize("sink", [0, 64, 100])
 def test_the_plan_counts_every_row_by_itself(sink):
     # Tokens, pruned ones of the first and of the last column.
-    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (500, 300, 400), (700, 500, 500)]
+    rows = [(0, 0, 0), (1, 0, 0), (64, 0, 0), (65, 0, 0), (192, 92, 92), (300, 127, 128), (500, 300, 400)]
     seen = torch.tensor([[row[0] - 1, row[0]] for row in rows], dtype=torch.int32)
     pruned = torch.tensor([row[1:] for row in rows], dtype=torch.int32)
     plan = plan_tiles(seen, pruned, sink)
@@ -129,6 +129,40 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
         assert shape.num_stages >= 2
         assert shape.num_stages * stage <= per_block
         assert shape.num_instances * (shape.num_stages * stage + 1024) <= per_sm
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+@pytest.mark.parametrize(
+    ("generation", "instructions", "num_kernels", "num_overlapping"),
+    [((9, 0), ("wgmma_ss", "tma_load"), 11, 9), ((8, 0), ("mma", "cp_async_gs"), 7, 0)],
+    ids=["Hopper", "Ampere"],
+)
+def test_what_decoding_launches_compiles_without_a_gpu(
+    generation, instructions, num_kernels, num_overlapping, monkeypatch
+):
+    properties = SimpleNamespace(
+        major=generation[0],
+        minor=generation[1],
+        multi_processor_count=4,
+        shared_memory_per_multiprocessor=167936,
+        shared_memory_per_block_optin=166912,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    tilelang = pytest.importorskip("tilelang")
+    compile_, sources = tilelang.compile, []
+
+    def compiled(function, **options):
+        kernel = compile_(function, **options)
+        sources.append(kernel.adapter.get_device_source())
+        return kernel
+
+    monkeypatch.setattr(tilelang, "compile", compiled)
+    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8))
+    assert len(sources) == num_kernels
+    (attention,) = (source for source in sources if "leank_attention" in source)
+    assert all(instruction in attention for instruction in instructions)
+    # Launches overlap where the GPU has that.
+    assert len([source for source in sources if "cudaGridDependencySynchronize" in source]) == num_overlapping
 
 
 def test_two_copies_of_the_runtime_keep_their_operators_apart(tmp_path, monkeypatch):
