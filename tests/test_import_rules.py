@@ -44,7 +44,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
-    {"convert", "prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
+    {"convert", "prospect", "verify", "inspection", "evaluate", "analyze", "warmup", "rewrite"},
     {"cli"},
     {"__main__"},
 ]
@@ -56,7 +56,6 @@ NEVER_EACH_OTHER = [
     ("train", "onnx"),
     ("methods.*", "onnx"),
     ("verify", "evaluate"),
-    ("evaluate", "benchmark"),
     ("recipe", "architectures"),
 ]
 WITHOUT_TORCH = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from leank_convert.benchmark.rounded_cache import round_to_fp8
+from bin.benchmarks.rounded_cache import round_to_fp8
 from leank_convert.evaluate.int4 import assign_chunks
 from leank_convert.evaluate.int4 import quantise as round_to_int4
 from leank_convert.evaluate.pending_caches import pruned_layers

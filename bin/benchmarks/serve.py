@@ -26,9 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from leank_convert.benchmark.decode_attention import read_peers
-from leank_convert.benchmark.random_models import Setup, write_folder
-from leank_convert.benchmark.tables import Report, number, ratio
+from bin.benchmarks.decode_attention import read_peers
+from bin.benchmarks.random_models import Setup, write_folder
+from bin.benchmarks.tables import Report, number, ratio
 from leank_convert.errors import LeanKError
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"

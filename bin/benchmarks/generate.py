@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from leank_convert.benchmark.decode_attention import read_peers
-from leank_convert.benchmark.decode_step import (
+from bin.benchmarks.decode_attention import read_peers
+from bin.benchmarks.decode_step import (
     UNMASKED_SDPA,
     GraphedDense,
     count_step_bytes,
     time_own_step,
 )
-from leank_convert.benchmark.generate_calls import generate, time_generate
-from leank_convert.benchmark.measuring import (
+from bin.benchmarks.generate_calls import generate, time_generate
+from bin.benchmarks.measuring import (
     REPLAYED,
     ReadBandwidth,
     Timing,
@@ -27,7 +27,7 @@ from leank_convert.benchmark.measuring import (
     release_memory,
     silenced,
 )
-from leank_convert.benchmark.random_models import (
+from bin.benchmarks.random_models import (
     COMPILED,
     Models,
     Setup,
@@ -38,7 +38,7 @@ from leank_convert.benchmark.random_models import (
     name_attention,
     random_prompt,
 )
-from leank_convert.benchmark.tables import Report, number, ratio, share
+from bin.benchmarks.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError
 
 OURS, ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "leank", "all-channels", "own-dtype", "dense-dynamic"

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from bin.benchmarks.decode_attention import EXACT, judge, relative_error
+from bin.benchmarks.geometries import Geometry
+from bin.benchmarks.measuring import release_memory, time_whole
+from bin.benchmarks.random_models import TOO_LARGE, Setup, build_dense, random_prompt, stock_config
+from bin.benchmarks.tables import Report, number, ratio
 from leank_convert.architectures import ModelFacts
-from leank_convert.benchmark.decode_attention import EXACT, judge, relative_error
-from leank_convert.benchmark.geometries import Geometry
-from leank_convert.benchmark.measuring import release_memory, time_whole
-from leank_convert.benchmark.random_models import TOO_LARGE, Setup, build_dense, random_prompt, stock_config
-from leank_convert.benchmark.tables import Report, number, ratio
 from leank_convert.data import Question, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.train.attention import ATTENTION_NAME

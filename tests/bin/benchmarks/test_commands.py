@@ -12,9 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from leank_convert.benchmark import kernel, random_models
-from leank_convert.benchmark.decode_attention import PEERS, FilledLayer
-from leank_convert.cli import main
+from bin.benchmarks import kernel, random_models
+from bin.benchmarks.__main__ import benchmark
+from bin.benchmarks.decode_attention import PEERS, FilledLayer
 from leank_convert.train import graphs
 
 KERNEL = ("kernel", "--device", "cpu", "--case", "2x64", "--case", "1x3", "--rounds", "2")
@@ -25,7 +25,7 @@ TRAIN = ("train", "--device", "cpu", "--questions", "2", "--question-size", "3x5
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["benchmark", *(str(argument) for argument in arguments)])
+    return CliRunner().invoke(benchmark, [str(argument) for argument in arguments])
 
 
 def parse(result):
@@ -313,8 +313,8 @@ def test_mistakes_exit_2(tmp_path, command, arguments, message):
 
 def test_help_imports_no_heavy_library():
     code = (
-        "import sys; from leank_convert.cli import main\n"
-        "try: main(['benchmark', 'kernel', '--help'])\n"
+        "import sys; from bin.benchmarks.__main__ import benchmark\n"
+        "try: benchmark(['kernel', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"
     )

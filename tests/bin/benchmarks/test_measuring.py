@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from leank_convert.benchmark import measuring
-from leank_convert.benchmark.measuring import (
+from bin.benchmarks import measuring
+from bin.benchmarks.measuring import (
     Stopwatch,
     copies_needed,
     measure_read_bandwidth,
@@ -12,8 +12,8 @@ from leank_convert.benchmark.measuring import (
     summarize,
     time_calls,
 )
-from leank_convert.benchmark.memory import Trial, find_largest, join_rows, prefill_row
-from leank_convert.benchmark.random_models import build_dense, build_model, choose_setup
+from bin.benchmarks.memory import Trial, find_largest, join_rows, prefill_row
+from bin.benchmarks.random_models import build_dense, build_model, choose_setup
 from leank_convert.errors import LeanKError
 
 CPU = torch.device("cpu")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from leank_convert.benchmark.decode_attention import (
+from bin.benchmarks.decode_attention import (
     FilledLayer,
     attend_exactly,
     count_attention_bytes,
     judge,
     pruned_length,
 )
-from leank_convert.benchmark.random_models import build_model, choose_setup
+from bin.benchmarks.random_models import build_model, choose_setup
 from leank_convert.windows import Windows
 
 WINDOWS = Windows(sink_size=4, recent_size=16, flush_size=4)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.benchmark.decode_attention import (
+from bin.benchmarks.decode_attention import (
     CAUSAL_PEERS,
     OWN_DENSE,
     PEERS,
@@ -30,7 +30,7 @@ from leank_convert.benchmark.decode_attention import (
     pruned_length,
     read_peers,
 )
-from leank_convert.benchmark.measuring import (
+from bin.benchmarks.measuring import (
     copies_needed,
     describe_failure,
     measure_read_bandwidth,
@@ -39,8 +39,8 @@ from leank_convert.benchmark.measuring import (
     silenced,
     time_calls,
 )
-from leank_convert.benchmark.random_models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
-from leank_convert.benchmark.tables import Report, number, ratio, share
+from bin.benchmarks.random_models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
+from bin.benchmarks.tables import Report, number, ratio, share
 from leank_convert.errors import LeanKError, out_of_memory
 
 OWN_DTYPE = "leank-own-dtype"

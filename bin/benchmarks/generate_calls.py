@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from leank_convert.benchmark.measuring import Stopwatch, synchronize
+from bin.benchmarks.measuring import Stopwatch, synchronize
 
 
 def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:

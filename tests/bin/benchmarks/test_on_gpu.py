@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def measured():
     def call(*arguments):
-        command = [sys.executable, "-m", "leank_convert", "benchmark", *arguments]
+        command = [sys.executable, "-m", "bin.benchmarks", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The `benchmark` commands: options, and one call each."""
+"""The commands of `bin/benchmark`: options, and one call each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from leank_convert.benchmark.geometries import GEOMETRIES, TOY
+from bin.benchmarks.geometries import GEOMETRIES, TOY
+from leank_convert.cli import Group, configure_logging
 from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
 from leank_convert.errors import LeanKError, out_of_memory, shorten
 
 if TYPE_CHECKING:
-    from leank_convert.benchmark.random_models import Setup
+    from bin.benchmarks.random_models import Setup
 
 _Run = Callable[..., Any]
 
@@ -90,8 +91,8 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
             if kv_dtype is not None and dtype == "float32":
                 # Checks against torch's own error would take numbers that are rounded apart for wrong ones.
                 raise click.UsageError("--kv-dtype goes with --dtype bfloat16 or float16")
-            from leank_convert.benchmark.measuring import choose_benchmark_device
-            from leank_convert.benchmark.random_models import choose_setup
+            from bin.benchmarks.measuring import choose_benchmark_device
+            from bin.benchmarks.random_models import choose_setup
 
             chosen = choose_benchmark_device(device)
             if chosen.type == "cpu" and not (mask or recipe):
@@ -181,13 +182,15 @@ def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) 
         raise click.BadParameter(message) from None
 
 
-@click.group()
-def benchmark() -> None:
+@click.group("benchmark", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show tracebacks, and what peers write.")
+def benchmark(debug: bool) -> None:
     """Measure speed and memory beside dense peers in the same process.
 
     Tables go to stderr; the last line of stdout is one JSON document. Results are checked before they are
     timed, but for those of `serve`: what is wrong gets no figure, and the command exits 1.
     """
+    configure_logging(debug)
 
 
 @benchmark.command()
@@ -211,7 +214,7 @@ def benchmark() -> None:
 @_rounds_option("21, on the CPU 3")
 def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
     """Decode attention of a mask's layers against dense decode attention of others."""
-    from leank_convert.benchmark.kernel import benchmark_kernel
+    from bin.benchmarks.kernel import benchmark_kernel
 
     return benchmark_kernel(setup, **options)
 
@@ -240,7 +243,7 @@ def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
 @_rounds_option("3")
 def generate(setup: Setup, **options: Any) -> dict[str, Any]:
     """A decode step and whole `generate` calls against dense peers on the same random weights."""
-    from leank_convert.benchmark.generate import benchmark_generate
+    from bin.benchmarks.generate import benchmark_generate
 
     return benchmark_generate(setup, **options)
 
@@ -268,7 +271,7 @@ def generate(setup: Setup, **options: Any) -> dict[str, Any]:
 )
 def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: Any) -> dict[str, Any]:
     """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
-    from leank_convert.benchmark.memory import benchmark_memory
+    from bin.benchmarks.memory import benchmark_memory
 
     parts |= dict.fromkeys(skip, ())
     return benchmark_memory(setup, limit=None if limit is None else round(limit * 1e9), **parts)
@@ -306,7 +309,7 @@ def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: An
 )
 def serve(setup: Setup, **options: Any) -> dict[str, Any]:
     """Requests at once, output tokens a second and latencies of vLLM's server, beside peers."""
-    from leank_convert.benchmark.serve import benchmark_serve
+    from bin.benchmarks.serve import benchmark_serve
 
     return benchmark_serve(setup, **options)
 
@@ -323,7 +326,7 @@ def serve(setup: Setup, **options: Any) -> dict[str, Any]:
 @_rounds_option("3, on the CPU 1")
 def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
     """A training step, with one and with several questions, against its own prefill; and its peak memory."""
-    from leank_convert.benchmark.training_step import benchmark_train
+    from bin.benchmarks.training_step import benchmark_train
 
     return benchmark_train(setup, length=length[0], **options)
 
@@ -363,8 +366,8 @@ def onnx(
     **options: Any,
 ) -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
-    from leank_convert.benchmark.onnx_step import benchmark_onnx
-    from leank_convert.benchmark.random_models import TOO_LARGE, choose_setup
+    from bin.benchmarks.onnx_step import benchmark_onnx
+    from bin.benchmarks.random_models import TOO_LARGE, choose_setup
 
     toy = geometry == TOY
     setup = choose_setup(mask, recipe, geometry)
@@ -378,3 +381,7 @@ def onnx(
             **options,
         )
     _finish(document)
+
+
+if __name__ == "__main__":
+    benchmark(prog_name="bin/benchmark")

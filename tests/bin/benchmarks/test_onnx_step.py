@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from leank_convert.benchmark import onnx_step
-from leank_convert.benchmark.onnx_step import (
+from bin.benchmarks import onnx_step
+from bin.benchmarks.__main__ import benchmark
+from bin.benchmarks.onnx_step import (
     HostStep,
     build_stock,
     choose_layers,
@@ -16,13 +17,12 @@ from leank_convert.benchmark.onnx_step import (
     export_side,
     take_layers,
 )
-from leank_convert.benchmark.random_models import choose_setup
-from leank_convert.cli import main
+from bin.benchmarks.random_models import choose_setup
 from leank_convert.errors import LeanKError
 from leank_convert.onnx.leank_onnx import Cache
 from leank_convert.onnx.quantize import quantize_weights
 
-TOY = ["benchmark", "onnx", "--geometry", "tiny", "--layers", "0", "--rounds", "2", "--threads", "1"]
+TOY = ["onnx", "--geometry", "tiny", "--layers", "0", "--rounds", "2", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def run(graphs, monkeypatch):
         return kept
 
     monkeypatch.setattr(onnx_step, "export_side", export)
-    return lambda *arguments: CliRunner().invoke(main, [*TOY, *arguments])
+    return lambda *arguments: CliRunner().invoke(benchmark, [*TOY, *arguments])
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_layers_that_stand_for_all_come_from_all_depths():
 
 
 def test_all_layers_are_refused():
-    result = CliRunner().invoke(main, ["benchmark", "onnx", "--layers", "all"])
+    result = CliRunner().invoke(benchmark, ["onnx", "--layers", "all"])
     assert result.exit_code == 2
     assert "name some" in result.output
 
@@ -151,7 +151,7 @@ def test_running_out_of_memory_is_one_sentence_and_exits_1(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("leank_convert.benchmark.onnx_step.benchmark_onnx", fail)
-    result = CliRunner().invoke(main, ["benchmark", "onnx", "--geometry", "tiny"])
+    monkeypatch.setattr("bin.benchmarks.onnx_step.benchmark_onnx", fail)
+    result = CliRunner().invoke(benchmark, ["onnx", "--geometry", "tiny"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: memory does not suffice for this benchmark")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from leank_convert.benchmark.geometries import GEOMETRIES, find_geometry
-from leank_convert.benchmark.random_models import (
+from bin.benchmarks.geometries import GEOMETRIES, find_geometry
+from bin.benchmarks.random_models import (
     build_dense,
     build_model,
     choose_setup,

@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 
-from leank_convert.benchmark import serve
-from leank_convert.benchmark.geometries import TOY
-from leank_convert.benchmark.random_models import choose_setup
+from bin.benchmarks import serve
+from bin.benchmarks.geometries import TOY
+from bin.benchmarks.random_models import choose_setup
 from leank_convert.errors import LeanKError
 
 RUN = {

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leank_convert.benchmark.decode_attention import attend_row, finite, pruned_length, relative_error
-from leank_convert.benchmark.geometries import Geometry
-from leank_convert.benchmark.measuring import summarize
-from leank_convert.benchmark.random_models import Setup, stock_config
-from leank_convert.benchmark.tables import Report, number, ratio, share
+from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, relative_error
+from bin.benchmarks.geometries import Geometry
+from bin.benchmarks.measuring import summarize
+from bin.benchmarks.random_models import Setup, stock_config
+from bin.benchmarks.tables import Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph

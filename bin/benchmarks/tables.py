@@ -57,7 +57,7 @@ class Report:
 
     def document(self, benchmark: str, **results: Any) -> dict[str, Any]:
         """Put a command's results together; `command` is what was typed."""
-        typed = ["leank-convert", *sys.argv[1:]]
+        typed = ["bin/benchmark", *sys.argv[1:]]
         facts = {"benchmark": benchmark, "format_version": FORMAT_VERSION, "command": typed}
         return {**facts, "environment": self.environment, "subject": dict(self._subject), **results}
 

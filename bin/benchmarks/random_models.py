@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leank_convert.benchmark.decode_attention import EXACT, judge, relative_error
-from leank_convert.benchmark.geometries import GEOMETRIES, Geometry, find_geometry
-from leank_convert.benchmark.measuring import release_memory
-from leank_convert.benchmark.rounded_cache import rounded_cache
-from leank_convert.benchmark.tables import Report
+from bin.benchmarks.decode_attention import EXACT, judge, relative_error
+from bin.benchmarks.geometries import GEOMETRIES, Geometry, find_geometry
+from bin.benchmarks.measuring import release_memory
+from bin.benchmarks.rounded_cache import rounded_cache
+from bin.benchmarks.tables import Report
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json

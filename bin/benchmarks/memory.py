@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from leank_convert.benchmark.generate_calls import generate
-from leank_convert.benchmark.measuring import release_memory, synchronize
-from leank_convert.benchmark.random_models import COMPILED, Setup, checked_models, random_prompt
-from leank_convert.benchmark.tables import Report, number, ratio, share
+from bin.benchmarks.generate_calls import generate
+from bin.benchmarks.measuring import release_memory, synchronize
+from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
+from bin.benchmarks.tables import Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"

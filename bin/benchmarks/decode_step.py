@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from leank_convert.benchmark.decode_attention import count_attention_bytes, pruned_length
-from leank_convert.benchmark.measuring import Timing, capture, time_replays
-from leank_convert.benchmark.random_models import Setup
+from bin.benchmarks.decode_attention import count_attention_bytes, pruned_length
+from bin.benchmarks.measuring import Timing, capture, time_replays
+from bin.benchmarks.random_models import Setup
 
 # SDPA, for which transformers makes no mask: it knows none for this name. For SDPA's own, release 5.17 makes
 # one while a graph is captured, though a single query needs none, and repeats K and V because there is one.

@@ -7,10 +7,11 @@ import torch
 from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
 
-from leank_convert.benchmark import decode_step, generate
-from leank_convert.benchmark.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes
-from leank_convert.benchmark.generate import compare
-from leank_convert.benchmark.random_models import (
+from bin.benchmarks import decode_step, generate
+from bin.benchmarks.__main__ import benchmark
+from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes
+from bin.benchmarks.generate import compare
+from bin.benchmarks.random_models import (
     build_all_channels,
     build_dense,
     build_model,
@@ -18,7 +19,6 @@ from leank_convert.benchmark.random_models import (
     forced_logits,
     random_prompt,
 )
-from leank_convert.cli import main
 
 SIDES = ["leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash", "dense-dynamic"]
 # Of the tiny shape in bfloat16: q, k, v, o, gate, up, down and two norms of each layer, last norm and head.
@@ -28,9 +28,7 @@ DENSE_TOKEN = 2 * 2 * 4 * 64 * 2
 
 
 def run(*arguments):
-    result = CliRunner().invoke(
-        main, ["benchmark", "generate", "--device", "cpu", "--rounds", "2", *arguments]
-    )
+    result = CliRunner().invoke(benchmark, ["generate", "--device", "cpu", "--rounds", "2", *arguments])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     return document, result.stderr
