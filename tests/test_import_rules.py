@@ -27,6 +27,7 @@ RANKS = [
         "device",
         "progress",
         "held_out",
+        "baselines",
     },
     {
         "checkpoint_io",
@@ -60,6 +61,7 @@ NEVER_EACH_OTHER = [
 ]
 WITHOUT_TORCH = [
     "errors",
+    "baselines",
     "files",
     "windows",
     "fields",
@@ -158,6 +160,7 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
     component = _component(".".join(relative.parts).removesuffix(".__init__"))
     for module in _imports(path):
         assert not module.startswith("."), f"relative import of `{module}`"
+        assert not module.startswith("bin."), "`bin` is not in the wheel"
         assert not module.startswith("runtime"), "the toolkit reaches the runtime through a checkpoint alone"
         if not module.startswith("leank_convert.") or component == "__init__":
             continue

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bin.baselines import make_variants
 from bin.reproduction.bench import Bench, Masks
 from bin.reproduction.plan import MAIN, Cell, RealSizes, Run, Sizes
 from bin.reproduction.rounded import RoundedPrompt
@@ -30,7 +31,7 @@ from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.comparison import compare
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.evaluate.text import measure_rows
-from leank_convert.evaluate.variants import Dense, Masked, ThinK, Variant, compared_variants
+from leank_convert.evaluate.variants import Dense, Masked, ThinK, Variant
 from leank_convert.files import read_json, write_atomically
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.measured_cache import measure_cache
@@ -240,7 +241,7 @@ class CentredKeys:
                     Masked(label, self._mask(0.7, f"{method}-{centred}").channel_mask, constants=constants)
                 )
         for name in ("kivi", "quest", "snapkv"):
-            found += compared_variants(name, every, alone=True)[:1]
+            found += make_variants(name, every, alone=True)[:1]
         return {variant.name: variant for variant in found}
 
     def _feed(self, path: Path) -> None:

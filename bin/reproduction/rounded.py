@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as round_to_int4
 from bin.benchmarks.rounded_cache import round_to_fp8
-from leank_convert.evaluate.int4 import assign_chunks
-from leank_convert.evaluate.int4 import quantise as round_to_int4
 from leank_convert.evaluate.pending_caches import pruned_layers
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.kv_scales import scale_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leank_convert.evaluate.int4 import assign_chunks
-from leank_convert.evaluate.int4 import quantise as emulate
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as emulate
 from runtime import layer_leank
 from runtime.int4_leank import group_chunks, group_heads, quantise, widen
 from tests.tiny_families import FAMILIES, OPTIONS

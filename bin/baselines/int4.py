@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leank_convert.evaluate.compared_cache import ComparedLayer, Prompts
+from bin.baselines.compared_cache import ComparedLayer, Prompts
 
 BITS, CHUNK_SIZE = 4, 32
 _LARGEST_CODE = (1 << BITS) - 1

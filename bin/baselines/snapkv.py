@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from leank_convert.evaluate.compared_cache import ComparedLayer, Prompts
+from bin.baselines.compared_cache import ComparedLayer, Prompts
 
 QUERY_WINDOW, KERNEL_SIZE, CAPACITY = 32, 5, 2048
 PAPER_SHARE = 0.56

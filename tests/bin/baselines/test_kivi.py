@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
-from leank_convert.evaluate.kivi import KiviLayer, quantise
+from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.kivi import KiviLayer, quantise
 from leank_convert.evaluate.prefill import decode_token
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from leank_convert.evaluate import quest
-from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
+from bin.baselines import quest
+from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.quest import QuestLayer, page_scores
 from leank_convert.evaluate.prefill import decode_token
-from leank_convert.evaluate.quest import QuestLayer, page_scores
 from leank_convert.windows import Windows
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leank_convert.evaluate.compared_cache import ComparedLayer, Prompts
+from bin.baselines.compared_cache import ComparedLayer, Prompts
 
 TOKEN_BUDGET, DENSE_LAYERS, LEAST_PAGES = 1024, 2, 3
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
+from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
-from leank_convert.evaluate.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
 LENGTHS = (90, 61, 35, 20)

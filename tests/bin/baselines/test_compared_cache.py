@@ -2,8 +2,9 @@
 
 import torch
 
-from leank_convert.evaluate.compared_cache import Compared, ComparedLayer, used_bytes
+from bin.baselines.compared_cache import Compared, ComparedLayer
 from leank_convert.evaluate.prefill import decode_token
+from leank_convert.evaluate.used_bytes import used_bytes
 from leank_convert.evaluate.variants import Dense, Masked
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)

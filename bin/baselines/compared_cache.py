@@ -19,22 +19,10 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from leank_convert.evaluate.prefill import Prefill
+from leank_convert.evaluate.used_bytes import UsedBytes
 from leank_convert.windows import Windows
 
 _GROWTH = 64  # tokens that room is made for at a time
-
-
-@dataclass(frozen=True)
-class UsedBytes:
-    """K and V of a cache, all layers and rows together.
-
-    Attributes:
-        held: Bytes of the tokens in memory, with what a method keeps beside them.
-        read: Bytes of them that the last decode step had to read.
-    """
-
-    held: int
-    read: int
 
 
 @dataclass
@@ -215,20 +203,6 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return (tokens * (keys + values)).sum(dtype=torch.float64)
 
 
-def used_bytes(cache: Any) -> UsedBytes:
-    """Count K and V of a dense, a LeanK or a compared cache after a decode step."""
-    if isinstance(cache, ComparedCache):
-        return cache.used()
-    if hasattr(cache, "memory"):
-        memory = cache.memory()
-        held = memory.keys.used + memory.values.used
-    else:
-        # States of linear attention are neither.
-        tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-        held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return UsedBytes(held, held)
-
-
 class ComparedCache(Cache):
     """A cache of such layers, for a LeanK model.
 
@@ -246,8 +220,6 @@ class ComparedCache(Cache):
     def takes_step(self, num_columns: int) -> bool:
         """Return that no step goes the way of captured ones."""
         return False
-
-    takes_one_column = takes_step  # the name in checkpoints that were exported before drafts were steps
 
     def used(self) -> UsedBytes:
         """Count bytes after a decode step."""

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from leank_convert.evaluate import int4
-from leank_convert.evaluate.compared_cache import Compared, ComparedLayer
-from leank_convert.evaluate.int4 import Int4Layer, assign_chunks, hadamard, quantise
+from bin.baselines import int4
+from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.int4 import Int4Layer, assign_chunks, hadamard, quantise
 from leank_convert.evaluate.prefill import decode_token
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
