@@ -36,7 +36,7 @@ from leank_convert.recipe_file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md", "examples/onnx-node/README.md")]
+OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md")]
 CODE = ("bash", "python")
 COMMAND_LINES = {"leank-convert": main, "leank_convert": main, "bin/benchmark": benchmark}  # the second by -m
 DIRECTIVES = ("not run", "run first", "run with")
