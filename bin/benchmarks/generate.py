@@ -1,39 +1,37 @@
-"""`benchmark generate`: a decode step and whole calls of `generate`, beside dense peers."""
+"""`bin/benchmark generate`: a decode step and whole calls of `generate`, beside dense peers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from bin.benchmarks.decode_attention import read_peers
-from bin.benchmarks.decode_step import (
-    UNMASKED_SDPA,
-    GraphedDense,
-    count_step_bytes,
-    time_own_step,
-)
-from bin.benchmarks.generate_calls import generate, time_generate
+from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes, time_own_step
 from bin.benchmarks.measuring import (
     REPLAYED,
-    ReadBandwidth,
-    Timing,
+    Stopwatch,
     describe_failure,
     measure_read_bandwidth,
     release_memory,
     silenced,
+    synchronize,
 )
 from bin.benchmarks.random_models import (
     COMPILED,
+    LogitsTruth,
     Models,
     Setup,
-    build_all_channels,
     build_dense,
-    build_in_own_dtype,
+    build_own,
     checked_models,
     name_attention,
     random_prompt,
@@ -50,23 +48,12 @@ PEERS = (ALL_CHANNELS, *GRAPHS, DYNAMIC)
 # Those that are our stack; the last is a peer of an FP8 cache alone.
 _OWN = (OURS, ALL_CHANNELS, OWN_DTYPE)
 # A warm-up needs no long prompt, but more than one of each kind of step.
-_WARM_UP_PROMPT = 64
-_WARM_UP_TOKENS = 8
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
 _BANDWIDTH_ROUNDS = 21
 _REMARKS = {
     **dict.fromkeys(GRAPHS, "the stock step captured at exactly this length, by one of torch's backends"),
     DYNAMIC: "the stock model and its cache as they come, every kernel launched by itself",
 }
-_COLUMNS = (
-    "ms/step",
-    "in a call",
-    "byte limit",
-    "of limit",
-    "leank faster",
-    "decode s",
-    "leank faster",
-    "prefill",
-)
 _NOTES = (
     "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
     "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
@@ -79,12 +66,7 @@ _DRAFT_NOTE = (
 
 
 def benchmark_generate(
-    setup: Setup,
-    *,
-    cases: Sequence[tuple[int, int, int]],
-    peers: str | None,
-    rounds: int,
-    drafts: int | None,
+    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str | None, rounds: int, drafts: int | None
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, prompt tokens and new tokens.
 
@@ -106,10 +88,8 @@ def benchmark_generate(
     measured: dict[str, Any] = {}
     with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
         if models.check["ok"]:
-            bandwidth = measure_read_bandwidth(setup.device, rounds=_BANDWIDTH_ROUNDS)
-            report.line(bandwidth.describe())
-            measured["read_bandwidth"] = asdict(bandwidth)
-            measured["drafts"] = drafts
+            bandwidth = measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
+            measured = {"read_bandwidth": bandwidth, "drafts": drafts}
             bench = _Bench(setup, models, named, bandwidth, rounds, drafts)
             for case in cases:
                 results.append(bench.run_case(*case))
@@ -125,15 +105,16 @@ class _Bench:
         setup: Setup,
         models: Models,
         named: Sequence[str],
-        bandwidth: ReadBandwidth,
+        bandwidth: float,
         rounds: int,
         drafts: int | None,
     ) -> None:
         self._setup, self._shared, self._bandwidth, self._rounds = setup, models, bandwidth, rounds
-        self._drafts = drafts
+        self._drafts, self._named = drafts, named
+        # What each side's cache holds.
+        self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
-        self._named = named
         self._refused = {name: why for name in named if (why := self._attempt(name, self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
@@ -145,13 +126,8 @@ class _Bench:
             release_memory(self._setup.device)
             sides[name] = self._refused.get(name) or self._attempt(name, self._measure, name, prompt, num_new)
         ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
-        return {
-            "batch": batch_size,
-            "prompt": num_prompt,
-            "new": num_new,
-            "sides": sides,
-            "ratios": ratios,
-        }
+        sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
+        return {**sizes, "sides": sides, "ratios": ratios}
 
     @staticmethod
     def _attempt(name: str, function: Any, *arguments: Any) -> Any:
@@ -165,43 +141,42 @@ class _Bench:
 
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""
-        shared, setup = self._shared, self._setup
-        model, truth = shared.dense, shared.truth
-        if name in GRAPHS:
-            dense = build_dense(shared.ours, setup.geometry, UNMASKED_SDPA)
-            model = GraphedDense(dense, GRAPHS[name])
-        if name in _OWN:
-            if name == ALL_CHANNELS:
-                model, truth = build_all_channels(shared.ours, setup), shared.stored_truth
-            else:
-                model, truth = build_in_own_dtype(shared.ours, setup), shared.own_dtype_truth
-            if name_attention(model, setup) != shared.attention:
-                raise LeanKError("the kernel of this layout cannot be used here")
-        self._models[name], check = model, truth.check(model)
-        self._checks[name] = check
+        self._models[name], truth = self._build(name)
+        check = self._checks[name] = truth.check(self._models[name])
         return None if check["ok"] else {"why": "its result is wrong", "check": check}
+
+    def _build(self, name: str) -> tuple[Any, LogitsTruth]:
+        shared, setup = self._shared, self._setup
+        if name == DYNAMIC:
+            return shared.dense, shared.truth
+        if name in GRAPHS:
+            return GraphedDense(
+                build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name]
+            ), shared.truth
+        model = build_own(shared.ours, self._setups[name])
+        if name_attention(model, setup) != shared.attention:
+            raise LeanKError("the kernel of this layout cannot be used here")
+        return model, shared.stored_truth if name == ALL_CHANNELS else shared.own_dtype_truth
 
     def _measure(self, name: str, prompt: Tensor, num_new: int) -> dict[str, Any]:
         # The first full prompt pays for memory that later ones find in the allocator.
         model = self._models[name]
         figures: dict[str, Any] = {}
         if name in GRAPHS:
-            figures = _replay_figures(model.time_step(prompt))
+            figures |= _name_timing("replay", model.time_step(prompt))
         else:
-            generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
+            call_generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
             if name == DYNAMIC:
-                generate(model, prompt, 1)
+                call_generate(model, prompt, 1)
             else:
-                figures = _replay_figures(time_own_step(model, prompt))
+                figures |= _name_timing("replay", time_own_step(model, prompt))
                 if self._drafts:
-                    timing = time_own_step(model, prompt, self._drafts)
-                    figures |= {"draft_milliseconds": timing.milliseconds, "draft": asdict(timing)}
+                    figures |= _name_timing("draft", time_own_step(model, prompt, self._drafts))
             figures |= time_generate(model, prompt, num_new, self._rounds)
-        setup = self._setup if name in (OURS, OWN_DTYPE) else self._setup.keeping_all()
-        setup = setup if name in (OURS, ALL_CHANNELS) else setup.in_own_dtype()
+        setup = self._setups.get(name) or self._setup.keeping_all().in_own_dtype()
         # Weights are the same on all sides; the step is that of the first new token.
         read = count_step_bytes(self._shared.ours, setup, prompt.shape[0], prompt.shape[1] + 1)
-        limit = self._bandwidth.milliseconds(sum(read.values()))
+        limit = sum(read.values()) / self._bandwidth / 1e6
         step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]
         return {
             "check": self._checks[name],
@@ -213,8 +188,75 @@ class _Bench:
         }
 
 
-def _replay_figures(timing: Timing) -> dict[str, Any]:
-    return {"replay_milliseconds": timing.milliseconds, "replay": asdict(timing)}
+def _name_timing(name: str, timing: Any) -> dict[str, Any]:
+    return {f"{name}_milliseconds": timing.milliseconds, name: asdict(timing)}
+
+
+class _StepClock(LogitsProcessor):
+    """Marks the moment between a step's forward pass and the choice of its token."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stopwatch = Stopwatch(device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.stopwatch.mark()
+        return scores
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of `generate`: the whole of it, up to the first logits, from token to token; its cache."""
+
+    seconds: float
+    prefill_seconds: float
+    step_milliseconds: Sequence[float]
+    cache: Any
+
+
+def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
+    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
+    clock = _StepClock(model.device)
+    synchronize(model.device)
+    began = time.perf_counter()
+    clock.stopwatch.mark()
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        min_new_tokens=num_new,
+        max_new_tokens=num_new,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([clock]),
+    )
+    synchronize(model.device)
+    seconds = time.perf_counter() - began
+    prefill, *steps = clock.stopwatch.gaps()
+    return Generation(seconds, prefill / 1e3, steps, output.past_key_values)
+
+
+def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
+    """Figures of several calls of `generate`; medians."""
+    calls = []
+    for _ in range(rounds):
+        call = call_generate(model, prompt, num_new)
+        graph = getattr(call.cache, "graph", None)
+        # A cache goes before the next one comes.
+        calls.append(replace(call, cache=None))
+        del call
+    seconds = median(call.seconds for call in calls)
+    figures = {
+        "rounds": rounds,
+        "step_milliseconds": median(gap for call in calls for gap in call.step_milliseconds),
+        "generate_seconds": seconds,
+        "decode_seconds": median(call.seconds - call.prefill_seconds for call in calls),
+        "prefill_share": median(call.prefill_seconds / call.seconds for call in calls),
+        "tokens_per_second": prompt.shape[0] * num_new / seconds,
+    }
+    if graph is None:
+        return figures
+    replayed = {"captures": graph.num_captures, "replays": graph.num_replays, "why_eager": graph.why_eager}
+    return {**figures, "graph": replayed}
 
 
 _COMPARED = {
@@ -243,29 +285,29 @@ def _remark(name: str, side: dict[str, Any]) -> str:
 
 
 def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: int | None) -> None:
+    # Columns of a side's own figures, and of how many times as fast as it ours is.
+    drafted = {f"{drafts} drafts": (number, "draft_milliseconds")} if drafts else {}
+    columns: dict[str, tuple[Any, str]] = {
+        "ms/step": (number, "replay_milliseconds"),
+        **drafted,
+        "in a call": (number, "step_milliseconds"),
+        "byte limit": (number, "byte_limit_milliseconds"),
+        "of limit": (share, "bandwidth_share"),
+        "leank faster": (ratio, "by step"),
+        "decode s": (number, "decode_seconds"),
+        "decode faster": (ratio, "decode"),
+        "prefill": (share, "prefill_share"),
+    }
     rows, notes = [], []
-    milliseconds = ["replay_milliseconds", *["draft_milliseconds"] * bool(drafts), "step_milliseconds"]
     for name, side in case["sides"].items():
         faster = case["ratios"].get(name, {})
-        ours = name in _OWN and attention != COMPILED
-        label = f"{name} ({attention})" if ours else name
-        by_step = faster.get("replay") or faster.get("step")
-        rows.append(
-            [
-                label,
-                *(number(side.get(key)) for key in milliseconds),
-                number(side.get("byte_limit_milliseconds")),
-                share(side.get("bandwidth_share")),
-                ratio(by_step),
-                number(side.get("decode_seconds")),
-                ratio(faster.get("decode")),
-                share(side.get("prefill_share")),
-            ]
-        )
+        figures = {**side, **faster, "by step": faster.get("replay") or faster.get("step")}
+        label = f"{name} ({attention})" if name in _OWN and attention != COMPILED else name
+        rows.append([label, *(write(figures.get(key)) for write, key in columns.values())])
         notes.append(f"{label}: {_remark(name, side)}")
     report.table(
         f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
-        ["", _COLUMNS[0], *([f"{drafts} drafts"] if drafts else []), *_COLUMNS[1:]],
+        ["", *columns],
         rows,
         [*notes, *_NOTES, *([_DRAFT_NOTE] if drafts else [])],
     )

@@ -93,9 +93,7 @@ def find_geometry(name: str | None, mask_shape: tuple[int, ...] | None) -> Geome
     if mask_shape is None:
         return GEOMETRIES[name or next(iter(GEOMETRIES))]
     for geometry in GEOMETRIES.values():
-        facts = geometry.facts
-        fits = mask_shape == facts.mask_shape
-        if fits and name in (None, geometry.name):
+        if mask_shape == geometry.facts.mask_shape and name in (None, geometry.name):
             return geometry
     known = ", ".join(f"`{key}`" for key in GEOMETRIES)
     raise LeanKError(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bin.benchmarks.tables import Report
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, first_line
 
@@ -67,6 +68,26 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@dataclass
+class Peak:
+    """Bytes that were allocated at most, and at the beginning; None on the CPU, which counts nothing."""
+
+    bytes: int | None = None
+    before: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Count the peak of what is allocated inside."""
+    peak = Peak()
+    if device.type == "cuda":
+        peak.before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.bytes = torch.cuda.max_memory_allocated(device)
 
 
 def describe_failure(error: Exception) -> str:
@@ -136,23 +157,21 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._seconds: list[float] = []
+        self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Note the moment that the device reaches this point, without waiting for it."""
         if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-            self._events[-1].record(torch.cuda.current_stream(self._device))
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._marks[-1].record(torch.cuda.current_stream(self._device))
         else:
-            self._seconds.append(time.perf_counter())
+            self._marks.append(time.perf_counter())
 
     def gaps(self) -> list[float]:
         """Milliseconds between each mark and the next. Waits for the device."""
         synchronize(self._device)
-        if self._device.type == "cuda":
-            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
-        return [(b - a) * 1e3 for a, b in zip(self._seconds, self._seconds[1:], strict=False)]
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [a.elapsed_time(b) if self._device.type == "cuda" else (b - a) * 1e3 for a, b in pairs]
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> Timing:
@@ -186,9 +205,7 @@ def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, c
     """Time replays of what was captured, which has a `replay`; None: times the call that was not captured."""
     if device.type != "cuda":
         return time_whole(call, device, rounds=rounds, calls=calls)
-    launch, method = call, "CUDA events, without a graph"
-    if graph is not None:
-        launch, method = graph.replay, REPLAYED
+    launch, method = (call, "CUDA events, without a graph") if graph is None else (graph.replay, REPLAYED)
     return summarize(_time_launches(launch, device, rounds), calls, method)
 
 
@@ -238,39 +255,20 @@ def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[floa
     return stopwatch.gaps()
 
 
-@dataclass(frozen=True)
-class ReadBandwidth:
-    """The fastest of several `ways` of reading a device's memory, in GB/s, and all of them."""
-
-    gigabytes_per_second: float
-    ways: dict[str, float]
-
-    def milliseconds(self, num_bytes: float) -> float:
-        """How long reading so many bytes takes."""
-        return num_bytes / self.gigabytes_per_second / 1e6
-
-    def describe(self) -> str:
-        """What the figure is, in one line."""
-        best = max(self.ways, key=self.ways.__getitem__)
-        return (
-            f"read bandwidth {self.gigabytes_per_second:,.1f} GB/s: the fastest of {len(self.ways)} plain "
-            f"reads by torch ({best}); what is above 100% of it reads faster than any of them"
-        )
-
-
-def measure_read_bandwidth(device: torch.device, *, rounds: int) -> ReadBandwidth:
-    """Read one large buffer of random numbers in two ways, the fastest of many.
+def measure_read_bandwidth(device: torch.device, report: Report, *, rounds: int) -> float:
+    """Read one large buffer of random numbers; GB/s of the faster of two reductions.
 
     Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
-    would pay for its writes. Figures are shares of the fastest way.
+    would pay for its writes.
     """
     numbers = torch.randn(_READ_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
-    ways: dict[str, Call] = {
-        "maximum of all int32": numbers.view(torch.int32).amax,
-        "maximum of all int64": numbers.view(torch.int64).amax,
-    }
-    found = {
-        name: numbers.nbytes / time_calls([way], device, rounds=rounds).milliseconds / 1e6
-        for name, way in ways.items()
-    }
-    return ReadBandwidth(max(found.values()), found)
+    ways: tuple[Call, ...] = (numbers.view(torch.int32).amax, numbers.view(torch.int64).amax)
+    best = min(time_calls([way], device, rounds=rounds).milliseconds for way in ways)
+    bandwidth = numbers.nbytes / best / 1e6
+    del numbers, ways
+    release_memory(device)
+    report.line(
+        f"read bandwidth {bandwidth:,.1f} GB/s: the faster of two plain reductions by torch; what is above "
+        "100% of it reads faster than they do"
+    )
+    return bandwidth

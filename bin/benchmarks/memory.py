@@ -1,4 +1,4 @@
-"""`benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model.
+"""`bin/benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model.
 
 The largest batch is found by trying: rows are allocated, joined and decoded, not counted.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bin.benchmarks.generate_calls import generate
-from bin.benchmarks.measuring import release_memory, synchronize
+from bin.benchmarks.generate import call_generate
+from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
@@ -47,27 +47,26 @@ def benchmark_memory(
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
+        sides = {OURS: models.ours, DENSE: models.dense}
         if models.check["ok"]:
             if allocated:
-                results["allocated"] = count_allocated(models.ours, setup, *allocated)
-                _print_allocated(report, results["allocated"])
+                results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
             if prefill:
-                results["prefill"] = measure_prefill(models.ours, models.dense, *prefill)
-                _print_prefill(report, results["prefill"], label)
-            results["largest_batch"] = [
-                find_batches(models.ours, models.dense, *case, limit=limit) for case in largest
-            ]
+                results["prefill"] = measure_prefill(report, sides, *prefill)
+            results["largest_batch"] = [find_batches(sides, *case, limit=limit) for case in largest]
             if largest:
                 _print_batches(report, results["largest_batch"], label)
     return report.document("memory", **models.facts, **results)
 
 
-def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> dict[str, Any]:
+def count_allocated(
+    report: Report, model: Any, setup: Setup, num_prompt: int, num_new: int
+) -> dict[str, Any]:
     """Count a row's cache as a `generate` call leaves it.
 
     A whole window is a constant; what the append-only store allocates is divided by the tokens that it holds.
     """
-    cache = generate(model, random_prompt(model, 1, num_prompt), num_new).cache
+    cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new).cache
     memory, num_tokens = cache.memory(), cache.get_seq_length()
     regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
     beyond = memory.kept_keys.allocated + memory.kept_values.allocated
@@ -76,6 +75,12 @@ def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> 
         setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.kv_dtype
     )
     release_memory(model.device)
+    whole = memory.total.allocated / dense
+    report.line(
+        f"cache of one row, prompt {num_prompt}, {num_new} new tokens: {beyond / num_tokens:,.0f} bytes a "
+        f"token allocated beyond the window, {beyond / dense:.4f} of {dense / num_tokens:,.0f} dense (by "
+        f"widths {1 - ideal.saved:.4f}); {whole:.4f} with it"
+    )
     return {
         "prompt": num_prompt,
         "new": num_new,
@@ -85,29 +90,31 @@ def count_allocated(model: Any, setup: Setup, num_prompt: int, num_new: int) -> 
         "allocated_bytes_per_token_beyond_window": beyond / num_tokens,
         "share_of_dense_beyond_window": beyond / dense,
         "ideal_share_beyond_window": 1 - ideal.saved,
-        "share_of_dense_with_window": memory.total.allocated / dense,
+        "share_of_dense_with_window": whole,
     }
 
 
-def measure_prefill(model: Any, dense: Any, batch_size: int, num_prompt: int) -> dict[str, Any]:
+def measure_prefill(
+    report: Report, sides: dict[str, Any], batch_size: int, num_prompt: int
+) -> dict[str, Any]:
     """Peak of what is allocated during a prefill, beyond what was allocated before it; null on the CPU."""
-    device = model.device
     result: dict[str, Any] = {"batch": batch_size, "prompt": num_prompt}
-    prompt = random_prompt(model, batch_size, num_prompt)
-    for name, side in ((OURS, model), (DENSE, dense)):
-        release_memory(device)
-        peak = None
-        if device.type == "cuda":
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        output = side(prompt, use_cache=True, logits_to_keep=1)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) - before
+    prompt = random_prompt(sides[OURS], batch_size, num_prompt)
+    for name, side in sides.items():
+        release_memory(prompt.device)
+        with peak_memory(prompt.device) as peak:
+            output = side(prompt, use_cache=True, logits_to_keep=1)
         del output
-        result[name] = {"peak_bytes": peak}
-    ours, theirs = result[OURS]["peak_bytes"], result[DENSE]["peak_bytes"]
-    release_memory(device)
-    return {**result, "share_of_dense": ours / theirs if ours and theirs else None}
+        result[name] = {"peak_bytes": None if peak.bytes is None else peak.bytes - (peak.before or 0)}
+    release_memory(prompt.device)
+    ours, theirs = (result[name]["peak_bytes"] for name in sides)
+    result["share_of_dense"] = ours / theirs if ours and theirs else None
+    report.line(
+        f"prefill of {batch_size} x {num_prompt} tokens, peak beyond the weights, cache included: leank "
+        f"{number(ours, unit=1e9)} GB, dense {number(theirs, unit=1e9)} GB, "
+        f"{share(result['share_of_dense'])} of it"
+    )
+    return result
 
 
 class Trial:
@@ -199,51 +206,29 @@ def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int
     low, high, stride = 0, None, 1  # low fits, high does not
     count = max(guess, 1)
     while high is None or high - low > 1:
-        if count not in tried:
-            tried[count] = fits(count)
-        if tried[count]:
-            low = count
-        else:
-            high = count
-        if high is None:
-            count, stride = low + stride, 2 * stride
-        elif low == 0 and high > 1:
-            count, stride = max(high - stride, 1), 2 * stride
-        else:
+        tried[count] = fits(count)
+        low, high = (count, high) if tried[count] else (low, count)
+        if high is not None and low > 0:
             count = (low + high) // 2
+        else:  # away from the guess, ever faster
+            count = low + stride if high is None else max(high - stride, 1)
+            stride *= 2
     return low, tried
 
 
 def find_batches(
-    ours: Any, dense: Any, num_prompt: int, num_new: int, *, limit: int | None
+    sides: dict[str, Any], num_prompt: int, num_new: int, *, limit: int | None
 ) -> dict[str, Any]:
     """The largest batch of both models for one prompt length and number of new tokens."""
     result: dict[str, Any] = {"prompt": num_prompt, "new": num_new}
-    for name, model in ((OURS, ours), (DENSE, dense)):
+    for name, model in sides.items():
         trial = Trial(model, num_prompt, num_new, limit)
         predicted = trial.predict()
         found, tried = find_largest(trial.fits, predicted)
         facts = {"batch": found, "predicted_by_bytes": predicted, "row_bytes": trial.row_bytes}
         result[name] = {**facts, "tried": {str(count): tried[count] for count in sorted(tried)}}
-    found, theirs = result[OURS]["batch"], result[DENSE]["batch"]
-    return {**result, "ratio": found / theirs if theirs else None}
-
-
-def _print_allocated(report: Report, found: dict[str, Any]) -> None:
-    beyond, dense = found["allocated_bytes_per_token_beyond_window"], found["dense_bytes_per_token"]
-    report.line(
-        f"cache of one row, prompt {found['prompt']}, {found['new']} new tokens: {beyond:,.0f} bytes a token "
-        f"allocated beyond the window, {found['share_of_dense_beyond_window']:.4f} of {dense:,.0f} dense (by "
-        f"widths {found['ideal_share_beyond_window']:.4f}); {found['share_of_dense_with_window']:.4f} with it"
-    )
-
-
-def _print_prefill(report: Report, found: dict[str, Any], label: str) -> None:
-    ours, theirs = (number(found[name]["peak_bytes"], unit=1e9) for name in (OURS, DENSE))
-    report.line(
-        f"prefill of {found['batch']} x {found['prompt']} tokens, peak beyond the weights, cache included: "
-        f"{label} {ours} GB, dense {theirs} GB, {share(found['share_of_dense'])} of it"
-    )
+    ours, theirs = (result[name]["batch"] for name in sides)
+    return {**result, "ratio": ours / theirs if theirs else None}
 
 
 def _print_batches(report: Report, found: Sequence[dict[str, Any]], label: str) -> None:

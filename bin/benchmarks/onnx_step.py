@@ -1,4 +1,4 @@
-"""`benchmark onnx`: a decode step of the exported graph on onnxruntime, beside the exporter's dense graph.
+"""`bin/benchmark onnx`: decode step of the exported graph on onnxruntime, beside the exporter's dense graph.
 
 Timed is a step of one row of a model of random weights, of a few hundred MB: the graph, and the new token's
 keys and values put into the cache; not the flush, which comes once in `flush_size` steps. The dense graph is
@@ -86,7 +86,7 @@ def benchmark_onnx(
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
-            folder = export_side(choose_side(model, measured, side), Path(temporary, side), weights)
+            folder = export_side(model, measured, side, Path(temporary, side), weights)
             hosts[side] = Description.read(folder), Graph(folder / MODEL_FILE, threads, settings)
         read = count_weight_bytes(model, folder)
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
@@ -100,15 +100,16 @@ def benchmark_onnx(
             held = {side: step.cache_bytes for side, step in steps.items()}
             ok = all(check["ok"] for check in checks.values())
             figures = _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds) if ok else {}
-            case = {
-                "tokens": num_tokens,
-                "pruned": pruned_length(num_tokens + 1, measured.windows),
-                "cache_bytes": held,
-                "cache_share": held["leank"] / held["dense"],
-                "ok": ok,
-                "step": {"checks": checks, **figures},
-            }
-            cases.append(case)
+            cases.append(
+                {
+                    "tokens": num_tokens,
+                    "pruned": pruned_length(num_tokens + 1, measured.windows),
+                    "cache_bytes": held,
+                    "cache_share": held["leank"] / held["dense"],
+                    "ok": ok,
+                    "step": {"checks": checks, **figures},
+                }
+            )
     _print_times(report, cases, rounds)
     return report.document(
         "onnx",
@@ -168,18 +169,12 @@ def build_stock(geometry: Geometry) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def choose_side(model: Any, setup: Setup, side: str) -> PrunedModel:
-    """What is exported of a stock model for one of `SIDES`."""
-    masks = torch.stack(setup.channel_masks)
-    if side == "dense":
-        masks = torch.zeros_like(masks)
-    windows = setup.windows
-    return PrunedModel(model, masks, windows.sink_size, windows.recent_size, windows.flush_size)
-
-
-def export_side(pruned: PrunedModel, folder: Path, weights: str | None) -> Path:
-    """Write a graph into a new folder; `weights` are `int8`, `int4` or None."""
+def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
+    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
+    masks, windows = torch.stack(setup.channel_masks), setup.windows
+    kept = masks if side == "leank" else torch.zeros_like(masks)
     folder.mkdir()
+    pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
     export_graph(pruned, folder, weights=weights)
     return folder
 

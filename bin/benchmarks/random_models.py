@@ -263,14 +263,9 @@ def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
     return _share_weights(model, dense)
 
 
-def build_all_channels(model: Any, setup: Setup) -> Any:
-    """Our stack with all channels kept, over the very tensors of a LeanK model; `setup` is that one's."""
-    return _share_weights(model, build_model(setup.keeping_all(), torch.device("meta")))
-
-
-def build_in_own_dtype(model: Any, setup: Setup) -> Any:
-    """Our model with a cache in the dtype of weights, over the very tensors of one whose cache is in FP8."""
-    return _share_weights(model, build_model(setup.in_own_dtype(), torch.device("meta")))
+def build_own(model: Any, setup: Setup) -> Any:
+    """Our model of another mask or cache dtype, over the very tensors of a LeanK model."""
+    return _share_weights(model, build_model(setup, torch.device("meta")))
 
 
 def _share_weights(model: Any, other: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside its peers.
+"""`bin/benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside its peers.
 
 All have random weights of one shape and as many bytes for the cache. A server is started for each side, one
 after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time. Where
@@ -51,7 +51,14 @@ for line in sys.stdin:
     print({_DONE!r}, flush=True)
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-_COLUMNS = ("cache tokens", "at once", "tokens/s", "TTFT ms", "ITL ms")
+# What a table shows of a run, in how many digits, and whether more of it is better.
+_COLUMNS = {
+    "cache tokens": ("cache_tokens", 0, True),
+    "at once": ("most_running", 0, True),
+    "tokens/s": ("output_tokens_per_second", 0, True),
+    "TTFT ms": ("first_token_milliseconds", 2, False),
+    "ITL ms": ("token_milliseconds", 2, False),
+}
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
     "TTFT: time to first token; ITL: from token to token; medians of `vllm bench serve`",
@@ -131,21 +138,23 @@ def benchmark_serve(
             log = Path(temporary, "server.log")
             try:
                 _measure_side(report, name, side, loads, folder, log)
-            except LeanKError as error:
-                for line in _read_log(log)[-_LINES_OF_LOG:]:
+            except (LeanKError, KeyboardInterrupt) as error:
+                failed = isinstance(error, LeanKError)
+                for line in _read_log(log)[-_LINES_OF_LOG:] if failed else ():
                     report.line(f"  {line}")
                 if not any(each["runs"] for each in sides.values()):
                     raise
-                side["error"] = str(error)
-                report.line(f"{name}: {error}" + (f"; {error.hint}" if error.hint else ""))
-            except KeyboardInterrupt:
-                if not any(each["runs"] for each in sides.values()):
-                    raise
-                side["error"] = "interrupted"
-                report.line(f"{name}: interrupted")
-                break
+                side["error"] = str(error) if failed else "interrupted"
+                hint = getattr(error, "hint", None)
+                report.line(f"{name}: {side['error']}" + (f"; {hint}" if hint else ""))
+                if not failed:
+                    break
     for index, load in enumerate(loads):
-        ran = {name: {**side, **side["runs"][index]} for name, side in sides.items() if side["runs"][index:]}
+        ran = {
+            name: {"cache_tokens": side["blocks"] * side["block_size"], **side["runs"][index]}
+            for name, side in sides.items()
+            if side["runs"][index:]
+        }
         _print_load(report, load, ran, [described[name] for name in ran])
     ok = not any("error" in side for side in sides.values())
     return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
@@ -338,27 +347,18 @@ def _describe(run: dict[str, Any]) -> str:
 
 
 def _print_load(
-    report: Report, load: Load, sides: dict[str, dict[str, Any]], described: Sequence[str]
+    report: Report, load: Load, runs: dict[str, dict[str, Any]], described: Sequence[str]
 ) -> None:
-    columns = {
-        name: [
-            side["blocks"] * side["block_size"],
-            side["most_running"],
-            side["output_tokens_per_second"],
-            side["first_token_milliseconds"],
-            side["token_milliseconds"],
-        ]
-        for name, side in sides.items()
-    }
     rows = [
-        [name, *(number(figure, 0 if place < 3 else 2) for place, figure in enumerate(figures))]
-        for name, figures in columns.items()
+        [name, *(number(run[key], digits) for key, digits, _ in _COLUMNS.values())]
+        for name, run in runs.items()
     ]
-    ours = columns.pop(OURS, ())
-    for name in columns if ours else ():
-        pairs = list(zip(ours, columns[name], strict=True))
-        # Times are better the smaller they are.
-        pairs[3:] = [(theirs, own) for own, theirs in pairs[3:]]
+    ours = runs.pop(OURS, {})
+    for name, theirs in runs.items() if ours else ():
+        pairs = [
+            (ours[key], theirs[key]) if more else (theirs[key], ours[key])
+            for key, _, more in _COLUMNS.values()
+        ]
         rows.append(
             [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
         )

@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 _PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
 _WIDTH = 100
 _MISSING = "-"
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Report:
@@ -98,12 +99,14 @@ def ratio(value: float | None) -> str:
 
 def describe_environment(device: torch.device, packages: Sequence[str]) -> dict[str, Any]:
     """Name the machine, the driver, the packages and the commit that a figure belongs to."""
+    # The commit has `+` behind it where tracked files differ.
+    described = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     facts: dict[str, Any] = {
         "device": _processor(),
         "device_type": device.type,
         "driver": None,
         "versions": {name: _version(name) for name in packages},
-        "commit": _commit(),
+        "commit": _output(described),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -123,20 +126,13 @@ def _processor() -> str:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return platform.machine()
 
 
 def _version(package: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
-
-
-def _commit() -> str | None:
-    """The checkout's commit, `+` behind it where tracked files differ; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    described = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
-    return _output(described) if (root / ".git").exists() else None
 
 
 def _output(command: list[str]) -> str | None:

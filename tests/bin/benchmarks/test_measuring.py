@@ -3,29 +3,17 @@
 import pytest
 import torch
 
-from bin.benchmarks import measuring
 from bin.benchmarks.measuring import (
-    Stopwatch,
     copies_needed,
-    measure_read_bandwidth,
     outgrow_l2,
-    summarize,
     time_calls,
 )
 from bin.benchmarks.memory import Trial, find_largest, join_rows, prefill_row
 from bin.benchmarks.random_models import build_dense, build_model, choose_setup
-from leank_convert.errors import LeanKError
 
 CPU = torch.device("cpu")
 # What a tiny model's dense cache takes: K and V of 2 layers, 4 heads of 64 channels in fp32.
 DENSE_ROW = 2 * 2 * 4 * 64 * 4
-
-
-def test_a_summary_is_the_median_of_rounds_over_the_calls_of_each():
-    timing = summarize([8.0, 2.0, 4.0, 6.0, 100.0], 4, "how")
-    assert timing.milliseconds == 6.0 / 4
-    assert (timing.rounds, timing.calls, timing.method) == (5, 4, "how")
-    assert timing.spread == pytest.approx((8.0 - 4.0) / 2 / 6.0)
 
 
 def test_calls_take_turns_and_warm_up_once():
@@ -35,37 +23,12 @@ def test_calls_take_turns_and_warm_up_once():
     assert (timing.rounds, timing.calls, timing.method) == (3, 2, "wall clock")
 
 
-def test_gaps_lie_between_marks():
-    stopwatch = Stopwatch(CPU)
-    assert stopwatch.gaps() == []
-    for _ in range(4):
-        stopwatch.mark()
-    assert len(stopwatch.gaps()) == 3
-
-
 def test_small_inputs_are_copied_until_l2_cannot_hold_them():
     l2 = 50 << 20
     assert [copies_needed(size, l2) for size in (1 << 30, 100 << 20, 1)] == [1, 4, 16]
     assert copies_needed(1, 0) == 1, "no L2, as on the CPU"
     assert outgrow_l2(100 << 20, 4, l2)
     assert not outgrow_l2(1 << 20, 16, l2)
-
-
-def test_bandwidth_counts_the_bytes_of_one_buffer(monkeypatch):
-    def fixed(calls, device, *, rounds):
-        calls[0]()
-        return summarize([2.0], 1, "fixed")
-
-    monkeypatch.setattr(measuring, "time_calls", fixed)
-    bandwidth = measure_read_bandwidth(CPU, rounds=1)
-    assert {bandwidth.gigabytes_per_second, *bandwidth.ways.values()} == {(1 << 24) / 2.0 / 1e6}
-    assert bandwidth.milliseconds(1 << 23) == 1.0
-
-
-def test_other_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(measuring, "choose_device", lambda device: torch.device("meta"))
-    with pytest.raises(LeanKError, match="not on `meta`"):
-        measuring.choose_benchmark_device("meta")
 
 
 @pytest.mark.parametrize("guess", [1, 17, 500])

@@ -1,4 +1,4 @@
-"""`benchmark serve` goes on where a side fails, and says which and how its log ends. No engine is started."""
+"""`bin/benchmark serve` goes on where a side fails, and says which and how its log ends; no engine starts."""
 
 import json
 import threading
