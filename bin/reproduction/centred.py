@@ -20,6 +20,7 @@ from rich.console import Console
 
 from bin.baselines import make_variants
 from bin.reproduction.bench import Bench, Masks
+from bin.reproduction.findings import describe_difference
 from bin.reproduction.plan import MAIN, Cell, RealSizes, Run, Sizes
 from bin.reproduction.rounded import RoundedPrompt
 from bin.reproduction.texts import Texts, find_kinds
@@ -317,9 +318,7 @@ def _render(found: Mapping[Cell, Mapping[str, list[float]]]) -> list[str]:
                 for cell in cells
                 for pair in zip(strong[cell].get(name, ()), strong[cell][DENSE], strict=False)
             ]
-            difference = compare([own - dense for own, dense in pairs])
-            low, high = difference.interval
-            against = f"{100 * difference.mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+            against = describe_difference(compare([own - dense for own, dense in pairs]))
             score = fmean(own for own, _ in pairs)
             lines.append(
                 f"| {name}{suffix} | {len(pairs)} | {score:.1%} | {'' if name == DENSE else against} |"
