@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -19,10 +18,9 @@ from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_b
 from bin.benchmarks.measuring import (
     REPLAYED,
     Stopwatch,
-    describe_failure,
+    attempt,
     measure_read_bandwidth,
     release_memory,
-    silenced,
     synchronize,
 )
 from bin.benchmarks.random_models import (
@@ -115,7 +113,7 @@ class _Bench:
         self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
-        self._refused = {name: why for name in named if (why := self._attempt(name, self._prepare, name))}
+        self._refused = {name: why for name in named if (why := attempt(name in _OWN, self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
         """Measure all sides one after the other; a peer that fails has a reason and no figures."""
@@ -124,20 +122,12 @@ class _Bench:
         sides = {OURS: self._measure(OURS, prompt, num_new)}
         for name in self._named:
             release_memory(self._setup.device)
-            sides[name] = self._refused.get(name) or self._attempt(name, self._measure, name, prompt, num_new)
+            sides[name] = self._refused.get(name) or attempt(
+                name in _OWN, self._measure, name, prompt, num_new
+            )
         ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
         sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
         return {**sizes, "sides": sides, "ratios": ratios}
-
-    @staticmethod
-    def _attempt(name: str, function: Any, *arguments: Any) -> Any:
-        """Call a function of a peer, which may fail in any way: its kernels, its memory."""
-        try:
-            # What the runtime says of its own kernel is for the user.
-            with nullcontext() if name in _OWN else silenced():
-                return function(*arguments)
-        except Exception as error:
-            return {"why": describe_failure(error)}
 
     def _prepare(self, name: str) -> dict[str, Any] | None:
         """Put a peer's model together and check it; what speaks against it."""

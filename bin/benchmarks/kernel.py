@@ -9,7 +9,6 @@ Our FP8 caches have one more peer, the same layers in the dtype of keys and valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -31,12 +30,11 @@ from bin.benchmarks.decode_attention import (
     read_peers,
 )
 from bin.benchmarks.measuring import (
+    attempt,
     copies_needed,
-    describe_failure,
     measure_read_bandwidth,
     outgrow_l2,
     release_memory,
-    silenced,
     time_calls,
 )
 from bin.benchmarks.random_models import PLAIN_TORCH, TOO_LARGE, Setup, build_model, name_attention
@@ -169,16 +167,15 @@ class _Bench:
         return torch.randn(shape, generator=self.generator, dtype=setup.dtype, device=setup.device)
 
     def _attempt(self, name: str, measure: Any, *arguments: Any) -> dict[str, Any]:
-        """Measure a peer, which may fail in any way: in its compiler, for want of memory, at its shapes."""
+        """Measure a peer; one that fails has a reason in place of figures."""
         is_ours = name in (OWN_DENSE, OWN_DTYPE)
-        try:
+
+        def run() -> Any:
             if is_ours and not self.setup.is_toy and self._lacks_kernel(name):
                 raise LeanKError("the kernel of this layout cannot be used here")
-            # What the runtime says of its own kernel is for the user.
-            with nullcontext() if is_ours else silenced():
-                found: dict[str, Any] = measure(name, *arguments)
-        except Exception as error:
-            found = {"milliseconds": None, "why": describe_failure(error), "check": None}
+            return measure(name, *arguments)
+
+        found: dict[str, Any] = {"milliseconds": None, "check": None, **attempt(is_ours, run)}
         release_memory(self.setup.device)
         return found
 

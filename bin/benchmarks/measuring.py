@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,20 @@ def silenced() -> Iterator[None]:
         os.dup2(kept, _STDERR)
         os.close(kept)
         os.close(nowhere)
+
+
+def attempt(is_ours: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a peer, which may fail in any way: in its compiler, or for want of memory.
+
+    Returns:
+        What it returns, or `why` there is nothing.
+    """
+    try:
+        # What the runtime says of its own kernel is for the user.
+        with nullcontext() if is_ours else silenced():
+            return function(*arguments)
+    except Exception as error:
+        return {"why": describe_failure(error)}
 
 
 @dataclass(frozen=True)
