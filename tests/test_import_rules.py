@@ -26,6 +26,7 @@ RANKS = [
         "device",
         "progress",
         "held_out",
+        "baselines",
     },
     {
         "checkpoint_io",
@@ -43,7 +44,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
-    {"convert", "prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup"},
+    {"convert", "prospect", "verify", "inspection", "evaluate", "analyze", "warmup"},
     {"cli"},
     {"__main__"},
 ]
@@ -55,11 +56,11 @@ NEVER_EACH_OTHER = [
     ("train", "onnx"),
     ("methods.*", "onnx"),
     ("verify", "evaluate"),
-    ("evaluate", "benchmark"),
     ("recipe", "architectures"),
 ]
 WITHOUT_TORCH = [
     "errors",
+    "baselines",
     "files",
     "windows",
     "fields",
@@ -159,6 +160,7 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
     component = _component(".".join(relative.parts).removesuffix(".__init__"))
     for module in _imports(path):
         assert not module.startswith("."), f"relative import of `{module}`"
+        assert not module.startswith("bin."), "`bin` is not in the wheel"
         assert not module.startswith("runtime"), "an installed package has it as `leank_convert._runtime`"
         if not module.startswith("leank_convert.") or component == "__init__":
             continue

@@ -17,6 +17,7 @@ from bin.reproduction.bench import Bench
 from bin.reproduction.plan import Cell, Entry
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
+from leank_convert.evaluate.comparison import Difference, compare
 from leank_convert.evaluate.prompt import Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
 from leank_convert.files import read_json, write_atomically
@@ -41,6 +42,20 @@ class Scores(NamedTuple):
             if (tasks is None or cell[0] in tasks) and (lengths is None or cell[1] in lengths)
         ]
         return Scores(tuple(cell for cell, _ in chosen), tuple(value for _, value in chosen))
+
+    @property
+    def tasks(self) -> list[str]:
+        """Each task once, in order."""
+        return list(dict.fromkeys(task for task, _ in self.cells))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Each length once, in order."""
+        return list(dict.fromkeys(length for _, length in self.cells))
+
+    def minus(self, others: Scores) -> Difference:
+        """The paired difference to another entry's scores on the same prompts."""
+        return compare([own - other for own, other in zip(self.values, others.values, strict=True)])
 
 
 Asked = Mapping[Entry | None, int]

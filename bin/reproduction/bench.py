@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bin.baselines import COMPARED, make_variants
 from bin.reproduction.plan import Entry, Run, Sizes
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated
 from leank_convert.evaluate.variants import (
-    COMPARED,
     THINK_WINDOWS,
     Dense,
     Masked,
     ThinK,
     Variant,
-    compared_variants,
     in_checkpoint_order,
 )
 from leank_convert.export import export_checkpoint
@@ -179,7 +178,7 @@ class Bench:
         found = (
             variant
             for method in COMPARED
-            for variant in compared_variants(method, mask, alone=alone, key_mean=mean)
+            for variant in make_variants(method, mask, alone=alone, key_mean=mean)
         )
         variant = next(variant for variant in found if variant.name == entry.method)
         variant.name = name

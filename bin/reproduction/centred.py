@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bin.baselines import make_variants
 from bin.reproduction.bench import Bench, Masks
+from bin.reproduction.findings import describe_difference
 from bin.reproduction.plan import MAIN, Cell, RealSizes, Run, Sizes
 from bin.reproduction.rounded import RoundedPrompt
 from bin.reproduction.texts import Texts, find_kinds
@@ -30,7 +32,7 @@ from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.comparison import compare
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.evaluate.text import measure_rows
-from leank_convert.evaluate.variants import Dense, Masked, ThinK, Variant, compared_variants
+from leank_convert.evaluate.variants import Dense, Masked, ThinK, Variant
 from leank_convert.files import read_json, write_atomically
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.measured_cache import measure_cache
@@ -240,7 +242,7 @@ class CentredKeys:
                     Masked(label, self._mask(0.7, f"{method}-{centred}").channel_mask, constants=constants)
                 )
         for name in ("kivi", "quest", "snapkv"):
-            found += compared_variants(name, every, alone=True)[:1]
+            found += make_variants(name, every, alone=True)[:1]
         return {variant.name: variant for variant in found}
 
     def _feed(self, path: Path) -> None:
@@ -316,9 +318,7 @@ def _render(found: Mapping[Cell, Mapping[str, list[float]]]) -> list[str]:
                 for cell in cells
                 for pair in zip(strong[cell].get(name, ()), strong[cell][DENSE], strict=False)
             ]
-            difference = compare([own - dense for own, dense in pairs])
-            low, high = difference.interval
-            against = f"{100 * difference.mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+            against = describe_difference(compare([own - dense for own, dense in pairs]))
             score = fmean(own for own, _ in pairs)
             lines.append(
                 f"| {name}{suffix} | {len(pairs)} | {score:.1%} | {'' if name == DENSE else against} |"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from bin.reproduction.answers import Part, Scores
 from bin.reproduction.bench import Masks
 from bin.reproduction.plan import MAIN, UNALIGNED, Entry, Plan, name_choices
-from leank_convert.evaluate.comparison import Difference, compare
+from leank_convert.evaluate.comparison import Difference
 from leank_convert.evaluate.variants import kept_channels
 from leank_convert.train.scaling import count_largest
 
@@ -148,12 +148,12 @@ def collect_findings(
         environment: Where it was measured, as names and values.
     """
     scores = test.scores(None)
-    dense = Finding("dense", None, 0.0, 0.0, scores, compare([0.0] * len(scores.values)))
+    dense = Finding("dense", None, 0.0, 0.0, scores, scores.minus(scores))
 
     def find(label: str, candidates: tuple[Entry, ...]) -> Finding:
         entry, validation = chosen[candidates]
         scores = test.scores(entry)
-        against_dense = _subtract(scores, dense.scores)
+        against_dense = scores.minus(dense.scores)
         return Finding(
             label, entry, *_removed(entry, masks), scores, against_dense, validation, _tied(entry, masks)
         )
@@ -250,7 +250,7 @@ def _judge_ablations(plan: Plan, tables: Mapping[str, Found], ratio: float) -> I
     yield _alike(f"any width multiple does at {ratio:.0%}", at("multiple"))
     *fewer, every = at("tasks")
     for finding in fewer:
-        tasks = dict.fromkeys(task for task, _ in finding.scores.cells)
+        tasks = finding.scores.tasks
         untrained = [task for task in tasks if task not in name_choices(plan.sizes)[finding.label]]
         claim = f"training on {finding.label} suffices at {ratio:.0%}"
         yield _close(claim, finding, every)
@@ -276,14 +276,14 @@ def _judge_heads(plan: Plan, heads: Sequence[Finding]) -> Iterator[Verdict]:
 
 
 def _above(claim: str, better: Finding, worse: Finding) -> Verdict:
-    difference = _subtract(better.scores, worse.scores)
+    difference = better.scores.minus(worse.scores)
     low, high = difference.interval
     answer: Answer = "yes" if low > 0 else "no" if high < 0 else "not told apart"
     return Verdict(claim, answer, _detail(better, worse, difference))
 
 
 def _close(claim: str, finding: Finding, reference: Finding) -> Verdict:
-    difference = _subtract(finding.scores, reference.scores)
+    difference = finding.scores.minus(reference.scores)
     answer: Answer = "yes" if difference.mean >= -_MARGIN else "no"
     return Verdict(claim, answer, _detail(finding, reference, difference))
 
@@ -292,11 +292,7 @@ def _alike(claim: str, findings: Sequence[Finding]) -> Verdict:
     best = max(findings, key=lambda finding: finding.scores.mean)
     worst = min(findings, key=lambda finding: finding.scores.mean)
     answer: Answer = "yes" if best.scores.mean - worst.scores.mean <= _MARGIN else "no"
-    return Verdict(claim, answer, _detail(best, worst, _subtract(best.scores, worst.scores)))
-
-
-def _subtract(scores: Scores, others: Scores) -> Difference:
-    return compare([a - b for a, b in zip(scores.values, others.values, strict=True)])
+    return Verdict(claim, answer, _detail(best, worst, best.scores.minus(worst.scores)))
 
 
 def _detail(first: Finding, second: Finding, difference: Difference) -> str:

@@ -18,7 +18,7 @@ from bin.reproduction.texts import Texts, compare_answers, find_kinds
 from bin.reproduction.units import Unit
 from leank_convert.analyze.measurement import measure
 from leank_convert.evaluate.answering import measure_bytes
-from leank_convert.evaluate.compared_cache import UsedBytes
+from leank_convert.evaluate.used_bytes import UsedBytes
 from leank_convert.files import read_json, write_atomically
 from leank_convert.mask import ChannelMask
 

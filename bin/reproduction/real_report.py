@@ -18,7 +18,7 @@ from bin.reproduction.real import RealResults
 from bin.reproduction.texts import KINDS
 from leank_convert.analyze.distribution import OUTLIER_RULE, analyze_mask
 from leank_convert.analyze.drawing import draw_correlation, draw_pairs
-from leank_convert.evaluate.comparison import Difference, compare
+from leank_convert.evaluate.comparison import Difference
 from leank_convert.report.page import new_figure
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _list_toy(by_claim: dict[str, Verdict]) -> Iterator[tuple[str, ...]]:
 def _subtract(real: RealResults, entry: Entry, **where: Any) -> Difference:
     """An entry against the dense model, on some of the prompts, as `Scores.where` takes them."""
     scores, dense = (each.where(**where) for each in real.paired(entry))
-    return compare([a - b for a, b in zip(scores.values, dense.values, strict=True)])
+    return scores.minus(dense)
 
 
 def _length_grid(real: RealResults) -> Grid:
@@ -198,8 +198,7 @@ def _byte_grid(real: RealResults) -> Grid:
     for entry, used in sorted(real.used.items(), key=lambda item: -item[1].held):
         scores, change, kl = real.compared[entry], "", ""
         if entry is not None:
-            pairs = zip(scores.values, answered.values, strict=True)
-            change = describe_difference(compare([score - other for score, other in pairs]))
+            change = describe_difference(scores.minus(answered))
             kls = [value for means in real.fed.values() for value in means[entry]["kl"]]
             kl = f"{statistics.fmean(kls):.4f}"
         rows.append(
@@ -219,10 +218,9 @@ def _byte_grid(real: RealResults) -> Grid:
 
 def _list_cells(real: RealResults) -> str:
     """The tasks and lengths that methods beside LeanK are compared on."""
-    cells = real.compared[None].cells
-    tasks = ", ".join(f"`{task}`" for task in dict.fromkeys(task for task, _ in cells))
-    lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(length for _, length in cells))
-    return f"{tasks} at {lengths} tokens"
+    scores = real.compared[None]
+    tasks = ", ".join(f"`{task}`" for task in scores.tasks)
+    return f"{tasks} at {' and '.join(f'{length:,}' for length in scores.lengths)} tokens"
 
 
 def _weak_grid(real: RealResults) -> Grid:

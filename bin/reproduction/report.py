@@ -60,7 +60,7 @@ def write_report(findings: Findings, out: Path, real: RealResults | None = None)
 
 def _list_facts(findings: Findings) -> list[tuple[str, str]]:
     sizes = findings.plan.sizes
-    tasks = ", ".join(dict.fromkeys(task for task, _ in findings.dense.scores.cells))
+    tasks = ", ".join(findings.dense.scores.tasks)
     lengths = ", ".join(f"{length:,}" for length in sizes.lengths)
     return [
         *findings.environment.items(),
@@ -129,8 +129,7 @@ def _verdict_grids(findings: Findings) -> list[Grid]:
 
 def _score_grid(findings: Findings, found: Iterable[Finding]) -> Grid:
     dense, measure = findings.dense, findings.plan.sizes.measure
-    tasks = list(dict.fromkeys(task for task, _ in dense.scores.cells))
-    lengths = list(dict.fromkeys(length for _, length in dense.scores.cells))
+    tasks, lengths = dense.scores.tasks, dense.scores.lengths
     shares = ("asked", "K removed", "V removed", f"{measure} (%)", "against dense", "factors at 1, of kept")
     lines = []
     for finding in (dense, *found):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as round_to_int4
+from bin.benchmarks.rounded_cache import round_to_fp8
 from leank_convert._runtime.fp8_leank import scale_of
-from leank_convert.benchmark.rounded_cache import round_to_fp8
-from leank_convert.evaluate.int4 import assign_chunks
-from leank_convert.evaluate.int4 import quantise as round_to_int4
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.windows import Windows
 

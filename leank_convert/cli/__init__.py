@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from leank_convert.cli.analyze import analyze
-from leank_convert.cli.benchmark import benchmark
 from leank_convert.cli.evaluate import evaluate
 from leank_convert.cli.export import export
 from leank_convert.cli.imports import restate_import
@@ -27,10 +26,11 @@ from leank_convert.cli.warmup import warmup
 from leank_convert.errors import LeanKError, cut, first_line
 
 
-class _Group(click.Group):
+class Group(click.Group):
     """Turns errors, the toolkit's and click's, into `error:` and `hint:` lines and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command line, and exit."""
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -44,10 +44,12 @@ class _Group(click.Group):
         sys.exit(code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read arguments that are text and not empty."""
         check_arguments(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; with `--debug` errors keep their tracebacks."""
         try:
             return super().invoke(ctx)
         except LeanKError as error:
@@ -85,11 +87,16 @@ def _interrupted() -> int:
     return 130
 
 
-@click.group("leank-convert", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("leank-convert", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="leank-convert")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
     """Learn which channels of an LLM's K cache it needs; write a checkpoint that keeps only those."""
+    configure_logging(debug)
+
+
+def configure_logging(debug: bool) -> None:
+    """Log warnings and the toolkit's notes to stderr; with `debug` everything."""
     logging.basicConfig(
         format="%(levelname)s: %(message)s",
         level=logging.DEBUG if debug else logging.WARNING,
@@ -100,5 +107,5 @@ def main(debug: bool) -> None:
     logging.getLogger("leank_convert").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, export, verify, inspect, evaluate, analyze, recipes, masks, warmup, benchmark):
+for _command in (train, export, verify, inspect, evaluate, analyze, recipes, masks, warmup):
     main.add_command(_command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from leank_convert.baselines import NAMES, check_baselines
 from leank_convert.cli.options import (
     MAX_COUNT,
     MAX_TOKENS,
@@ -23,11 +24,8 @@ from leank_convert.cli.options import (
 if TYPE_CHECKING:
     from leank_convert.recipe import Recipe
 
-# Those of `leank_convert.evaluate.variants`, which imports torch.
-_OTHERS = (
-    "window", "think", "per-head-budget-dynamic", "fp8", "leank+fp8", "int4", "leank+int4", "kivi",
-    "leank+kivi", "quest", "leank+quest", "snapkv",
-)  # fmt: skip
+# The first are those of `leank_convert.evaluate.variants`, which imports torch.
+_OTHERS = ("window", "think", "per-head-budget-dynamic", "fp8", "leank+fp8", "int4", "leank+int4", *NAMES)
 
 
 @click.command()
@@ -40,9 +38,9 @@ _OTHERS = (
     type=click.Choice(_OTHERS),
     multiple=True,
     help="Answer in other ways, too: from the window alone; by ThinK, which chooses channels for every "
-    "prompt; with the checkpoint's widths and ThinK's choice; by FP8, int4 (4 bits), KIVI (2 bits) or Quest "
-    "(chosen pages), alone or on the kept channels; by SnapKV (chosen tokens). Default: window, and nothing "
-    "with --task.",
+    "prompt; with the checkpoint's widths and ThinK's choice; by FP8 or int4 (4 bits), alone or on the kept "
+    "channels. In a checkout of leank-convert alone: by rotated int4, KIVI (2 bits), Quest (chosen pages) or "
+    "SnapKV (chosen tokens). Default: window, and nothing with --task.",
 )
 @recipe_option
 @set_option
@@ -145,6 +143,7 @@ def evaluate(
     that score given answers by one forward pass (loglikelihood tasks) never read the pruned cache, as such a
     pass is prefill: use generate_until tasks.
     """
+    check_baselines(also)
     if data is None and bool(tasks) != bool(lengths) and not set(tasks) & {"longbench", "gsm-infinite"}:
         raise click.UsageError("--task and --length go together")
     if data is not None and not tasks:

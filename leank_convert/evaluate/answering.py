@@ -14,10 +14,10 @@ from transformers import Cache
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.compared_cache import UsedBytes, used_bytes
 from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model
 from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
+from leank_convert.evaluate.used_bytes import UsedBytes, used_bytes
 from leank_convert.evaluate.variants import Masked, Variant
 from leank_convert.hub import resolve_model
 from leank_convert.onnx.description import host_errors

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from leank_convert.evaluate.compared_cache import UsedBytes
+    from leank_convert.evaluate.used_bytes import UsedBytes
 
 RESULT_NAMES = JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
 _COLOURS = (BLUE, ORANGE, GREEN, "#8a63b5", "#b0413e")  # of variants, the baseline's first

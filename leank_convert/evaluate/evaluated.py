@@ -47,6 +47,12 @@ class EvaluatedModel:
     channel_masks: Tensor  # kept channels, bool [L, H_kv, D], in the checkpoint's head order
     windows: Windows  # the checkpoint's own
 
+    @property
+    def key_mean(self) -> Tensor | None:
+        """Mean that comes off keys [L, H_kv, D], in the checkpoint's head order; None where nothing does."""
+        means = self.model.key_means
+        return None if means is None else torch.cat(means)
+
 
 def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = False) -> EvaluatedModel:
     """Load a checkpoint, and its dense twin on the same memory; `trust` runs whatever code it holds.

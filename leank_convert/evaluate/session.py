@@ -88,10 +88,10 @@ def evaluate_checkpoint(
         num_samples: Prompts; with `tasks`, of each task at each length.
         seed: Of the prompts; with `data` there is nothing to draw.
         also: What else answers: `window` (no pruned key at all), `think` (ThinK's choice of channels per
-            prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice), `fp8`, `int4`,
-            `kivi`, `quest`, `snapkv`, or on the kept channels `leank+fp8`, `leank+int4`, `leank+kivi`,
-            `leank+quest`, each in all settings that are reported; None for `window`, and for nothing with
-            `tasks`.
+            prompt), `per-head-budget-dynamic` (the mask's widths with ThinK's choice), `fp8`, `int4`, or
+            on the kept channels `leank+fp8`, `leank+int4`; in a checkout also published baselines, in all
+            settings that are reported: `int4+hadamard`, `kivi`, `quest`, each also with `leank+` before
+            it, and `snapkv`. None for `window`, and for nothing with `tasks`.
         against: What to compare with instead: a model, another checkpoint or an ONNX folder; hub id or path.
         out: Where every answer is kept as it comes, and the results; an evaluation that finds some answers
             there asks only the rest.

@@ -1,4 +1,4 @@
-"""Variants that decode from a prefill: dense, LeanK, ThinK, and by name those of modules of their own.
+"""Variants that decode from a prefill: dense, LeanK, ThinK, rounded caches, and published baselines by name.
 
 ThinK (Xu et al., arXiv 2407.21018) keeps, of each head, the channels i of the largest ||Q_i K_i^T||_F, whose
 square is sum_w q_wi^2 · sum_s k_si^2: Q the prompt's last queries, K all its keys, both after RoPE. A KV
@@ -12,28 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from leank_convert.baselines import NAMES, load_baselines
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate import kivi, snapkv
-from leank_convert.evaluate.compared_cache import Compared
 from leank_convert.evaluate.evaluated import EvaluatedModel
-from leank_convert.evaluate.int4 import Int4Layer
-from leank_convert.evaluate.kivi import KiviLayer
 from leank_convert.evaluate.prefill import Prefill
-from leank_convert.evaluate.quest import QuestLayer
-from leank_convert.evaluate.snapkv import SnapKVLayer
 from leank_convert.windows import Windows
 
 DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
     "dense", "pruned", "window", "think", "per-head-budget-dynamic"
 )  # fmt: skip
-COMPARED = ("fp8", "int4", "kivi", "quest", "snapkv")
 QUERY_WINDOW = 32  # as many as ThinK's code takes
 # ThinK's own: no sink, the prompt's last 32 tokens, and what is decoded, here up to 128 tokens of it.
 THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
@@ -190,113 +183,49 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     """What answers besides the dense model and the pruned cache, by its name; of some there are several.
 
     Raises:
-        LeanKError: If a name is not one of `OTHERS`.
+        LeanKError: If there is no such name, or a baseline is asked for without a checkout.
     """
+    factories = {**OTHERS, **load_baselines(names)}
     for name in names:
-        if name not in OTHERS:
-            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {', '.join(OTHERS)}")
-        if "layers" in evaluated.leank and name.removeprefix("leank+") in ("kivi", "quest", "snapkv"):
-            raise LeanKError(
-                f"`{name}` is not known of a model with layers that are not pruned, as this one has",
-                hint=f"take one of {WINDOW}, {THINK}, {PER_HEAD_BUDGET}, fp8, leank+fp8, int4, leank+int4",
-            )
-    return [variant for name in dict.fromkeys(names) for variant in OTHERS[name](evaluated)]
+        if name not in factories:
+            known = ", ".join((*OTHERS, *NAMES))
+            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {known}")
+    return [variant for name in dict.fromkeys(names) for variant in factories[name](evaluated)]
 
 
-def compared_variants(
-    name: str,
-    channel_masks: Tensor,
-    *,
-    alone: bool,
-    is_mixed: bool = False,
-    key_mean: Tensor | None = None,
-) -> list[Variant]:
-    """A method beside LeanK in all settings that are reported, alone or on LeanK's kept channels.
+def rounded_variant(
+    kv_dtype: str, channel_masks: Tensor, *, alone: bool, key_mean: Tensor | None = None
+) -> Masked:
+    """A LeanK cache in FP8 or int4, on all channels or on the kept ones.
 
     Args:
-        name: One of `COMPARED`.
+        kv_dtype: `fp8` or `int4`.
         channel_masks: LeanK's, in the checkpoint's head order, bool [L, H_kv, D].
-        alone: Whether the method has all channels instead.
-        is_mixed: Whether the model has layers that are not pruned, beside which the runtime's own caches are.
-        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; other methods alone are as they
-            were published.
+        alone: Whether all channels are kept instead.
+        key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; alone nothing does.
     """
-    prefix = "" if alone else "leank+"
-    masks = torch.ones_like(channel_masks) if alone else channel_masks
-    key_mean = None if alone else key_mean
-    if name in ("fp8", "int4"):
-        constants = None if key_mean is None else {"key_mean": key_mean}
-        variants: list[Variant] = [Masked(f"{prefix}{name}", masks, kv_dtype=name, constants=constants)]
-        if name == "int4" and not is_mixed:
-            windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
-            rotated = partial(Int4Layer, rotated=True)
-            name = f"{prefix}int4+hadamard"
-            variants.append(Compared(name, rotated, masks, windows, key_mean=key_mean))
-        return variants
-    if name == "kivi":
-        # Alone, what it leaves as it is are the last tokens.
-        windows = Windows(sink_size=0, recent_size=kivi.RESIDUAL_LENGTH, flush_size=1) if alone else None
-        variants = [Compared(f"{prefix}kivi", KiviLayer, masks, windows, key_mean=key_mean)]
-        if not alone:
-            in_window = partial(KiviLayer, in_window=True)
-            variants.append(Compared(f"{prefix}kivi+window", in_window, masks, key_mean=key_mean))
-        return variants
-    # Alone, nothing is whole but the token that is decoded.
-    windows = Windows(sink_size=0, recent_size=0, flush_size=1) if alone else None
-    if name == "snapkv":
-        capacities = {f"{snapkv.CAPACITY}": snapkv.CAPACITY, f"{snapkv.PAPER_SHARE:.0%}": snapkv.PAPER_SHARE}
-        return [
-            Compared(
-                f"{prefix}snapkv-{label}",
-                partial(SnapKVLayer, capacity=capacity),
-                masks,
-                windows,
-                snapkv.QUERY_WINDOW,
-            )
-            for label, capacity in capacities.items()
-        ]
-    return [
-        Compared(
-            f"{prefix}quest-{page_size}{'-kv' if per_kv_head else ''}",
-            partial(QuestLayer, page_size=page_size, per_kv_head=per_kv_head),
-            masks,
-            windows,
-            key_mean=key_mean,
+    if alone:
+        return Masked(kv_dtype, torch.ones_like(channel_masks), kv_dtype=kv_dtype)
+    constants = None if key_mean is None else {"key_mean": key_mean}
+    return Masked(f"leank+{kv_dtype}", channel_masks, kv_dtype=kv_dtype, constants=constants)
+
+
+def _round(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
+    kv_dtype = name.removeprefix("leank+")
+    return lambda evaluated: [
+        rounded_variant(
+            kv_dtype, evaluated.channel_masks, alone=name == kv_dtype, key_mean=evaluated.key_mean
         )
-        for page_size in (16, 64)
-        for per_kv_head in (False, True)
     ]
-
-
-def _compare(name: str, *, alone: bool) -> Callable[[EvaluatedModel], list[Variant]]:
-    def find(evaluated: EvaluatedModel) -> list[Variant]:
-        means = evaluated.model.key_means
-        return compared_variants(
-            name,
-            evaluated.channel_masks,
-            alone=alone,
-            is_mixed="layers" in evaluated.leank,
-            key_mean=None if means is None else torch.cat(means),
-        )
-
-    return find
 
 
 OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
     WINDOW: lambda evaluated: [Masked(WINDOW, torch.zeros_like(evaluated.channel_masks))],
     THINK: lambda evaluated: [ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS)],
     PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
-    "fp8": _compare("fp8", alone=True),
-    "leank+fp8": _compare("fp8", alone=False),
-    "int4": _compare("int4", alone=True),
-    "leank+int4": _compare("int4", alone=False),
-    "kivi": _compare("kivi", alone=True),
-    "leank+kivi": _compare("kivi", alone=False),
-    "quest": _compare("quest", alone=True),
-    "leank+quest": _compare("quest", alone=False),
-    "snapkv": _compare("snapkv", alone=True),
+    **{name: _round(name) for name in ("fp8", "leank+fp8", "int4", "leank+int4")},
 }
-"""What `--also` takes."""
+"""What `--also` takes, beside the baselines of a checkout."""
 
 
 def in_checkpoint_order(channel_mask: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:

@@ -7,9 +7,9 @@ it is tested here:
     <!-- run first: SHELL -->         what it needs; several commands between `;`
     <!-- run with: OPTIONS -->        appended to its first command and to all of the same name: less work
 
-The blocks of a page run in order in one temporary folder, `leank-convert` within this process. A `yaml` or
-`python` block whose first line is `# NAME.yaml` or `# NAME.py` is written to that file; YAML has to be a
-recipe.
+The blocks of a page run in order in one temporary folder, `leank-convert` and `bin/benchmark` within this
+process. A `yaml` or `python` block whose first line is `# NAME.yaml` or `# NAME.py` is written to that file;
+YAML has to be a recipe.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from bin.benchmarks.__main__ import benchmark
 from leank_convert.cli import main
 from leank_convert.methods import METHODS
 from leank_convert.recipe import Recipe, known_keys
@@ -35,8 +36,9 @@ from leank_convert.recipe_file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md", "examples/onnx-node/README.md")]
+OTHERS = [ROOT / name for name in ("SECURITY.md", "runtime/README.md")]
 CODE = ("bash", "python")
+COMMAND_LINES = {"leank-convert": main, "leank_convert": main, "bin/benchmark": benchmark}  # the second by -m
 DIRECTIVES = ("not run", "run first", "run with")
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -106,12 +108,11 @@ def split_commands(shell: str) -> Iterator[list[str]]:
             yield command
 
 
-def arguments_of_leank_convert(command: list[str]) -> list[str] | None:
-    """The arguments of `leank-convert`, also under a launcher; None for any other command."""
-    for start in (["leank-convert"], ["-m", "leank_convert"]):
-        for place in range(len(command) - len(start) + 1):
-            if command[place : place + len(start)] == start:
-                return command[place + len(start) :]
+def find_own(command: list[str]) -> tuple[click.Group, list[str]] | None:
+    """The command line of ours that is called, also under a launcher, and its arguments; None for others."""
+    for place, word in enumerate(command):
+        if word in COMMAND_LINES:
+            return COMMAND_LINES[word], command[place + 1 :]
     return None
 
 
@@ -122,17 +123,16 @@ TESTED_PAGES = [
     if any(b.language in CODE and "not run" not in b.directives for b in read_blocks(page))
 ]
 COMMANDS = [
-    pytest.param(arguments, id=f"{block} {' '.join(arguments)[:60]}")
+    pytest.param(*own, id=f"{block} {' '.join(own[1])[:60]}")
     for block in BLOCKS
     if block.language == "bash"
     for command in split_commands(block.text)
-    if (arguments := arguments_of_leank_convert(command)) is not None
+    if (own := find_own(command)) is not None
 ]
 
 
-def check_parses(arguments: list[str]) -> None:
+def check_parses(command: click.Command, arguments: list[str]) -> None:
     """Parse a command line as the command would, and check the recipe keys that it sets."""
-    command: click.Command = main
     while isinstance(command, click.Group):
         names = [argument for argument in arguments if not argument.startswith("-")]
         if not names:
@@ -148,18 +148,19 @@ def check_parses(arguments: list[str]) -> None:
         assert override.partition("=")[0] in known, f"`--set {override}`: no such key"
 
 
-@pytest.mark.parametrize("arguments", COMMANDS)
-def test_a_command_parses(arguments):
-    check_parses(arguments)
+@pytest.mark.parametrize(("command", "arguments"), COMMANDS)
+def test_a_command_parses(command, arguments):
+    check_parses(command, arguments)
 
 
 def test_commands_and_options_named_in_a_sentence_or_a_table_exist():
-    """`leank-convert …` in inline code; what stands for something else is left out."""
+    """`leank-convert …` and `bin/benchmark …` in inline code; what stands for something else is left out."""
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for code in re.findall(r"(?<!`)`(leank-convert [^`]+)`(?!`)", text):
+        for code in re.findall(r"(?<!`)`((?:leank-convert|bin/benchmark) [^`]+)`(?!`)", text):
             if "…" not in code and "COMMAND" not in code:
-                check_parses(shlex.split(code)[1:])
+                name, *arguments = shlex.split(code)
+                check_parses(COMMAND_LINES[name], arguments)
 
 
 class Page:
@@ -182,7 +183,7 @@ class Page:
             self.run_command([*command, *(added if same else [])], block)
 
     def run_command(self, command: list[str], block: Block) -> None:
-        if command[0] != "leank-convert":
+        if command[0] not in COMMAND_LINES:
             if command[0] == "python":
                 command = [sys.executable, *command[1:]]
             done = subprocess.run(
@@ -194,7 +195,7 @@ class Page:
             )
             assert done.returncode == 0, f"{block}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
             return
-        result = CliRunner().invoke(main, command[1:])
+        result = CliRunner().invoke(COMMAND_LINES[command[0]], command[1:])
         said = f"{block}: {shlex.join(command)}\n{result.output}"
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise AssertionError(said) from result.exception

@@ -91,3 +91,9 @@ def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):
     )  # fmt: skip
     assert exported.returncode == 0, exported.stderr
     assert {path.name for path in (tmp_path / "out").glob("*_leank.py")} == set(RUNTIME_FILES)
+    refused = subprocess.run(
+        [*command, "evaluate", "out", "--also", "kivi"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "only a checkout of leank-convert has those" in refused.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from leank_convert.baselines import NAMES
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answer_log import ANSWERS_NAME
@@ -79,9 +80,7 @@ def test_all_channels_lose_nothing_and_the_window_alone_knows_nothing(convert):
 
 
 def test_other_methods_answer_the_same_prompts_and_their_bytes_are_counted(convert):
-    also = [
-        "fp8", "leank+fp8", "int4", "leank+int4", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"
-    ]  # fmt: skip
+    also = ["fp8", "leank+fp8", "int4", "leank+int4", *NAMES]
     result = compare(convert("half"), num_samples=2, also=also)
     assert set(result.used) == set(result.variants) == set(result.total.means)
     held = {name: used.held for name, used in result.used.items()}

@@ -101,7 +101,6 @@ def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker
         ("export PLANTED -o OUT --format onnx", 2),
         ("train PLANTED -o OUT --recipe quickstart", 2),
         ("analyze PLANTED --model PLANTED --recipe quickstart", 2),
-        ("benchmark generate --mask PLANTED --device cpu", 2),
     ],
 )
 def test_other_commands_run_nothing_of_it(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leank_convert.evaluate.int4 import assign_chunks
-from leank_convert.evaluate.int4 import quantise as emulate
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as emulate
 from runtime.constants_leank import Constants, choose_constants
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from leank_convert.evaluate.int4 import assign_chunks
-from leank_convert.evaluate.int4 import quantise as emulate
+from bin.baselines.int4 import assign_chunks
+from bin.baselines.int4 import quantise as emulate
 from runtime import graph_leank, layer_leank
 from runtime.constants_leank import Constants
 from runtime.fp8_leank import SCALE_NAMES

@@ -1,4 +1,4 @@
-"""`benchmark serve` starts a server for each side and prints what vLLM's own benchmark measured of toys."""
+"""`bin/benchmark serve` starts a server for each side, and prints what vLLM measured of toys."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_all_sides_are_measured_on_as_much_memory():
     options = ("--device", "cpu", "--kv-dtype", "fp8", "--options", "--enforce-eager --block-size 32")
     options += ("--case", "96x8", "--case", "64x6x3")
     done = subprocess.run(
-        [sys.executable, "-m", "leank_convert", "benchmark", "serve", *options],
+        [sys.executable, "-m", "bin.benchmarks", "serve", *options],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,

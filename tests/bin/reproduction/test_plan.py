@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bin.baselines import COMPARED, make_variants
 from bin.reproduction.plan import (
     ON_CPU,
     ON_GPU,
@@ -12,7 +13,6 @@ from bin.reproduction.plan import (
     UNALIGNED,
     make_plan,
 )
-from leank_convert.evaluate.variants import COMPARED, compared_variants
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
@@ -79,9 +79,7 @@ def test_every_method_beside_leank_is_compared_alone_and_on_its_channels():
     every = torch.ones(1, 1, 4, dtype=torch.bool)
     sizes = SMOLLM2.real
     for names, alone in ((sizes.alone, True), (sizes.products, False)):
-        known = {
-            variant.name for method in COMPARED for variant in compared_variants(method, every, alone=alone)
-        }
+        known = {variant.name for method in COMPARED for variant in make_variants(method, every, alone=alone)}
         # SnapKV and LeanK are compared, not combined.
         assert set(names) == {name for name in known if alone or "snapkv" not in name}
 

@@ -9,7 +9,7 @@ from bin.reproduction.real import RealResults
 from bin.reproduction.real_report import _byte_grid, _judge_ruler, _weak_grid
 from bin.reproduction.texts import DOCUMENTATION, compare_answers, find_kinds
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.compared_cache import UsedBytes
+from leank_convert.evaluate.used_bytes import UsedBytes
 from leank_convert.mask import ChannelMask
 
 MAIN, OTHER = Entry("leank", 0.7, run="leank"), Entry("think", 0.7, dynamic=True)

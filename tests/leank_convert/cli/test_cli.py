@@ -13,7 +13,6 @@ from leank_convert.testbed import MODEL_DIR
 
 COMMANDS = [
     "analyze",
-    "benchmark",
     "evaluate",
     "export",
     "inspect",

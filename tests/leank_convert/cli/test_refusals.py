@@ -14,7 +14,6 @@ from leank_convert.cli import main
     ("arguments", "message", "hint"),
     [
         (["trian", "x"], "no such command `trian`", "did you mean `train`?"),
-        (["benchmark", "kernl"], "no such command `kernl`", "did you mean `kernel`?"),
         (["evaluate", "x", "--lenght", "5"], "no such option `--lenght`", "did you mean `--length`?"),
         (["--nothing"], "no such option `--nothing`", "see `leank-convert --help`"),
         (["train"], "missing argument `MODEL`", "see `leank-convert train --help`"),
@@ -59,7 +58,7 @@ def test_names_in_an_error_are_cut_and_cannot_move_the_cursor():
 
 
 def test_a_bare_group_shows_its_help():
-    result = CliRunner().invoke(main, ["benchmark"])
+    result = CliRunner().invoke(main, [])
     assert result.exit_code == 2
     assert result.stderr.startswith("Usage: ")
 
@@ -73,9 +72,6 @@ def test_ctrl_c_is_one_line(monkeypatch):
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
 
 
-_BENCHMARK = ["benchmark", "kernel", "--device", "cpu"]
-
-
 @pytest.mark.parametrize("value", ["1" + "0" * 12, "1" + "0" * 4000, "1" + "0" * 5000, "-1", "nan"])
 @pytest.mark.parametrize(
     ("command", "option"),
@@ -87,10 +83,6 @@ _BENCHMARK = ["benchmark", "kernel", "--device", "cpu"]
             for option in ("-n", "--batch-size", "--length", "--prefix-tokens", "--num-tokens")
         ),
         (["analyze", "x"], "-n"),
-        *((_BENCHMARK, option) for option in ("--rounds", "--case", "--layers")),
-        (["benchmark", "train"], "--questions"),
-        (["benchmark", "memory"], "--limit"),
-        (["benchmark", "onnx"], "--threads"),
         (["export", "testbed", "-o", "x", "--format", "onnx"], "--opset"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",

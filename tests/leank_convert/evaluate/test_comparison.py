@@ -7,7 +7,6 @@ import math
 import pytest
 from PIL import Image
 
-from leank_convert.evaluate.compared_cache import UsedBytes
 from leank_convert.evaluate.comparison import (
     CacheBytes,
     Comparison,
@@ -18,6 +17,7 @@ from leank_convert.evaluate.comparison import (
     score_pairs,
     write_results,
 )
+from leank_convert.evaluate.used_bytes import UsedBytes
 
 
 def outcomes(both, lost, gained, neither, task="retrieval", length=2048):

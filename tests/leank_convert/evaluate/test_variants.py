@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from leank_convert.baselines import NAMES
 from leank_convert.cli.evaluate import evaluate
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
@@ -124,17 +125,17 @@ def test_budgets_that_make_no_sense_are_refused(prefill):
 
 def test_the_command_takes_the_names_that_there_are():
     also = next(option for option in evaluate.params if option.name == "also")
-    assert tuple(also.type.choices) == tuple(OTHERS)
+    assert tuple(also.type.choices) == (*OTHERS, *NAMES)
 
 
 def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoints_mask(evaluated):
     variants = find_variants(
-        ["fp8", "leank+fp8", "int4", "leank+int4", "kivi", "leank+kivi", "quest", "leank+quest", "snapkv"],
+        ["fp8", "leank+fp8", "int4", "leank+int4", *NAMES],
         evaluated,
     )
     names = [variant.name for variant in variants]
     assert names == [
-        "fp8", "leank+fp8", "int4", "int4+hadamard", "leank+int4", "leank+int4+hadamard",
+        "fp8", "leank+fp8", "int4", "leank+int4", "int4+hadamard", "leank+int4+hadamard",
         "kivi", "leank+kivi", "leank+kivi+window",
         "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
         "leank+quest-16", "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
@@ -147,8 +148,8 @@ def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoin
 
 
 def test_beside_layers_that_are_not_pruned_bits_are_the_runtimes_caches():
-    masks, model = torch.ones(1, 2, 16, dtype=torch.bool), SimpleNamespace(key_means=None)
-    mixed = SimpleNamespace(leank={"layers": [1]}, channel_masks=masks, model=model)
+    masks = torch.ones(1, 2, 16, dtype=torch.bool)
+    mixed = SimpleNamespace(leank={"layers": [1]}, channel_masks=masks, key_mean=None)
     variants = find_variants(["fp8", "leank+fp8", "int4", "leank+int4"], mixed)
     assert [(variant.name, variant.kv_dtype) for variant in variants] == [
         ("fp8", "fp8"), ("leank+fp8", "fp8"), ("int4", "int4"), ("leank+int4", "int4")

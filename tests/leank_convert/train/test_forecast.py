@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from leank_convert.benchmark.geometries import GEOMETRIES
+from bin.benchmarks.geometries import GEOMETRIES
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.recipe_file import load_recipe

@@ -1,0 +1,291 @@
+"""A cache in plain torch for methods beside LeanK, each alone or on the channels that LeanK keeps.
+
+It decodes in a LeanK model, whose attention function leaves attention to whatever a cache's `update` gives.
+Keys and values of every token lie whole in memory, whatever a method would free: a method says by masks what
+is read, by writing what is rounded, and in numbers what would be held. Which tokens are whole is worked out
+by the row counters of a LeanK cache. Padding is left out: a row's token 0 is its first real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from leank_convert.evaluate.prefill import Prefill
+from leank_convert.evaluate.used_bytes import UsedBytes
+from leank_convert.windows import Windows
+
+_GROWTH = 64  # tokens that room is made for at a time
+
+
+@dataclass
+class Prompts:
+    """What one layer knows of a batch of prompts.
+
+    Attributes:
+        index: The layer's place in the model.
+        keys: After RoPE, without padding: a row's token i at column i, anything behind its last
+            [B, H_kv, N, D].
+        values: Likewise.
+        lengths: Tokens of each row.
+        queries: The prompts' last queries, the last one in the last column [B, H, W, D]; W is 0 if they were
+            not asked for.
+        softmax_scale: The model's factor on the logits.
+        channel_mask: Channels that are kept of tokens which are not whole, bool [H_kv, D].
+        rows: The LeanK cache's counters, shared by all layers.
+        key_mean: What came off these keys, and comes off those to come [H_kv, 1, D]; None for nothing.
+    """
+
+    index: int
+    keys: Tensor
+    values: Tensor
+    lengths: list[int]
+    queries: Tensor
+    softmax_scale: float
+    channel_mask: Tensor
+    rows: Any
+    key_mean: Tensor | None = None
+
+
+class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer; this class prunes channels as LeanK does, and does nothing else.
+
+    Attributes:
+        keys: Of all tokens [B, H_kv, N, D], N at least the longest row's length.
+        values: Likewise.
+        lengths: Tokens of each row.
+        widths: Kept channels of each head [H_kv].
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, prompts: Prompts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.index, self.lengths = prompts.index, prompts.lengths
+        self.keys: Tensor = prompts.keys
+        self.values: Tensor = prompts.values
+        self.channel_mask = prompts.channel_mask
+        self.widths = prompts.channel_mask.sum(-1)
+        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+        self._rows, self._num_columns = prompts.rows, prompts.rows.num_columns
+        self._key_mean = prompts.key_mean
+        self._prunes = not bool(prompts.channel_mask.all())
+        self._read: Tensor | None = None  # what the last step read [B, H_kv, N]
+
+    def held(self, seen: Tensor) -> Tensor:
+        """Which of the row's tokens [B, 1, N] each head has in memory, bool [B, H_kv or 1, N]."""
+        return seen
+
+    def chosen(self, query: Tensor, seen: Tensor, whole: Tensor) -> Tensor:
+        """Which tokens are read for each query.
+
+        Args:
+            query: Scaled, float32 [B, H_kv, G, D].
+            seen: The row's tokens, bool [B, 1, 1, N].
+            whole: Those among them that keep every channel, of the same shape.
+
+        Returns:
+            Bool [B, H_kv or 1, G or 1, N].
+        """
+        return self.held(seen[:, 0])[:, :, None]
+
+    def settle(self) -> None:
+        """Do what follows a step's attention."""
+
+    def bits(self) -> tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]:
+        """Bits of a number of K's kept and dropped channels, of V where K is kept and where it is not.
+
+        Each is one for all, of each token [B, 1, N] or of each head [H_kv, 1].
+        """
+        size = 8 * self.keys.element_size()
+        return size, size, size, size
+
+    def extra_bits(self) -> int:
+        """Bits held, and read in every step, beside K and V."""
+        return 0
+
+    def used(self) -> UsedBytes:
+        """Count this layer's bytes after a decode step."""
+        assert self._read is not None
+        seen, whole = (tokens[:, 0] for tokens in self._regions())
+        extra = self.extra_bits()
+        held, read = (
+            round(float(self._bits_of(tokens, whole) + extra)) // 8
+            for tokens in (self.held(seen) & seen, self._read)
+        )
+        return UsedBytes(held, read)
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[ComparedLayer, ComparedLayer]:
+        """Append one token a row [B, H_kv, 1, D]; whoever attends calls `attend` on what is returned."""
+        self.append(_centred(key_states, self._key_mean), value_states)
+        return self, self
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append one token a row [B, H_kv, 1, D], whose key is centred."""
+        self._rows.step(self._num_columns, key_states.shape[0], 1, None, key_states.device)
+        self._num_columns += 1
+        places = torch.tensor(self.lengths, device=self.keys.device)
+        self.lengths = [length + 1 for length in self.lengths]
+        if max(self.lengths) > self.keys.shape[2]:
+            self.keys, self.values = (functional.pad(t, (0, 0, 0, _GROWTH)) for t in (self.keys, self.values))
+        rows = torch.arange(len(self.lengths), device=self.keys.device)
+        self.keys[rows, :, places], self.values[rows, :, places] = key_states[:, :, 0], value_states[:, :, 0]
+
+    def attend(
+        self,
+        module: object,
+        query: Tensor,
+        attention_mask: object,
+        *,
+        scaling: float | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        """Attend with the token that was appended [B, H, 1, D]; returns [B, 1, H, D] and no weights."""
+        batch_size, num_heads, _, head_dim = query.shape
+        keys, values = self.keys.float(), self.values.float()
+        scale = head_dim**-0.5 if scaling is None else scaling
+        grouped = query.float().view(batch_size, keys.shape[1], -1, head_dim) * scale
+        seen, whole = self._regions()
+        kept = self.channel_mask[:, None]
+        scores = (grouped * kept) @ keys.mT
+        if self._prunes:
+            scores = scores + ((grouped * ~kept) @ keys.mT).masked_fill(~whole, 0)
+        read = self.chosen(grouped, seen, whole) & seen & (whole | (self.widths > 0)[:, None, None])
+        self._read = read.any(2)
+        out = scores.masked_fill(~read, float("-inf")).softmax(-1) @ values
+        self.settle()
+        return out.view(batch_size, 1, num_heads, head_dim).to(query.dtype), None
+
+    def get_seq_length(self) -> int:
+        """Return the columns seen, padding included."""
+        return int(self._num_columns)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return that no key is to be masked: the layer knows what its rows hold."""
+        return 0, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer grows as needed."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """Return -1; the name that older transformers releases ask for."""
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: it is made of prompts."""
+
+    def _regions(self) -> tuple[Tensor, Tensor]:
+        """Tokens of each row, and those among them that are whole, bool [B, 1, 1, N]."""
+        places = torch.arange(self.keys.shape[2], device=self.keys.device)
+        lengths, pruned = (t[:, None] for t in (self._rows.lengths, self._rows.pruned_lengths))
+        sink_size = self._rows.sink_size
+        seen = places < lengths
+        whole = seen & ((places < sink_size) | (places >= sink_size + pruned))
+        return seen[:, None, None], whole[:, None, None]
+
+    def _bits_of(self, tokens: Tensor, whole: Tensor) -> Tensor:
+        """Bits of K and V of some tokens [B, H_kv or 1, N], of which some are whole [B, 1, N]."""
+        kept_key, dropped_key, kept_value, window_value = self.bits()
+        head_dim, widths = self.keys.shape[3], self.widths[:, None]
+        keys = widths * kept_key + (head_dim - widths) * dropped_key * whole
+        values = head_dim * ((widths > 0) * kept_value + (widths == 0) * window_value * whole)
+        return (tokens * (keys + values)).sum(dtype=torch.float64)
+
+
+class ComparedCache(Cache):
+    """A cache of such layers, for a LeanK model.
+
+    Args:
+        layers: One for every layer of the model.
+    """
+
+    # A LeanK model takes what has this for a LeanK cache.
+    prefill_length = None
+
+    def __init__(self, layers: list[ComparedLayer]) -> None:
+        super().__init__(layers=[*layers])
+        self._layers = layers
+
+    def takes_step(self, num_columns: int) -> bool:
+        """Return that no step goes the way of captured ones."""
+        return False
+
+    def used(self) -> UsedBytes:
+        """Count bytes after a decode step."""
+        parts = [layer.used() for layer in self._layers]
+        return UsedBytes(sum(part.held for part in parts), sum(part.read for part in parts))
+
+
+@dataclass
+class Compared:
+    """A method that decodes from a `ComparedCache`.
+
+    Attributes:
+        name: What its column is called.
+        make_layer: Makes a layer of what it knows of the prompts.
+        channel_masks: Channels that are kept of tokens which are not whole, in the checkpoint's head order,
+            bool [L, H_kv, D].
+        windows: Tokens that stay whole, None for the checkpoint's.
+        query_window: How many of the prompt's last queries the method looks at.
+        key_mean: What comes off keys, in the checkpoint's head order [L, H_kv, D]; None for nothing.
+    """
+
+    name: str
+    make_layer: Callable[[Prompts], ComparedLayer]
+    channel_masks: Tensor
+    windows: Windows | None = None
+    query_window: int = 0
+    key_mean: Tensor | None = None
+
+    def start(self, prefill: Prefill) -> tuple[Any, Cache]:
+        """The LeanK model, and a cache of the prompts' keys and values."""
+        rows = prefill.fork(self.windows).rows
+        mask = prefill.attention_mask
+        lengths = mask.sum(1).tolist()
+        # A row's real columns first; a copy in any case, as methods write.
+        order = (torch.arange(mask.shape[1], device=mask.device) - mask.sum(1, keepdim=True)) % mask.shape[1]
+        layers = []
+        for index, (keys, values) in enumerate(prefill.keys_and_values):
+            aligned = [
+                states.gather(2, order[:, None, :, None].expand_as(states)) for states in (keys, values)
+            ]
+            key_mean = None
+            if self.key_mean is not None:
+                key_mean = self.key_mean[index][:, None].to(keys.device, torch.float32)
+            queries = (
+                prefill.queries[index][:, :, -self.query_window :] if self.query_window else keys[:, :, :0]
+            )
+            prompts = Prompts(
+                index=index,
+                keys=_centred(aligned[0], key_mean),
+                values=aligned[1],
+                lengths=lengths,
+                queries=queries,
+                softmax_scale=_softmax_scale(prefill.model, index),
+                channel_mask=self.channel_masks[index].to(keys.device),
+                rows=rows,
+                key_mean=key_mean,
+            )
+            layers.append(self.make_layer(prompts))
+        return prefill.model, ComparedCache(layers)
+
+
+def _centred(keys: Tensor, key_mean: Tensor | None) -> Tensor:
+    """Keys [B, H_kv, N, D] less their mean [H_kv, 1, D], as the runtime stores them."""
+    return keys if key_mean is None else (keys.float() - key_mean).to(keys.dtype)
+
+
+def _softmax_scale(model: Any, index: int) -> float:
+    """The factor on a layer's logits."""
+    return float(model.get_decoder().layers[index].self_attn.scaling)

@@ -1,0 +1,147 @@
+"""K and V of every token in four bits, rotated before or not, in plain torch.
+
+Of each token's K a head's channels lie in chunks of 32, kept and dropped ones in chunks of their own, the
+last of either as small as it comes out; V lies in chunks of 32 channels, too. A chunk has a minimum and a
+step in the model's dtype. Prefill reads nothing rounded; its tokens are rounded after it, any later one as it
+is appended. What is rounded is held as what it stands for, and counted as what it would take.
+
+A Hadamard matrix within each chunk spreads large channels over it. As it is orthogonal, queries that are
+rotated alike give the scores that they gave before, and outputs are rotated back; as no chunk has kept and
+dropped channels, pruning drops what it dropped before. Of a smaller chunk it rotates the powers of two that
+its size is the sum of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bin.baselines.compared_cache import ComparedLayer, Prompts
+
+BITS, CHUNK_SIZE = 4, 32
+_LARGEST_CODE = (1 << BITS) - 1
+
+
+class Int4Layer(ComparedLayer):  # type: ignore[no-untyped-call]
+    """A layer whose tokens are rounded, all of them.
+
+    Args:
+        prompts: What it holds.
+        rotated: Whether chunks are rotated before.
+    """
+
+    def __init__(self, prompts: Prompts, rotated: bool = False) -> None:
+        super().__init__(prompts)
+        self._key_chunks = assign_chunks(self.channel_mask)
+        self._value_chunks = assign_chunks(torch.ones_like(self.channel_mask))
+        self._rotations = None
+        if rotated:
+            self._rotations = hadamard(self._key_chunks), hadamard(self._value_chunks)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            rounded = self._rounded(keys[None], values[None])
+            keys.copy_(rounded[0][0])
+            values.copy_(rounded[1][0])
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append one token a row [B, H_kv, 1, D], rounded."""
+        super().append(*self._rounded(key_states, value_states))
+
+    def attend(
+        self,
+        module: object,
+        query: Tensor,
+        attention_mask: object,
+        *,
+        scaling: float | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, None]:
+        """Attend with the token that was appended [B, H, 1, D]; returns [B, 1, H, D] and no weights."""
+        if self._rotations is None:
+            return super().attend(module, query, attention_mask, scaling=scaling)
+        groups = query.shape[1] // len(self.widths)
+        of_keys, of_values = (matrices.repeat_interleave(groups, 0) for matrices in self._rotations)
+        out, _ = super().attend(module, query.float() @ of_keys, attention_mask, scaling=scaling)
+        return (out.transpose(1, 2) @ of_values).transpose(1, 2).to(query.dtype), None
+
+    def bits(self) -> tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]:
+        """Bits of a number, with its part of the chunk's minimum and step."""
+        head_dim = self.keys.shape[3]
+
+        def bits_of(num_channels: Tensor) -> Tensor:
+            extremes = 2 * (num_channels / CHUNK_SIZE).ceil() * 8 * self.keys.element_size()
+            return BITS + extremes / num_channels.clamp(min=1)
+
+        widths = self.widths[:, None].double()  # not every share has an exact binary fraction
+        values = bits_of(torch.full_like(widths, head_dim))
+        return bits_of(widths), bits_of(head_dim - widths), values, values
+
+    def _rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self._rotations is not None:
+            of_keys, of_values = self._rotations
+            keys, values = (
+                (keys.float() @ of_keys).to(self.dtype),
+                (values.float() @ of_values).to(self.dtype),
+            )
+        return quantise(keys, self._key_chunks), quantise(values, self._value_chunks)
+
+
+def assign_chunks(channel_mask: Tensor) -> Tensor:
+    """Say which chunk each channel lies in: kept ones in the first, in order, then dropped ones.
+
+    Args:
+        channel_mask: True where a channel is kept, bool [H_kv, D].
+
+    Returns:
+        Int64 [H_kv, D]; a head's chunks are counted from 0.
+    """
+    places = torch.where(channel_mask, channel_mask.cumsum(-1), (~channel_mask).cumsum(-1)) - 1
+    kept_chunks = -(-channel_mask.sum(-1, keepdim=True) // CHUNK_SIZE)
+    return places // CHUNK_SIZE + torch.where(channel_mask, 0, kept_chunks)
+
+
+def hadamard(chunks: Tensor) -> Tensor:
+    """Build a matrix for each head that rotates every chunk within itself, and is its own inverse.
+
+    Args:
+        chunks: Which chunk each channel lies in [H_kv, D].
+
+    Returns:
+        Float32 [H_kv, D, D].
+    """
+    matrices = torch.zeros(*chunks.shape, chunks.shape[1], device=chunks.device)
+    for matrix, of_head in zip(matrices, chunks, strict=True):
+        for chunk in of_head.unique():
+            channels = (of_head == chunk).nonzero().flatten()
+            while len(channels):
+                size = 1 << (len(channels).bit_length() - 1)
+                block = torch.ones(1, 1)
+                while len(block) < size:
+                    block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), block)
+                taken, channels = channels[:size], channels[size:]
+                matrix[taken[:, None], taken] = (block * size**-0.5).to(matrix.device)
+    return matrices
+
+
+def quantise(states: Tensor, chunks: Tensor) -> Tensor:
+    """Round numbers to the nearest of sixteen evenly spaced ones, of which the outer two are the extremes.
+
+    Args:
+        states: [B, H_kv, S, D].
+        chunks: Which channels share extremes [H_kv, D].
+
+    Returns:
+        What the codes stand for, in the dtype of `states`.
+    """
+    index = chunks[:, None].expand(states.shape)
+    shape = *states.shape[:-1], int(chunks.max()) + 1
+
+    def extreme(reduce: str) -> Tensor:
+        empty = states.new_empty(shape)
+        return empty.scatter_reduce(-1, index, states, reduce, include_self=False).gather(-1, index)
+
+    least = extreme("amin").float()
+    step = ((extreme("amax").float() - least) / _LARGEST_CODE).to(states.dtype).float()
+    # Of equal numbers the step is 0, and any code does.
+    codes = ((states.float() - least) / step).nan_to_num(0).round().clamp(0, _LARGEST_CODE)
+    most = torch.finfo(states.dtype).max
+    return (codes * step + least).to(states.dtype).clamp(-most, most)

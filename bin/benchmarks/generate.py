@@ -1,0 +1,303 @@
+"""`bin/benchmark generate`: a decode step and whole calls of `generate`, beside dense peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from bin.benchmarks.decode_attention import read_peers
+from bin.benchmarks.decode_step import UNMASKED_SDPA, GraphedDense, count_step_bytes, time_own_step
+from bin.benchmarks.measuring import (
+    REPLAYED,
+    Stopwatch,
+    attempt,
+    measure_read_bandwidth,
+    release_memory,
+    synchronize,
+)
+from bin.benchmarks.random_models import (
+    COMPILED,
+    LogitsTruth,
+    Models,
+    Setup,
+    build_dense,
+    build_own,
+    checked_models,
+    name_attention,
+    random_prompt,
+)
+from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert.errors import LeanKError
+
+OURS, ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "leank", "all-channels", "own-dtype", "dense-dynamic"
+GRAPHS = {
+    "dense-graph-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "dense-graph-flash": SDPBackend.FLASH_ATTENTION,
+}
+PEERS = (ALL_CHANNELS, *GRAPHS, DYNAMIC)
+# Those that are our stack; the last is a peer of an FP8 cache alone.
+_OWN = (OURS, ALL_CHANNELS, OWN_DTYPE)
+# A warm-up needs no long prompt, but more than one of each kind of step.
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 64, 8
+_BANDWIDTH_ROUNDS = 21
+_REMARKS = {
+    **dict.fromkeys(GRAPHS, "the stock step captured at exactly this length, by one of torch's backends"),
+    DYNAMIC: "the stock model and its cache as they come, every kernel launched by itself",
+}
+_NOTES = (
+    "ms/step: the captured step behind the prompt, replayed; in a call: from token to token of `generate`",
+    "byte limit: ms to read weights, K and V once; of limit, leank faster: by ms/step, else by a call's",
+    "decode s: a call without its prefill, whose share of the call is the last column",
+)
+_DRAFT_NOTE = (
+    "drafts: ms/step with so many drafted tokens to verify, accepted or not; random weights accept none, "
+    "so calls are without"
+)
+
+
+def benchmark_generate(
+    setup: Setup, *, cases: Sequence[tuple[int, int, int]], peers: str | None, rounds: int, drafts: int | None
+) -> dict[str, Any]:
+    """Measure and print a table for each case of batch, prompt tokens and new tokens.
+
+    `peers` are None for all. With `drafts` our own sides' step is also timed with so many drafted tokens to
+    verify. If decoding is not right, the JSON document that is returned has `ok` false and no cases.
+
+    Raises:
+        LeanKError: If a case has no decode step, or something of ours does not fit on the device.
+    """
+    if any(num_new < 2 for _, _, num_new in cases):
+        raise LeanKError(
+            "one new token comes from the prompt alone, without a decode step",
+            hint="ask for at least 2 new tokens, such as `--case 64x4kx128`",
+        )
+    known = (OWN_DTYPE, *PEERS) if setup.kv_dtype else PEERS
+    named = read_peers(peers, known) if peers else known
+    report = Report(setup.device, setup.describe())
+    results: list[dict[str, Any]] = []
+    measured: dict[str, Any] = {}
+    with checked_models(setup, max(prompt for _, prompt, _ in cases), report) as models:
+        if models.check["ok"]:
+            bandwidth = measure_read_bandwidth(setup.device, report, rounds=_BANDWIDTH_ROUNDS)
+            measured = {"read_bandwidth": bandwidth, "drafts": drafts}
+            bench = _Bench(setup, models, named, bandwidth, rounds, drafts)
+            for case in cases:
+                results.append(bench.run_case(*case))
+                _print_case(report, results[-1], models.attention, drafts)
+    return report.document("generate", **models.facts, **measured, cases=results)
+
+
+class _Bench:
+    """What all cases of one run share: the sides' models, and how right the peers are."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        models: Models,
+        named: Sequence[str],
+        bandwidth: float,
+        rounds: int,
+        drafts: int | None,
+    ) -> None:
+        self._setup, self._shared, self._bandwidth, self._rounds = setup, models, bandwidth, rounds
+        self._drafts, self._named = drafts, named
+        # What each side's cache holds.
+        self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
+        self._models: dict[str, Any] = {OURS: models.ours}
+        self._checks = {OURS: models.check}
+        self._refused = {name: why for name in named if (why := attempt(name in _OWN, self._prepare, name))}
+
+    def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
+        """Measure all sides one after the other; a peer that fails has a reason and no figures."""
+        prompt = random_prompt(self._shared.ours, batch_size, num_prompt)
+        release_memory(self._setup.device)
+        sides = {OURS: self._measure(OURS, prompt, num_new)}
+        for name in self._named:
+            release_memory(self._setup.device)
+            sides[name] = self._refused.get(name) or attempt(
+                name in _OWN, self._measure, name, prompt, num_new
+            )
+        ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
+        sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
+        return {**sizes, "sides": sides, "ratios": ratios}
+
+    def _prepare(self, name: str) -> dict[str, Any] | None:
+        """Put a peer's model together and check it; what speaks against it."""
+        self._models[name], truth = self._build(name)
+        check = self._checks[name] = truth.check(self._models[name])
+        return None if check["ok"] else {"why": "its result is wrong", "check": check}
+
+    def _build(self, name: str) -> tuple[Any, LogitsTruth]:
+        shared, setup = self._shared, self._setup
+        if name == DYNAMIC:
+            return shared.dense, shared.truth
+        if name in GRAPHS:
+            return GraphedDense(
+                build_dense(shared.ours, setup.geometry, UNMASKED_SDPA), GRAPHS[name]
+            ), shared.truth
+        model = build_own(shared.ours, self._setups[name])
+        if name_attention(model, setup) != shared.attention:
+            raise LeanKError("the kernel of this layout cannot be used here")
+        return model, shared.stored_truth if name == ALL_CHANNELS else shared.own_dtype_truth
+
+    def _measure(self, name: str, prompt: Tensor, num_new: int) -> dict[str, Any]:
+        # The first full prompt pays for memory that later ones find in the allocator.
+        model = self._models[name]
+        figures: dict[str, Any] = {}
+        if name in GRAPHS:
+            figures |= _name_timing("replay", model.time_step(prompt))
+        else:
+            call_generate(model, prompt[:, :_WARM_UP_PROMPT], min(_WARM_UP_TOKENS, num_new))
+            if name == DYNAMIC:
+                call_generate(model, prompt, 1)
+            else:
+                figures |= _name_timing("replay", time_own_step(model, prompt))
+                if self._drafts:
+                    figures |= _name_timing("draft", time_own_step(model, prompt, self._drafts))
+            figures |= time_generate(model, prompt, num_new, self._rounds)
+        setup = self._setups.get(name) or self._setup.keeping_all().in_own_dtype()
+        # Weights are the same on all sides; the step is that of the first new token.
+        read = count_step_bytes(self._shared.ours, setup, prompt.shape[0], prompt.shape[1] + 1)
+        limit = sum(read.values()) / self._bandwidth / 1e6
+        step = figures["step_milliseconds" if name == DYNAMIC else "replay_milliseconds"]
+        return {
+            "check": self._checks[name],
+            **figures,
+            "step_bytes": sum(read.values()),
+            "bytes_by_kind": read,
+            "byte_limit_milliseconds": limit,
+            "bandwidth_share": limit / step,
+        }
+
+
+def _name_timing(name: str, timing: Any) -> dict[str, Any]:
+    return {f"{name}_milliseconds": timing.milliseconds, name: asdict(timing)}
+
+
+class _StepClock(LogitsProcessor):
+    """Marks the moment between a step's forward pass and the choice of its token."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stopwatch = Stopwatch(device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.stopwatch.mark()
+        return scores
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of `generate`: the whole of it, up to the first logits, from token to token; its cache."""
+
+    seconds: float
+    prefill_seconds: float
+    step_milliseconds: Sequence[float]
+    cache: Any
+
+
+def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
+    """Call `generate`, greedy, on a prompt `[B, S]` for `num_new` tokens."""
+    clock = _StepClock(model.device)
+    synchronize(model.device)
+    began = time.perf_counter()
+    clock.stopwatch.mark()
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        min_new_tokens=num_new,
+        max_new_tokens=num_new,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([clock]),
+    )
+    synchronize(model.device)
+    seconds = time.perf_counter() - began
+    prefill, *steps = clock.stopwatch.gaps()
+    return Generation(seconds, prefill / 1e3, steps, output.past_key_values)
+
+
+def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:
+    """Figures of several calls of `generate`; medians."""
+    calls = []
+    for _ in range(rounds):
+        call = call_generate(model, prompt, num_new)
+        graph = getattr(call.cache, "graph", None)
+        # A cache goes before the next one comes.
+        calls.append(replace(call, cache=None))
+        del call
+    seconds = median(call.seconds for call in calls)
+    figures = {
+        "rounds": rounds,
+        "step_milliseconds": median(gap for call in calls for gap in call.step_milliseconds),
+        "generate_seconds": seconds,
+        "decode_seconds": median(call.seconds - call.prefill_seconds for call in calls),
+        "prefill_share": median(call.prefill_seconds / call.seconds for call in calls),
+        "tokens_per_second": prompt.shape[0] * num_new / seconds,
+    }
+    if graph is None:
+        return figures
+    replayed = {"captures": graph.num_captures, "replays": graph.num_replays, "why_eager": graph.why_eager}
+    return {**figures, "graph": replayed}
+
+
+_COMPARED = {
+    "bytes": "step_bytes",
+    "replay": "replay_milliseconds",
+    "step": "step_milliseconds",
+    "decode": "decode_seconds",
+    "generate": "generate_seconds",
+}
+
+
+def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, float | None]:
+    """How many times as fast ours is, by each way of measuring that the peer has, and what bytes allow."""
+    return {name: peer[key] / ours[key] if key in peer else None for name, key in _COMPARED.items()}
+
+
+def _remark(name: str, side: dict[str, Any]) -> str:
+    if "why" in side:
+        return f"no figures: {side['why']}"
+    if name in GRAPHS and side["replay"]["method"] != REPLAYED:
+        return f"not captured, {side['replay']['method']}"
+    if "graph" not in side:
+        return _REMARKS[name]
+    why = side["graph"]["why_eager"]
+    return f"not replayed: {why}" if why else f"{side['graph']['replays']} steps of a call replayed"
+
+
+def _print_case(report: Report, case: dict[str, Any], attention: str, drafts: int | None) -> None:
+    # Columns of a side's own figures, and of how many times as fast as it ours is.
+    drafted = {f"{drafts} drafts": (number, "draft_milliseconds")} if drafts else {}
+    columns: dict[str, tuple[Any, str]] = {
+        "ms/step": (number, "replay_milliseconds"),
+        **drafted,
+        "in a call": (number, "step_milliseconds"),
+        "byte limit": (number, "byte_limit_milliseconds"),
+        "of limit": (share, "bandwidth_share"),
+        "leank faster": (ratio, "by step"),
+        "decode s": (number, "decode_seconds"),
+        "decode faster": (ratio, "decode"),
+        "prefill": (share, "prefill_share"),
+    }
+    rows, notes = [], []
+    for name, side in case["sides"].items():
+        faster = case["ratios"].get(name, {})
+        figures = {**side, **faster, "by step": faster.get("replay") or faster.get("step")}
+        label = f"{name} ({attention})" if name in _OWN and attention != COMPILED else name
+        rows.append([label, *(write(figures.get(key)) for write, key in columns.values())])
+        notes.append(f"{label}: {_remark(name, side)}")
+    report.table(
+        f"generate, batch {case['batch']}, prompt {case['prompt']}, {case['new']} new tokens",
+        ["", *columns],
+        rows,
+        [*notes, *_NOTES, *([_DRAFT_NOTE] if drafts else [])],
+    )

@@ -1,0 +1,288 @@
+"""Timing: replays of a CUDA graph between two events; on the CPU the wall clock.
+
+And what surrounds a measurement: the device, how fast its memory can be read, peers that fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bin.benchmarks.tables import Report
+from leank_convert.device import choose_device
+from leank_convert.errors import LeanKError, first_line
+
+Call = Callable[[], object]
+
+REPLAYED = "CUDA graph replay"  # how most figures are measured
+# One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
+_MIN_REPLAY_MS = 2.0
+_MAX_CALLS = 512
+# What one pass reads is at least this many times the L2 cache, so that nothing is read from there twice.
+_TIMES_L2 = 8
+_MAX_COPIES = 16
+_READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
+_STDERR = 2
+
+
+def choose_benchmark_device(device: str | None) -> torch.device:
+    """The device to measure on: CUDA, unless the CPU is asked for by name.
+
+    Raises:
+        LeanKError: If there is no CUDA device and none was named, or the named one cannot be used.
+    """
+    if device is None and not torch.cuda.is_available():
+        raise LeanKError(
+            "there is no CUDA device to measure on",
+            hint="run it on a machine with a GPU; `--device cpu` runs the command at toy sizes, as a test",
+        )
+    chosen = choose_device(device or "cuda")
+    if chosen.type not in _READ_BYTES:
+        raise LeanKError(f"benchmarks run on `cuda` and, as a test, on `cpu`, not on `{chosen.type}`")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen if chosen.index is not None else torch.cuda.current_device())
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give freed memory back to the device, so that the next subject finds what the last one found."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Peak:
+    """Bytes that were allocated at most, and at the beginning; None on the CPU, which counts nothing."""
+
+    bytes: int | None = None
+    before: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Count the peak of what is allocated inside."""
+    peak = Peak()
+    if device.type == "cuda":
+        peak.before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+
+
+def describe_failure(error: Exception) -> str:
+    """Why a peer failed, in one line: a compiler's message begins with a place and names the error later."""
+    reason = first_line(error)
+    named = re.findall(r"^\s*(\w*(?:Error|Exception)\b.*?)\s*$", str(error), re.MULTILINE)
+    return f"{reason} {named[-1]}" if reason.endswith(":") and named else reason
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drop warnings and whatever is written to stderr, by subprocesses too; `--debug` lets all through."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        yield
+        return
+    sys.stderr.flush()
+    kept, nowhere = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
+    # Not `sys.stderr` itself: a log handler made meanwhile would keep what stood there.
+    os.dup2(nowhere, _STDERR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def attempt(is_ours: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a peer, which may fail in any way: in its compiler, or for want of memory.
+
+    Returns:
+        What it returns, or `why` there is nothing.
+    """
+    try:
+        # What the runtime says of its own kernel is for the user.
+        with nullcontext() if is_ours else silenced():
+            return function(*arguments)
+    except Exception as error:
+        return {"why": describe_failure(error)}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes: a median over rounds of so many calls, and how it was measured.
+
+    `spread` is half the distance between the quartiles, as a share of the median.
+    """
+
+    milliseconds: float
+    spread: float
+    rounds: int
+    calls: int
+    method: str
+
+
+def summarize(samples: Sequence[float], calls: int, method: str) -> Timing:
+    """Take the median of samples of `calls` calls each, in milliseconds."""
+    ordered = sorted(samples)
+    median = statistics.median(ordered)
+    quarter = len(ordered) // 4
+    distance = ordered[len(ordered) - 1 - quarter] - ordered[quarter]
+    spread = distance / 2 / median if median > 0 else 0.0
+    return Timing(median / calls, spread, len(ordered), calls, method)
+
+
+def copies_needed(num_bytes: int, l2_bytes: int) -> int:
+    """How many copies of an input have to take turns so that the L2 cache holds none of them."""
+    return min(max(-(-_TIMES_L2 * l2_bytes // max(num_bytes, 1)), 1), _MAX_COPIES)
+
+
+def outgrow_l2(num_bytes: int, copies: int, l2_bytes: int) -> bool:
+    """Whether that many copies of an input are as many as `copies_needed` would say, had it no bound."""
+    return copies * num_bytes >= _TIMES_L2 * l2_bytes
+
+
+class Stopwatch:
+    """Marks on one device's time line, read when all work is done: CUDA events, or the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Note the moment that the device reaches this point, without waiting for it."""
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._marks[-1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._marks.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Milliseconds between each mark and the next. Waits for the device."""
+        synchronize(self._device)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [a.elapsed_time(b) if self._device.type == "cuda" else (b - a) * 1e3 for a, b in pairs]
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, *, rounds: int) -> Timing:
+    """Time calls that take turns, each over inputs of its own; their results are dropped.
+
+    On CUDA all calls, as often as make 2 ms, are captured as one graph; each round replays it between two
+    events. A call that cannot be captured is timed without a graph, and `Timing.method` says so.
+    """
+
+    def one_after_another() -> None:
+        for call in calls:
+            call()
+
+    if device.type != "cuda":
+        return time_whole(one_after_another, device, rounds=rounds, calls=len(calls))
+    with torch.cuda.device(device):
+        once = statistics.median(_time_launches(one_after_another, device, 3))
+        repeats = max(1, min(round(_MIN_REPLAY_MS / max(once, 1e-3)), _MAX_CALLS))
+
+        def batch() -> None:
+            for _ in range(repeats):
+                one_after_another()
+
+        graph = None
+        with suppress(RuntimeError):
+            graph = capture(one_after_another, batch)
+        return time_replays(graph, batch, device, rounds=rounds, calls=repeats * len(calls))
+
+
+def time_replays(graph: Any, call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
+    """Time replays of what was captured, which has a `replay`; None: times the call that was not captured."""
+    if device.type != "cuda":
+        return time_whole(call, device, rounds=rounds, calls=calls)
+    launch, method = (call, "CUDA events, without a graph") if graph is None else (graph.replay, REPLAYED)
+    return summarize(_time_launches(launch, device, rounds), calls, method)
+
+
+def time_whole(call: Call, device: torch.device, *, rounds: int, calls: int = 1) -> Timing:
+    """Time a call that is long beside its launch by the wall clock, after it ran once to warm up."""
+    call()
+    samples = []
+    for _ in range(rounds):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        samples.append((time.perf_counter() - began) * 1e3)
+    return summarize(samples, calls, "wall clock")
+
+
+def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
+    """Capture what `batch` launches on the current CUDA device, after `warm_up` ran on the same stream.
+
+    Raises:
+        RuntimeError: If something of it cannot be captured.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            batch()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        raise
+    return graph
+
+
+def _time_launches(launch: Call, device: torch.device, rounds: int) -> list[float]:
+    """Milliseconds of each launch between events on the device, after one to warm up."""
+    launch()
+    synchronize(device)
+    stopwatch = Stopwatch(device)
+    stopwatch.mark()
+    for _ in range(rounds):
+        launch()
+        stopwatch.mark()
+    return stopwatch.gaps()
+
+
+def measure_read_bandwidth(device: torch.device, report: Report, *, rounds: int) -> float:
+    """Read one large buffer of random numbers; GB/s of the faster of two reductions.
+
+    Reductions write next to nothing, so this is what a kernel that only reads can hope for, where a copy
+    would pay for its writes.
+    """
+    numbers = torch.randn(_READ_BYTES[device.type] // 2, dtype=torch.bfloat16, device=device)
+    ways: tuple[Call, ...] = (numbers.view(torch.int32).amax, numbers.view(torch.int64).amax)
+    best = min(time_calls([way], device, rounds=rounds).milliseconds for way in ways)
+    bandwidth = numbers.nbytes / best / 1e6
+    del numbers, ways
+    release_memory(device)
+    report.line(
+        f"read bandwidth {bandwidth:,.1f} GB/s: the faster of two plain reductions by torch; what is above "
+        "100% of it reads faster than they do"
+    )
+    return bandwidth

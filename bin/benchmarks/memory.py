@@ -1,0 +1,251 @@
+"""`bin/benchmark memory`: bytes of the cache, peak of a prefill, the largest batch, beside the dense model.
+
+The largest batch is found by trying: rows are allocated, joined and decoded, not counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bin.benchmarks.generate import call_generate
+from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
+from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
+from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert.head_layout import count_cache_bytes
+
+OURS, DENSE = "leank", "dense"
+_PARTS = ("keys", "values")
+_DECODED_STEPS = 8  # enough that a step is run eagerly, captured and replayed
+
+
+def benchmark_memory(
+    setup: Setup,
+    *,
+    allocated: Sequence[int],
+    prefill: Sequence[int],
+    largest: Sequence[tuple[int, int]],
+    limit: int | None,
+) -> dict[str, Any]:
+    """Count a row's cache, measure the peak of a prefill and find largest batches; what is empty is left out.
+
+    Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
+    Weights and cache may take `limit` bytes in a search, None for all there are. If decoding is not right,
+    the JSON document that is returned has `ok` false and no figures.
+
+    Raises:
+        LeanKError: If something does not fit on the device where nothing is searched for.
+    """
+    report = Report(setup.device, setup.describe())
+    results: dict[str, Any] = {}
+    lengths = [sum(case) for case in largest] + [allocated[0] if allocated else 1]
+    with checked_models(setup, max(lengths), report) as models:
+        # Plain torch holds more during a step, so fewer rows fit.
+        label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
+        sides = {OURS: models.ours, DENSE: models.dense}
+        if models.check["ok"]:
+            if allocated:
+                results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
+            if prefill:
+                results["prefill"] = measure_prefill(report, sides, *prefill)
+            results["largest_batch"] = [find_batches(sides, *case, limit=limit) for case in largest]
+            if largest:
+                _print_batches(report, results["largest_batch"], label)
+    return report.document("memory", **models.facts, **results)
+
+
+def count_allocated(
+    report: Report, model: Any, setup: Setup, num_prompt: int, num_new: int
+) -> dict[str, Any]:
+    """Count a row's cache as a `generate` call leaves it.
+
+    A whole window is a constant; what the append-only store allocates is divided by the tokens that it holds.
+    """
+    cache = call_generate(model, random_prompt(model, 1, num_prompt), num_new).cache
+    memory, num_tokens = cache.memory(), cache.get_seq_length()
+    regions = {name: value for name, value in asdict(memory).items() if isinstance(value, dict)}
+    beyond = memory.kept_keys.allocated + memory.kept_values.allocated
+    dense = memory.dense_keys + memory.dense_values
+    ideal = count_cache_bytes(
+        setup.mask.widths, setup.geometry.facts.head_dim, model.dtype.itemsize, setup.kv_dtype
+    )
+    release_memory(model.device)
+    whole = memory.total.allocated / dense
+    report.line(
+        f"cache of one row, prompt {num_prompt}, {num_new} new tokens: {beyond / num_tokens:,.0f} bytes a "
+        f"token allocated beyond the window, {beyond / dense:.4f} of {dense / num_tokens:,.0f} dense (by "
+        f"widths {1 - ideal.saved:.4f}); {whole:.4f} with it"
+    )
+    return {
+        "prompt": num_prompt,
+        "new": num_new,
+        "tokens": num_tokens,
+        "regions": regions,
+        "dense_bytes_per_token": dense / num_tokens,
+        "allocated_bytes_per_token_beyond_window": beyond / num_tokens,
+        "share_of_dense_beyond_window": beyond / dense,
+        "ideal_share_beyond_window": 1 - ideal.saved,
+        "share_of_dense_with_window": whole,
+    }
+
+
+def measure_prefill(
+    report: Report, sides: dict[str, Any], batch_size: int, num_prompt: int
+) -> dict[str, Any]:
+    """Peak of what is allocated during a prefill, beyond what was allocated before it; null on the CPU."""
+    result: dict[str, Any] = {"batch": batch_size, "prompt": num_prompt}
+    prompt = random_prompt(sides[OURS], batch_size, num_prompt)
+    for name, side in sides.items():
+        release_memory(prompt.device)
+        with peak_memory(prompt.device) as peak:
+            output = side(prompt, use_cache=True, logits_to_keep=1)
+        del output
+        result[name] = {"peak_bytes": None if peak.bytes is None else peak.bytes - (peak.before or 0)}
+    release_memory(prompt.device)
+    ours, theirs = (result[name]["peak_bytes"] for name in sides)
+    result["share_of_dense"] = ours / theirs if ours and theirs else None
+    report.line(
+        f"prefill of {batch_size} x {num_prompt} tokens, peak beyond the weights, cache included: leank "
+        f"{number(ours, unit=1e9)} GB, dense {number(theirs, unit=1e9)} GB, "
+        f"{share(result['share_of_dense'])} of it"
+    )
+    return result
+
+
+class Trial:
+    """Tries batches of rows of one prompt with one model, within `limit` bytes for weights and cache, if any.
+
+    A row is prefilled up to the last few of all tokens and copied, and becomes the batch's last row itself: a
+    batch that fits has been decoded at its final length, and nothing but the batch was held. `row_bytes` is
+    what one row's cache takes at that length.
+    """
+
+    def __init__(self, model: Any, num_prompt: int, num_new: int, limit: int | None) -> None:
+        self._model, self._device = model, model.device
+        self._length = num_prompt + num_new
+        # A call may ask for fewer new tokens than are decoded here.
+        num_steps = min(_DECODED_STEPS, num_new)
+        tokens = random_prompt(model, 1, self._length)
+        self._prompt, self._new = tokens[:, :-num_steps], tokens[:, -num_steps:]
+        self._left = None
+        if limit is not None:
+            self._left = limit - sum(weight.nbytes for weight in model.parameters())
+        self.row_bytes = count_bytes(self._decode(1))
+        release_memory(self._device)
+
+    def predict(self) -> int:
+        """How many rows the bytes of one suggest."""
+        free = torch.cuda.mem_get_info(self._device)[0] if self._left is None else self._left
+        return max(free // self.row_bytes, 1)
+
+    def fits(self, batch_size: int) -> bool:
+        """Try a batch."""
+        held = None
+        with suppress(torch.OutOfMemoryError):
+            held = count_bytes(self._decode(batch_size))
+        release_memory(self._device)
+        return held is not None and (self._left is None or held <= self._left)
+
+    def _decode(self, batch_size: int) -> Any:
+        """Join copies of the row and decode to the end; returns the cache."""
+        row = prefill_row(self._model, self._prompt, self._length)
+        cache = join_rows([copy.deepcopy(row) for _ in range(batch_size - 1)] + [row], self._length)
+        for column in range(self._new.shape[1]):
+            token = self._new[:, column : column + 1].repeat(batch_size, 1)
+            self._model(token, past_key_values=cache, use_cache=True)
+        synchronize(self._device)
+        return cache
+
+
+def prefill_row(model: Any, prompt: torch.Tensor, num_tokens: int) -> Any:
+    """Run a prompt `[1, S]`; return its cache, ours with room for `num_tokens` tokens."""
+    from transformers import DynamicCache
+
+    if not hasattr(model, "build_cache"):
+        cache: Any = DynamicCache(config=model.config)
+    else:
+        cache = model.build_cache()
+        cache.reserve(num_tokens)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def join_rows(rows: list[Any], num_tokens: int) -> Any:
+    """Make one cache of many, ours with room for `num_tokens` tokens a row; they are empty afterwards."""
+    if hasattr(rows[0], "concatenate"):
+        return type(rows[0]).concatenate(rows, num_tokens)
+    cache = rows[-1]
+    for index, layer in enumerate(cache.layers):
+        for name in _PARTS:
+            joined = torch.cat([getattr(row.layers[index], name) for row in rows])
+            for row in rows:
+                setattr(row.layers[index], name, None)
+            setattr(layer, name, joined)
+    return cache
+
+
+def count_bytes(cache: Any) -> int:
+    """The bytes that a cache holds."""
+    if hasattr(cache, "memory"):
+        return int(cache.memory().total.allocated)
+    return sum(getattr(layer, name).nbytes for layer in cache.layers for name in _PARTS)
+
+
+def find_largest(fits: Callable[[int], bool], guess: int) -> tuple[int, dict[int, bool]]:
+    """Find the largest count from 1 up that fits, starting near a guess; what fits is taken to have no gaps.
+
+    Returns:
+        The count, 0 if not even 1 fits, and every count that was tried.
+    """
+    tried: dict[int, bool] = {}
+    low, high, stride = 0, None, 1  # low fits, high does not
+    count = max(guess, 1)
+    while high is None or high - low > 1:
+        tried[count] = fits(count)
+        low, high = (count, high) if tried[count] else (low, count)
+        if high is not None and low > 0:
+            count = (low + high) // 2
+        else:  # away from the guess, ever faster
+            count = low + stride if high is None else max(high - stride, 1)
+            stride *= 2
+    return low, tried
+
+
+def find_batches(
+    sides: dict[str, Any], num_prompt: int, num_new: int, *, limit: int | None
+) -> dict[str, Any]:
+    """The largest batch of both models for one prompt length and number of new tokens."""
+    result: dict[str, Any] = {"prompt": num_prompt, "new": num_new}
+    for name, model in sides.items():
+        trial = Trial(model, num_prompt, num_new, limit)
+        predicted = trial.predict()
+        found, tried = find_largest(trial.fits, predicted)
+        facts = {"batch": found, "predicted_by_bytes": predicted, "row_bytes": trial.row_bytes}
+        result[name] = {**facts, "tried": {str(count): tried[count] for count in sorted(tried)}}
+    ours, theirs = (result[name]["batch"] for name in sides)
+    return {**result, "ratio": ours / theirs if theirs else None}
+
+
+def _print_batches(report: Report, found: Sequence[dict[str, Any]], label: str) -> None:
+    rows = [
+        [
+            f"{label if name == OURS else name}, {case['prompt']} + {case['new']}",
+            str(case[name]["batch"]),
+            str(case[name]["predicted_by_bytes"]),
+            number(case[name]["row_bytes"], 1, unit=1e6),
+            ratio(case["ratio"] if name == OURS else 1.0),
+        ]
+        for case in found
+        for name in (OURS, DENSE)
+    ]
+    report.table(
+        "largest batch, rows prefilled one at a time, decoded together to the end",
+        ["", "rows", "by bytes", "MB a row", "of dense"],
+        rows,
+        ["rows: tried, one more does not fit; by bytes: free memory over one row's bytes, not tried"],
+    )

@@ -1,0 +1,336 @@
+"""`bin/benchmark onnx`: decode step of the exported graph on onnxruntime, beside the exporter's dense graph.
+
+Timed is a step of one row of a model of random weights, of a few hundred MB: the graph, and the new token's
+keys and values put into the cache; not the flush, which comes once in `flush_size` steps. The dense graph is
+that of a mask without a pruned region, all tokens in one window. Both run as `leank_onnx.py` runs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, relative_error
+from bin.benchmarks.geometries import Geometry
+from bin.benchmarks.measuring import summarize
+from bin.benchmarks.random_models import Setup, stock_config
+from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert.head_layout import count_cache_bytes
+from leank_convert.mask import ChannelMask
+from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph
+from leank_convert.onnx.graph import attending
+from leank_convert.onnx.leank_onnx import MODEL_FILE, Cache, Description, Graph, new_integers, new_outputs
+from leank_convert.onnx.quantize import round_weights
+
+SIDES = ("dense", "leank")
+_PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
+# At most these, so that a toy stays one. They make 373 MB of four of Llama's layers.
+_SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
+_LAYERS = 4
+_TOKEN = 5
+_WARM_UP = 2
+# Sharper than a model's of random weights, so that attention is far from uniform.
+_KEY_SCALE = 2.0
+_TOLERANCE = 1e-4
+# Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
+_QUANTIZED_TOLERANCE = 0.2
+
+# Per layer of one row, keys and values `[1, H_kv, N, D]`, heads in the checkpoint's order.
+Cached = Sequence[tuple[Tensor, Tensor]]
+
+
+def benchmark_onnx(
+    setup: Setup,
+    lengths: Sequence[int],
+    *,
+    layers: list[int] | None,
+    weights: str | None,
+    threads: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Measure a step at each length of the cache, and print a table.
+
+    `layers` of the mask are None for some that stand for all, `weights` of both graphs `int8`, `int4` or None
+    for float32. A case whose check failed has `ok` false in the JSON document, and no figures.
+
+    Raises:
+        LeanKError: If a library is missing, or there is no such layer.
+    """
+    check_available()
+    chosen = choose_layers(setup, layers)
+    measured = take_layers(setup, chosen)
+    report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
+    report.line(
+        f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {DEFAULT_OPSET}, "
+        f"{weights or 'float32'} weights, float32 cache"
+    )
+    model = build_stock(measured.geometry)
+    exact = copy.deepcopy(model)
+    if weights is not None:
+        round_weights(exact, weights)
+    exact.double()
+    # Both sides take turns: none may wait busily while the other one runs.
+    settings = {"session.force_spinning_stop": "1"}
+    cases = []
+    with TemporaryDirectory() as temporary:
+        hosts = {}
+        for side in SIDES:
+            folder = export_side(model, measured, side, Path(temporary, side), weights)
+            hosts[side] = Description.read(folder), Graph(folder / MODEL_FILE, threads, settings)
+        read = count_weight_bytes(model, folder)
+        report.line(f"{read / 1e6:,.1f} MB of weights are read")
+        for num_tokens in lengths:
+            cached = draw_cache(measured, num_tokens)
+            steps = {side: HostStep(*hosts[side], cached, side) for side in SIDES}
+            checks = {
+                side: step.check(exact_logits(exact, measured, cached, side), weights)
+                for side, step in steps.items()
+            }
+            held = {side: step.cache_bytes for side, step in steps.items()}
+            ok = all(check["ok"] for check in checks.values())
+            figures = _time_sides(steps, {side: held[side] + read for side in SIDES}, rounds) if ok else {}
+            cases.append(
+                {
+                    "tokens": num_tokens,
+                    "pruned": pruned_length(num_tokens + 1, measured.windows),
+                    "cache_bytes": held,
+                    "cache_share": held["leank"] / held["dense"],
+                    "ok": ok,
+                    "step": {"checks": checks, **figures},
+                }
+            )
+    _print_times(report, cases, rounds)
+    return report.document(
+        "onnx",
+        ok=all(case["ok"] for case in cases),
+        dtype="float32",
+        weights=weights or "float32",
+        opset=DEFAULT_OPSET,
+        threads=threads,
+        layers=chosen,
+        widths=[list(row) for row in measured.layout.widths],
+        weight_bytes=read,
+        cases=cases,
+    )
+
+
+def choose_layers(setup: Setup, layers: list[int] | None) -> list[int]:
+    """The layers to measure: those asked for, else one of each quarter of the depth.
+
+    Of all such choices the one whose pruned region takes the share that is closest to the whole mask's.
+
+    Raises:
+        LeanKError: If there is no such layer.
+    """
+    found = setup.choose_layers(layers)
+    if layers is not None:
+        return found
+    head_dim = setup.geometry.facts.head_dim
+    counted = [count_cache_bytes([widths], head_dim, 1) for widths in setup.mask.widths]
+    taken = [layer.key_pruned + layer.value_pruned for layer in counted]
+    mean = sum(taken) / len(taken)
+    parts = min(_LAYERS, len(taken))
+    bounds = [len(taken) * part // parts for part in range(parts + 1)]
+    choices = itertools.product(*(range(a, b) for a, b in itertools.pairwise(bounds)))
+    return list(min(choices, key=lambda choice: abs(sum(taken[layer] for layer in choice) / parts - mean)))
+
+
+def take_layers(setup: Setup, layers: Sequence[int]) -> Setup:
+    """The same mask and shape with some of the layers."""
+    config = {**setup.geometry.config, "num_hidden_layers": len(layers)}
+    mask = ChannelMask(setup.mask.channel_mask[list(layers)])
+    return replace(setup, mask=mask, geometry=replace(setup.geometry, config=config))
+
+
+def build_stock(geometry: Geometry) -> Any:
+    """The stock class with random weights in float32, of a geometry's attention in smaller other layers."""
+    import transformers
+
+    sizes = {key: min(value, geometry.config[key]) for key, value in _SIZES.items()}
+    config = {**geometry.config, "head_dim": geometry.facts.head_dim, **sizes}
+    # Queries of about unit size, so that attention is far from uniform and an error would be seen.
+    scale = sizes["hidden_size"] ** -0.5
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
+        )
+    return model.eval().requires_grad_(False)
+
+
+def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
+    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
+    masks, windows = torch.stack(setup.channel_masks), setup.windows
+    kept = masks if side == "leank" else torch.zeros_like(masks)
+    folder.mkdir()
+    pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
+    export_graph(pruned, folder, weights=weights)
+    return folder
+
+
+def count_weight_bytes(model: Any, folder: Path) -> int:
+    """Bytes of the weights that a step reads: those in the graph's file, without the embedding's."""
+    return (folder / f"{MODEL_FILE}.data").stat().st_size - int(model.get_input_embeddings().weight.nbytes)
+
+
+def draw_cache(setup: Setup, num_tokens: int) -> Cached:
+    """Random keys and values, so that both sides and the exact result see the same cache."""
+    facts = setup.geometry.facts
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 1, facts.num_key_value_heads, num_tokens, facts.head_dim)
+    layers = (torch.randn(shape, generator=generator) for _ in range(facts.num_hidden_layers))
+    return [(keys * _KEY_SCALE, values) for keys, values in layers]
+
+
+def exact_logits(model: Any, setup: Setup, cached: Cached, side: str) -> Tensor:
+    """Logits of the step that follows a cache, by the definition on dense keys and values.
+
+    Shares no code with graph, host and runtime. `model` is a stock one, in float64; where the graph's weights
+    are quantized, it has the values that they were rounded to.
+    """
+    num_tokens, windows = cached[0][0].shape[2], setup.windows
+    pruned = pruned_length(num_tokens + 1, windows) if side == "leank" else 0
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        stored, mask = cached[module.layer_idx], setup.channel_masks[module.layer_idx]
+        keys, values = (
+            torch.cat([old.to(query), new], dim=2) for old, new in zip(stored, (key, value), strict=True)
+        )
+        kept = mask if side == "leank" else torch.ones_like(mask)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attend_row(query, keys, values, kept, windows.sink_size, pruned)
+        return out.transpose(1, 2), None
+
+    position = torch.tensor([[num_tokens]])
+    with attending(model, attend), torch.no_grad():
+        output = model(torch.tensor([[_TOKEN]]), position_ids=position, use_cache=False)
+    logits: Tensor = output.logits.flatten()
+    return logits
+
+
+class HostStep:
+    """One decode step of a graph as its host runs it, again and again on the same cache.
+
+    Args:
+        description: Of the graph.
+        graph: The graph itself.
+        cached: What is in the cache.
+        side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
+    """
+
+    def __init__(self, description: Description, graph: Graph, cached: Cached, side: str) -> None:
+        num_tokens = cached[0][0].shape[2]
+        order = torch.tensor(description.content["channel_order"])
+        prompt = [
+            (keys.gather(3, lanes[None, :, None].expand_as(keys)).numpy(), values.mT.numpy())
+            for (keys, values), lanes in zip(cached, order, strict=True)
+        ]
+        # With room for the step's token, and larger than the sink.
+        self._cache = Cache(description, 1, max(num_tokens, description.sink_size) + 1)
+        self._cache.write_prompt(prompt, np.array([num_tokens]), 0)
+        if side == "leank":
+            self._cache.split()
+        self._side, self._buffers = side, _without_reserve(self._cache)
+        self._integers = new_integers(1, 1, 1)
+        self._integers["input_ids"][:] = _TOKEN
+        self._integers["past_lengths"][:] = self._cache.lengths
+        self._integers["pruned_lengths"][:] = self._cache.pruned_lengths
+        self._outputs = new_outputs(description, 1, 1, 1)
+        self._present = [
+            (self._outputs[f"present.{layer}.key"], self._outputs[f"present.{layer}.value"])
+            for layer in range(len(cached))
+        ]
+        self._run = graph.bind({**self._integers, **self._buffers}, self._outputs)
+        self.cache_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def run(self) -> None:
+        """Run one step."""
+        self._run()
+        if self._side == "leank":
+            self._cache.append(self._present, 0, np.array([True]))
+        else:
+            self._cache.write_prompt(self._present, np.array([1]), 0)
+        self._cache.lengths -= 1  # so that the next one is the same step
+
+    def check(self, exact: Tensor, weights: str | None) -> dict[str, Any]:
+        """Hold a fresh run's logits to exact ones.
+
+        Where the graph's weights are quantized, onnxruntime rounds activations to 8 bits, too.
+        """
+        self._outputs["logits"][...] = np.nan  # what is not written does not pass
+        self.run()
+        error = relative_error(torch.from_numpy(self._outputs["logits"]).flatten(), exact)
+        tolerance = _TOLERANCE if weights is None else _QUANTIZED_TOLERANCE
+        # NaN never is.
+        return {"error": finite(error), "tolerance": tolerance, "ok": error <= tolerance}
+
+
+def _without_reserve(cache: Cache) -> dict[str, Any]:
+    """A cache's arrays; the pruned ones with as many columns as there are tokens, but one at least."""
+    columns = max(int(cache.pruned_lengths[0]), 1)
+    buffers = cache.tensors()
+    for name, array in buffers.items():
+        if ".pruned." in name:
+            held = array[:, :, :columns] if name.endswith(".key") else array[..., :columns]
+            buffers[name] = np.ascontiguousarray(held)
+    return buffers
+
+
+def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: int) -> dict[str, Any]:
+    """Time both sides in turns; which one begins changes every round."""
+    for step in steps.values():
+        for _ in range(_WARM_UP):
+            step.run()
+    samples: dict[str, list[float]] = {side: [] for side in SIDES}
+    for index in range(rounds):
+        for side in SIDES if index % 2 else reversed(SIDES):
+            began = time.perf_counter()
+            steps[side].run()
+            samples[side].append((time.perf_counter() - began) * 1e3)
+    figures: dict[str, Any] = {
+        side: {**asdict(summarize(samples[side], 1, "wall clock, in turns")), "bytes": read[side]}
+        for side in SIDES
+    }
+    keys = {"ratio": "milliseconds", "byte_ratio": "bytes"}
+    ratios = {name: figures["dense"][key] / figures["leank"][key] for name, key in keys.items()}
+    return {**figures, **ratios}
+
+
+def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
+    rows, notes = [], []
+    for case in cases:
+        figures = case["step"]
+        sides = [figures.get(side, {}) for side in SIDES]
+        rows.append(
+            [
+                f"{case['tokens']:,}",
+                *(number(side.get("milliseconds"), 1) for side in sides),
+                *(ratio(figures.get(key)) for key in ("ratio", "byte_ratio")),
+                share(max((side["spread"] for side in sides if side), default=None)),
+                share(case["cache_share"]),
+            ]
+        )
+        notes += [
+            f"{case['tokens']:,} tokens: the {side} graph's logits are WRONG: {check['error']}"
+            for side, check in figures["checks"].items()
+            if not check["ok"]
+        ]
+    if not notes:
+        errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
+        notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
+    notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
+    columns = ["tokens", "dense ms", "leank ms", "leank faster", "by bytes", "±"]
+    report.table("whole step, one row", [*columns, "cache of dense"], rows, notes)

@@ -1,0 +1,396 @@
+"""Models of random weights to measure, ours and the stock one, and a mask on a real model's shape."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bin.benchmarks.decode_attention import EXACT, judge, relative_error
+from bin.benchmarks.geometries import GEOMETRIES, Geometry, find_geometry
+from bin.benchmarks.measuring import release_memory
+from bin.benchmarks.rounded_cache import rounded_cache
+from bin.benchmarks.tables import Report
+from leank_convert.checkpoint_io import CONFIG_NAME
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
+from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
+from leank_convert.kv_scales import describe_cache
+from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, resolve_mask
+from leank_convert.testbed import MODEL_DIR
+from leank_convert.warmup import find_kernels
+from leank_convert.windows import Windows
+
+COMPILED, PLAIN_TORCH = "compiled kernel", "plain torch"
+TOO_LARGE = "this benchmark", "take a smaller batch, or fewer tokens"
+
+# Heads' widths as a learned mask of 70% has them, in quarters of a head: 0.3125 of all channels.
+_SYNTHETIC_QUARTERS = (0, 1, 1, 2, 1, 2, 1, 2)
+# transformers keeps a copy of the runtime under the folder's name: one name, so that copies do not pile up.
+_FOLDER_NAME = "leank_benchmark"
+_TOKENIZER_NAME = "tokenizer.json"
+_CHECKED_ROWS = 2
+_CHECKED_STEPS = 12  # enough for a step that runs eagerly, one that is captured, and some that are replayed
+_CHECKED_PRUNED_TOKENS = 256
+_CPU = torch.device("cpu")
+_FIRST_TOKEN = 3  # the ids before it are special in most vocabularies
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured, and where: a mask in the original head order, its origin, and a shape that it fits.
+
+    `dtype` is that of weights, keys and values, `kv_dtype` that of our caches where it is another one.
+    """
+
+    geometry: Geometry
+    mask: ChannelMask
+    origin: str
+    windows: Windows
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: str | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one number in our caches."""
+        return BYTES_PER_ELEMENT[self.kv_dtype or self.dtype_name]
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether this is a test of the command, on the CPU."""
+        return self.device.type == "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """As options and the document name it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def layout(self) -> HeadLayout:
+        """The order of the heads in a checkpoint."""
+        return plan_head_layout(self.mask.widths)
+
+    @property
+    def channel_masks(self) -> list[Tensor]:
+        """Kept channels of every layer `[H_kv, D]`, heads in the checkpoint's order."""
+        return [
+            self.mask.channel_mask[layer][list(permutation)]
+            for layer, permutation in enumerate(self.layout.head_permutation)
+        ]
+
+    def keeping_all(self) -> Setup:
+        """The same with a mask that keeps all channels."""
+        return replace(self, mask=ChannelMask(torch.ones_like(self.mask.channel_mask)), origin="all channels")
+
+    def in_own_dtype(self) -> Setup:
+        """The same with our caches in the dtype of weights."""
+        return replace(self, kv_dtype=None)
+
+    def choose_layers(self, layers: list[int] | None) -> list[int]:
+        """The layers asked for, None for all.
+
+        Raises:
+            LeanKError: If there is no such layer.
+        """
+        num_layers = self.geometry.facts.num_hidden_layers
+        for layer in layers or ():
+            if not 0 <= layer < num_layers:
+                raise LeanKError(f"there is no layer {layer}: `{self.geometry.name}` has {num_layers}")
+        return list(range(num_layers)) if layers is None else layers
+
+    def describe(self, *, masked: bool = True) -> dict[str, Any]:
+        """JSON-ready facts."""
+        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+        shape = {key: getattr(self.geometry.facts, key) for key in keys}
+        mask = {"mask": self.origin, "pruning_ratio": self.mask.pruning_ratio} if masked else {}
+        stored = {"kv_dtype": self.kv_dtype} if self.kv_dtype else {}
+        return {"geometry": self.geometry.name, **shape, **mask, **_window_sizes(self.windows), **stored}
+
+
+def _window_sizes(windows: Windows) -> dict[str, int]:
+    return {key: getattr(windows, key) for key in ("sink_size", "recent_size", "flush_size")}
+
+
+def choose_setup(
+    mask: str | None,
+    recipe: str | None,
+    geometry: str | None,
+    device: torch.device = _CPU,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
+) -> Setup:
+    """Put together what to measure.
+
+    The mask is a file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one. The
+    geometry is a key of `GEOMETRIES`; None for the one that the mask fits.
+
+    Raises:
+        LeanKError: If they do not go together.
+    """
+    windows = None
+    if recipe is not None:
+        from leank_convert.recipe_file import load_recipe
+
+        loaded = load_recipe(recipe)
+        windows = loaded.windows
+        mask = mask or loaded.mask
+        geometry = geometry or _geometry_of_model(loaded.model.id)
+    if mask is None:
+        shape = find_geometry(geometry, None)
+        made, origin = synthetic_mask(shape), "synthetic (widths as learned)"
+    else:
+        made = load_mask(resolve_mask(mask))
+        shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
+    # Those that the mask was learned with count most.
+    known: Any = made.provenance or windows or shape.windows
+    sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
+    return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype)
+
+
+def synthetic_mask(geometry: Geometry) -> ChannelMask:
+    """Make a mask whose widths are spread as in a learned one and whose channels are random."""
+    facts = geometry.facts
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim, dtype=torch.bool)
+    for layer in range(facts.num_hidden_layers):
+        for head in range(facts.num_key_value_heads):
+            # Shifted by layer, so that layers differ as they do in a learned mask.
+            quarters = _SYNTHETIC_QUARTERS[(head + 3 * layer) % len(_SYNTHETIC_QUARTERS)]
+            kept = torch.randperm(facts.head_dim, generator=generator)[: quarters * facts.head_dim // 4]
+            mask[layer, head, kept] = True
+    return ChannelMask(mask)
+
+
+def _geometry_of_model(model_id: str | None) -> str:
+    for geometry in GEOMETRIES.values():
+        if geometry.model_id == model_id:
+            return geometry.name
+    raise LeanKError(
+        f"no geometry has the shape of the recipe's model `{model_id}`",
+        hint="name one: `--geometry " + "|".join(GEOMETRIES) + "`",
+    )
+
+
+def build_model(setup: Setup, device: torch.device | None = None) -> Any:
+    """A LeanK model of random weights that runs the runtime's files as a checkpoint brings them.
+
+    Its weights are made on `device`, None for the setup's, none on `meta`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary, _FOLDER_NAME)
+        folder.mkdir()
+        copy_runtime_files(folder)
+        (folder / CONFIG_NAME).write_bytes(encode_json(_leank_config(setup)))
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        with torch.device(device or setup.device):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                loaded, trust_remote_code=True, dtype=setup.dtype
+            )
+    if setup.mask.key_mean is not None:
+        pairs = zip(setup.mask.key_mean.float(), setup.layout.head_permutation, strict=True)
+        model.key_means = [mean[list(order)][None] for mean, order in pairs]
+    return model.eval()
+
+
+def write_folder(setup: Setup, parent: Path) -> Path:
+    """Write what an engine that makes up its weights reads: a LeanK config, a tokenizer that knows each id.
+
+    For one that it does not know vLLM decodes the whole prompt again, and is slower than the model.
+    """
+    folder = parent / _FOLDER_NAME
+    folder.mkdir()
+    config = _leank_config(setup)
+    if setup.kv_dtype:  # an engine that makes up weights takes ones for scales
+        config["leank"]["kv_scales"] = {"num_tokens": 0, "tasks": [], "seed": 0}
+    tokenizer = json.loads((MODEL_DIR / _TOKENIZER_NAME).read_text())
+    words = tokenizer["model"]["vocab"]
+    config["vocab_size"] = max(config["vocab_size"], len(words))
+    words |= {f"word{token_id}": token_id for token_id in range(len(words), config["vocab_size"])}
+    (folder / CONFIG_NAME).write_bytes(encode_json(config))
+    (folder / _TOKENIZER_NAME).write_bytes(encode_json(tokenizer))
+    copyfile(MODEL_DIR / "tokenizer_config.json", folder / "tokenizer_config.json")
+    return folder
+
+
+def _leank_config(setup: Setup) -> dict[str, Any]:
+    facts = setup.geometry.facts
+    known = setup.mask.provenance or MaskProvenance.for_model(
+        setup.geometry.model_id, facts, method="benchmark", **_window_sizes(setup.windows)
+    )
+    cache = describe_cache(setup.kv_dtype, None)
+    leank = build_leank_facts(setup.mask, known, setup.layout, setup.windows, {}, cache)
+    return build_config({**setup.geometry.config, "dtype": setup.dtype_name}, facts.architecture, leank, {})
+
+
+def name_attention(model: Any, setup: Setup) -> str:
+    """What decode attention runs in: figures of plain torch must not pass for the kernel's."""
+    return PLAIN_TORCH if find_kernels(model, setup.device, setup.dtype) is None else COMPILED
+
+
+def stock_config(geometry: Geometry, **changes: Any) -> Any:
+    """The stock class's config of a geometry; `changes` are keys of its own."""
+    import transformers
+
+    options = {key: value for key, value in geometry.config.items() if key != "model_type"}
+    return getattr(transformers, geometry.facts.architecture.config_class)(**options, **changes)
+
+
+def build_dense(model: Any, geometry: Geometry, attention: str = "sdpa") -> Any:
+    """The stock class over the very tensors of a LeanK or stock model; random weights need no reordering.
+
+    `attention` is transformers' name for how it attends.
+    """
+    import transformers
+
+    with torch.device("meta"):
+        dense = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            stock_config(geometry), dtype=model.dtype, attn_implementation=attention
+        )
+    return _share_weights(model, dense)
+
+
+def build_own(model: Any, setup: Setup) -> Any:
+    """Our model of another mask or cache dtype, over the very tensors of a LeanK model."""
+    return _share_weights(model, build_model(setup, torch.device("meta")))
+
+
+def _share_weights(model: Any, other: Any) -> Any:
+    """Give a model on the meta device the parameters of another one of its shape."""
+    # The very parameters: where one model moves its weights together, those of the others move along.
+    other.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    # Its buffers are no weights, so the meta device left them empty.
+    other.model.rotary_emb = model.model.rotary_emb
+    empty = [name for name, tensor in (*other.named_parameters(), *other.named_buffers()) if tensor.is_meta]
+    assert not empty, empty
+    return other.eval().requires_grad_(False)
+
+
+def random_prompt(model: Any, batch_size: int, num_tokens: int, seed: int = 0) -> Tensor:
+    """Random token ids of a model's vocabulary `[B, S]`, on its device."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch_size, num_tokens
+    ids = torch.randint(_FIRST_TOKEN, model.config.vocab_size, shape, generator=generator)
+    return ids.to(model.device)
+
+
+@dataclass(frozen=True)
+class LogitsTruth:
+    """Tokens `[B, S]`, exact logits of the last ones, and the dense model's own error in its dtype."""
+
+    tokens: Tensor
+    logits: Tensor
+    torch_error: float
+
+    def check(self, model: Any) -> dict[str, Any]:
+        """Hold a model's decoding to this, with whatever cache it has."""
+        return judge(relative_error(forced_logits(model, self.tokens), self.logits), self.torch_error)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Our model and the stock one on the same random weights, what ours decodes in, and how right it is.
+
+    `truth` is the stock model's, `stored_truth` the same with a cache as ours, `own_dtype_truth` that of ours
+    with a cache in the dtype of weights.
+    """
+
+    ours: Any
+    dense: Any
+    attention: str
+    check: dict[str, Any]
+    truth: LogitsTruth
+    stored_truth: LogitsTruth
+    own_dtype_truth: LogitsTruth
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a document says of them."""
+        dtype = str(self.ours.dtype).removeprefix("torch.")
+        return {"ok": self.check["ok"], "dtype": dtype, "kernel": self.attention, "check": self.check}
+
+
+@contextmanager
+def checked_models(setup: Setup, prompt_length: int, report: Report) -> Iterator[Models]:
+    """Build both models, hold decoding to the same weights in higher precision, and say how close it is.
+
+    The exact logits are those of the plain torch path; torch's own error is the dense model's, with an FP8
+    cache where ours is one. An error
+    far below `pruning_effect`, how far exact pruned logits are from exact dense ones, shows that the right
+    tokens and channels were seen. What runs inside runs without gradients.
+
+    The checked prompt has at most `prompt_length` tokens.
+
+    Raises:
+        LeanKError: If something of it, or of what runs inside, does not fit on the device.
+    """
+    with torch.no_grad(), out_of_memory(*TOO_LARGE):
+        torch.manual_seed(0)
+        ours = build_model(setup)
+        dense = build_dense(ours, setup.geometry)
+        attention = name_attention(ours, setup)
+        least = sum(_window_sizes(setup.windows).values()) + _CHECKED_PRUNED_TOKENS
+        tokens = random_prompt(ours, _CHECKED_ROWS, min(prompt_length, least) + _CHECKED_STEPS, seed=1)
+        exact = copy.deepcopy(ours).to(EXACT[setup.dtype])
+        exact_ours, exact_dense = _exact_logits(exact, tokens), build_dense(exact, setup.geometry)
+        truth = stored_truth = _hold_to(exact_dense, dense, tokens)
+        own_dtype_truth = LogitsTruth(tokens, exact_ours, truth.torch_error)
+        if setup.kv_dtype:
+            stored_truth = _hold_to(exact_dense, dense, tokens, rounded_cache)
+            plain = _exact_logits(exact, tokens, exact.build_cache(kv_dtype="auto"))
+            own_dtype_truth = LogitsTruth(tokens, plain, truth.torch_error)
+        own, error = stored_truth.torch_error, relative_error(forced_logits(ours, tokens), exact_ours)
+        effect = relative_error(exact_ours, stored_truth.logits)
+        check = {**judge(error, own), "pruning_effect": effect}
+        del exact, exact_dense
+        release_memory(setup.device)
+        report.line(f"our decode attention: {attention}")
+        report.line(
+            f"error of logits {error:.1e}, of dense decoding {own:.1e}, effect of pruning {effect:.1e}: "
+            f"{'as close as dense' if check['ok'] else 'WRONG, nothing is measured'}"
+        )
+        yield Models(ours, dense, attention, check, truth, stored_truth, own_dtype_truth)
+
+
+def _hold_to(
+    exact: Any, dense: Any, tokens: Tensor, make_cache: Callable[[Any], Any] = lambda model: None
+) -> LogitsTruth:
+    """What the dense model gives in higher precision, and how far it is from that in its own dtype."""
+    logits, own = (forced_logits(model, tokens, make_cache(model)) for model in (exact, dense))
+    return LogitsTruth(tokens, logits, relative_error(own, logits))
+
+
+def _exact_logits(exact: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+    """`forced_logits` of our model in higher precision; that kernels do not serve it is no news here."""
+    logging.disable(logging.WARNING)
+    try:
+        return forced_logits(exact, tokens, cache)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def forced_logits(model: Any, tokens: Tensor, cache: Any = None) -> Tensor:
+    """Logits of the prompt's last token and of every step, `[B, 1 + steps, vocabulary]`, tokens given.
+
+    The cache is an empty one; None for the model's own.
+    """
+    prompt = tokens.shape[1] - _CHECKED_STEPS
+    output = model(tokens[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = [output.logits]
+    for column in range(prompt, tokens.shape[1]):
+        output = model(tokens[:, column : column + 1], past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)

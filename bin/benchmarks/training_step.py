@@ -1,0 +1,154 @@
+"""`bin/benchmark train`: a training step beside its own prefill, in seconds and in memory.
+
+Nothing is checked before: the tests on a GPU hold losses and gradients of each of its parts to references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bin.benchmarks.measuring import peak_memory, release_memory, time_whole
+from bin.benchmarks.random_models import TOO_LARGE, Setup, random_prompt, stock_config
+from bin.benchmarks.tables import Report, number, ratio
+from leank_convert.data import Question, TrainingSample
+from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.fusion import fuse_layers
+from leank_convert.train.graphs import Gradients
+from leank_convert.train.passes import Student, run_context_pass
+from leank_convert.train.scaling import l1_penalty
+
+_LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
+
+
+def benchmark_train(
+    setup: Setup, *, length: int, questions: int, question_size: tuple[int, int], rounds: int
+) -> dict[str, Any]:
+    """Measure steps of one and of several questions on one context, and print a table.
+
+    `length` counts context, one question and its answer, `question_size` the tokens of both.
+
+    Raises:
+        LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
+    """
+    windows, total = setup.windows, sum(question_size)
+    least = windows.sink_size + windows.recent_size + total + 1
+    if length < least:
+        raise LeanKError(
+            f"`--length` {length} leaves nothing to prune between sink {windows.sink_size} and recent window "
+            f"{windows.recent_size} of a sample with a question of {total} tokens",
+            hint=f"ask for {least} or more",
+        )
+    report = Report(setup.device, setup.describe(masked=False))
+    with out_of_memory(*TOO_LARGE):
+        torch.manual_seed(0)
+        model = build_trainee(setup)
+        samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
+        step = measure_step(model, samples, setup, rounds)
+    _print_step(report, step)
+    sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
+    return report.document("train", ok=True, dtype=setup.dtype_name, **sizes, step=step)
+
+
+def build_trainee(setup: Setup) -> Any:
+    """A model of random weights with training's attention, frozen, made on the device."""
+    with torch.device(setup.device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            stock_config(setup.geometry), dtype=setup.dtype, attn_implementation=ATTENTION_NAME
+        )
+    model.eval().requires_grad_(False)
+    if setup.device.type == "cuda":
+        fuse_layers(model)
+    return model
+
+
+def draw_sample(
+    model: Any, length: int, num_questions: int, question_size: tuple[int, int]
+) -> TrainingSample:
+    """Random tokens as training gets them: one question is part of what is stored, several follow it.
+
+    `length` counts context, one question and its answer: the positions that are used.
+    """
+    total, answer = sum(question_size), question_size[1]
+    ids = random_prompt(model, 1, length + (num_questions - 1) * total)[0].cpu()
+    start = length - answer if num_questions == 1 else length - total
+    questions = (Question(asked, len(asked) - answer) for asked in ids[start:].chunk(num_questions))
+    return TrainingSample(task="random tokens", prefix_ids=ids[:start], questions=tuple(questions))
+
+
+def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
+    """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
+    facts = setup.geometry.facts
+    # Uniform over [0, 1], as in the middle of training.
+    factors = torch.rand(facts.mask_shape, generator=torch.Generator().manual_seed(0))
+    factors = factors.to(model.device).requires_grad_()
+    optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
+    gradients = Gradients(model, facts, sample.num_positions)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        gradients.add(sample, Student(setup.windows, factors), 1.0)
+        (_L1_WEIGHT * l1_penalty(factors)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with torch.no_grad():
+            factors.clamp_(0.0, 1.0)
+
+    if gradients.captures:
+        run()  # the next one captures
+    return run
+
+
+def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, rounds: int) -> dict[str, Any]:
+    """Seconds of the prefill alone; seconds and peak memory of a step on each sample."""
+    device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
+
+    def seconds(call: Callable[[], object]) -> dict[str, Any]:
+        timing = asdict(time_whole(call, device, rounds=rounds))
+        return {"seconds": timing["milliseconds"] / 1e3, "spread": timing["spread"], "rounds": rounds}
+
+    # What several questions share, the shortest context of all: no step is flattered by its prefill.
+    prefix = min((sample.prefix_ids for sample in samples), key=len)
+    prefill = seconds(lambda: run_context_pass(model, prefix))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    cache = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * length
+    cache *= model.dtype.itemsize
+    steps = []
+    for sample in samples:
+        release_memory(device)
+        with peak_memory(device) as peak:
+            step = seconds(optimizer_step(model, sample, setup))
+        step |= {"questions": len(sample.questions), "peak_bytes": peak.bytes}
+        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
+        step["ratio"] = peak.bytes and peak.bytes / (weights + cache)
+        steps.append(step)
+    sizes = {"length": length, "context": len(prefix), "weight_bytes": weights, "cache_bytes": cache}
+    return {**sizes, "prefill": prefill, "steps": steps}
+
+
+def _print_step(report: Report, found: dict[str, Any]) -> None:
+    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", ""]]
+    rows += [
+        [
+            f"step, {step['questions']} on a context",
+            number(step["seconds"], 3),
+            ratio(step["ratio_to_own_prefill"]),
+            number(step["peak_bytes"], unit=1e9),
+            ratio(step["ratio"]),
+        ]
+        for step in found["steps"]
+    ]
+    report.table(
+        f"one step on {found['length']:,} tokens, by questions on a context",
+        ["", "seconds", "of our\nprefill", "peak\nGB", "of weights\n+ K/V"],
+        rows,
+        [
+            f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
+            f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
+            f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
+        ],
+    )

@@ -1,0 +1,76 @@
+"""SnapKV: the tokens that stay are those of a slow re-statement, and what is decoded stays with them."""
+
+import math
+
+import pytest
+import torch
+
+from bin.baselines.compared_cache import Compared, ComparedLayer
+from bin.baselines.snapkv import KERNEL_SIZE, QUERY_WINDOW, SnapKVLayer
+from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
+
+EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
+LENGTHS = (90, 61, 35, 20)
+HEAD_DIM, GROUPS = 16, 2
+
+
+@pytest.fixture(scope="module")
+def prefill(evaluated):
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(5, 300, (length,), generator=generator) for length in LENGTHS]
+    ids = pad_left(prompts, torch.device("cpu"))
+    # More queries than it looks at, as when another variant in the same batch wants them.
+    return run_prefill(evaluated.model, *ids, query_window=QUERY_WINDOW + 3)
+
+
+def decode(prefill, make_layer, num_steps=1):
+    model, cache = Compared("compared", make_layer, EVERY_CHANNEL, query_window=QUERY_WINDOW).start(prefill)
+    attention_mask = prefill.attention_mask
+    for _ in range(num_steps):
+        logits, attention_mask = decode_token(model, cache, prefill.next_token, attention_mask)
+    return logits, cache
+
+
+def kept_slowly(prefill, layer, row, head, capacity):
+    """Tokens of a prompt that one KV head keeps."""
+    length = LENGTHS[row]
+    if length <= max(capacity, QUERY_WINDOW):
+        return set(range(length))
+    keys = prefill.keys_and_values[layer][0][row, head].double()[-length:]
+    first = length - QUERY_WINDOW
+    sums = [0.0] * first
+    for query_head in range(head * GROUPS, (head + 1) * GROUPS):
+        queries = prefill.queries[layer][row, query_head].double()[-QUERY_WINDOW:]
+        for place, query in enumerate(queries, start=first):
+            weights = [math.exp(float(query @ keys[t]) / HEAD_DIM**0.5) for t in range(place + 1)]
+            for token in range(first):
+                sums[token] += weights[token] / sum(weights)
+    reach = KERNEL_SIZE // 2
+    smooth = [sum(sums[max(t - reach, 0) : t + reach + 1]) for t in range(first)]
+    best = sorted(range(first), key=smooth.__getitem__, reverse=True)[: max(capacity - QUERY_WINDOW, 0)]
+    return {*best, *range(first, length)}
+
+
+@pytest.mark.parametrize("capacity", [40, 0.56])
+def test_tokens_that_the_prompts_end_looks_at_stay_and_so_does_what_is_decoded(prefill, capacity):
+    num_steps = 3
+    _, cache = decode(prefill, lambda prompts: SnapKVLayer(prompts, capacity), num_steps)
+    num_held = 0
+    for index, layer in enumerate(cache.layers):
+        places = torch.arange(layer.keys.shape[2])
+        seen = torch.stack([places < length + num_steps for length in LENGTHS])[:, None]
+        held = layer.held(seen) & seen
+        for row, length in enumerate(LENGTHS):
+            room = capacity if isinstance(capacity, int) else int(capacity * length)
+            for head in range(2):
+                expected = kept_slowly(prefill, index, row, head, room)
+                decoded = set(range(length, length + num_steps))
+                assert set(held[row, head].nonzero().flatten().tolist()) == expected | decoded
+                num_held += len(expected) + num_steps
+    assert cache.used().held == cache.used().read == num_held * 2 * HEAD_DIM * 4
+
+
+def test_a_capacity_for_the_whole_prompt_drops_nothing(prefill):
+    expected, _ = decode(prefill, ComparedLayer)
+    assert torch.equal(decode(prefill, SnapKVLayer)[0], expected)
+    assert not torch.equal(decode(prefill, lambda prompts: SnapKVLayer(prompts, 40))[0], expected)

@@ -1,0 +1,313 @@
+"""`bin/benchmark` as a user calls it, each command at toy sizes on the CPU; what is wrong gets no figure."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from bin.benchmarks import decode_step, kernel, random_models
+from bin.benchmarks.__main__ import benchmark
+from bin.benchmarks.decode_attention import FilledLayer
+from bin.benchmarks.geometries import GEOMETRIES
+from bin.benchmarks.onnx_step import HostStep
+from bin.benchmarks.random_models import choose_setup, synthetic_mask, write_folder
+
+CPU = ("--device", "cpu")
+KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x8", "--rounds", "2")
+ONE_LAYER = ("kernel", *CPU, "--layers", "1", "--rounds", "1")
+GENERATE = ("generate", *CPU, "--case", "2x40x6", "--drafts", "3", "--rounds", "2")
+MEMORY = ("memory", *CPU, "--allocated", "180x12", "--largest", "48x8", "--limit", "0.0015")
+TRAIN = ("train", *CPU, "--questions", "2", "--question-size", "3x5", "--rounds", "2")
+ONNX = ("onnx", "--geometry", "tiny", "--layers", "0", "--rounds", "2", "--threads", "1", "--length", "96")
+# Of the tiny shape in bfloat16: K and V of a token; q, k, v, o, gate, up, down and two norms of each layer;
+# last norm and head.
+DENSE_TOKEN = 2 * 2 * 4 * 64 * 2
+LAYER = (64 * 512 + 2 * 64 * 256 + 512 * 64 + 3 * 64 * 96 + 2 * 64) * 2
+WEIGHTS = 2 * LAYER + (64 + 64 * 128) * 2
+
+
+def run(*arguments):
+    return CliRunner().invoke(benchmark, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The JSON of a run that must succeed, the only line of stdout, and its tables."""
+
+    def parse(*arguments):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("\n") == 1
+        return json.loads(result.stdout), result.stderr
+
+    return functools.cache(parse)
+
+
+@pytest.mark.parametrize("command", [KERNEL, GENERATE, MEMORY, TRAIN], ids=lambda command: command[0])
+def test_a_document_says_what_ran_where_and_a_table_that_a_cpu_tests(command, measured):
+    document, table = measured(*command)
+    assert (document["benchmark"], document["ok"], document["dtype"]) == (command[0], True, "bfloat16")
+    assert document["environment"]["versions"]["torch"] == torch.__version__
+    assert document["environment"]["device_type"] == "cpu"
+    assert document["subject"]["geometry"] == "tiny"
+    assert "a test of this command" in table
+    assert document.get("kernel", "plain torch").startswith("plain torch")
+
+
+def test_kernel_reports_layers_peers_and_bytes(measured):
+    document, table = measured(*KERNEL)
+    case, several = document["cases"]
+    assert (case["batch"], case["tokens"], several["new"]) == (2, 64, 8)
+    assert sorted(case["peers"]) == ["leank-all-channels", "sdpa"]
+    for entry in (*case["layers"], *case["peers"].values(), *several["peers"].values()):
+        assert entry["check"]["ok"]
+        assert entry["gigabytes_per_second"] == pytest.approx(entry["bytes"] / entry["milliseconds"] / 1e6)
+    assert case["bytes"] == sum(layer["bytes"] for layer in case["layers"]) / 2 < case["dense_bytes"]
+    for name, peer in case["peers"].items():
+        assert case["ratios"][name] == pytest.approx(peer["milliseconds"] / case["milliseconds"])
+    assert case["ratio_to_best"] == min(case["ratios"].values())
+    assert "mean of 2 layers" in table and f"ceiling by bytes: {case['byte_ratio']:.2f}x\n" in table
+    assert "decode attention, batch 1, 90 tokens, 8 of them new" in table
+
+
+def test_fp8_caches_read_half_and_are_held_to_what_they_store(measured):
+    (plain, _), (fp8, _) = measured(*KERNEL), measured(*KERNEL, "--kv-dtype", "fp8")
+    for ours, other in zip(fp8["cases"], plain["cases"], strict=True):
+        assert 2 * ours["bytes"] == other["bytes"]
+        peers = ours["peers"]
+        assert 2 * peers["leank-all-channels"]["bytes"] == peers["sdpa"]["bytes"]
+        assert peers["leank-own-dtype"]["bytes"] == other["bytes"]
+        assert all(peer["check"]["ok"] for peer in peers.values())
+    (case,) = measured(*GENERATE, "--kv-dtype", "fp8")[0]["cases"]
+    assert list(case["sides"])[:3] == ["leank", "own-dtype", "all-channels"]
+    read = {
+        name: side["bytes_by_kind"]["cache"] for name, side in case["sides"].items() if side["check"]["ok"]
+    }
+    assert len(read) == 6
+    assert 2 * read["leank"] == read["own-dtype"] and 2 * read["all-channels"] == read["dense-dynamic"]
+    refused = run(*KERNEL, "--dtype", "float32", "--kv-dtype", "fp8")
+    assert refused.exit_code == 2 and "--kv-dtype goes with --dtype bfloat16" in refused.stderr
+
+
+def test_generate_measures_all_peers_on_the_same_weights_beside_their_byte_limits(measured):
+    document, table = measured(*GENERATE)
+    assert document["check"]["error"] < document["check"]["pruning_effect"] / 4
+    (case,) = document["cases"]
+    sides = case["sides"]
+    assert list(sides) == ["leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash", "dense-dynamic"]
+    for name, side in sides.items():
+        assert side["check"]["ok"]
+        limit = side["step_bytes"] / document["read_bandwidth"] / 1e6
+        assert side["byte_limit_milliseconds"] == pytest.approx(limit)
+        step = side["step_milliseconds" if name == "dense-dynamic" else "replay_milliseconds"]
+        assert side["bandwidth_share"] == pytest.approx(limit / step)
+        assert side["bytes_by_kind"]["weights"] == WEIGHTS
+        assert ("generate_seconds" in side) == ("graph-" not in name)
+        assert ("draft_milliseconds" in side) == (name in ("leank", "all-channels"))
+    # Windows: sink 4, recent 16. Of 41 tokens of a row, the last of them new, 20 are pruned.
+    widths = [width for layer in choose_setup(None, None, "tiny").layout.widths for width in layer]
+    pruned = 20 * 2 * sum(width + 64 * (width > 0) for width in widths)
+    assert sides["leank"]["bytes_by_kind"]["cache"] == 2 * (pruned + 21 * DENSE_TOKEN)
+    assert sides["all-channels"]["step_bytes"] == WEIGHTS + 2 * 41 * DENSE_TOKEN
+    assert "dense-graph-flash: not captured, wall clock" in table and "drafts: ms/step" in table
+
+
+def test_memory_counts_a_cache_and_finds_batches(measured):
+    document, table = measured(*MEMORY)
+    allocated = document["allocated"]
+    # The last token that is generated is not fed; 192 are asked for, which are three times 64.
+    assert allocated["tokens"] == 191
+    assert allocated["dense_bytes_per_token"] == DENSE_TOKEN
+    ideal = allocated["ideal_share_beyond_window"]
+    assert allocated["share_of_dense_beyond_window"] == pytest.approx(ideal * 192 / 191)
+    assert document["prefill"]["leank"]["peak_bytes"] is None, "the CPU counts nothing"
+    (case,) = document["largest_batch"]
+    for side in (case["leank"], case["dense"]):
+        assert side["tried"][str(side["batch"])]
+        assert not side["tried"][str(side["batch"] + 1)]
+    assert case["ratio"] == case["leank"]["batch"] / case["dense"]["batch"]
+    assert "largest batch" in table
+
+
+def test_a_training_step_is_timed_beside_its_prefill(measured):
+    step = measured(*TRAIN)[0]["step"]
+    # Two questions of 3 + 5 tokens share the first 96 - 8.
+    assert (step["length"], step["context"], step["cache_bytes"]) == (96, 88, DENSE_TOKEN * 96)
+    assert [case["questions"] for case in step["steps"]] == [1, 2]
+    for case in step["steps"]:
+        assert case["ratio_to_own_prefill"] == pytest.approx(case["seconds"] / step["prefill"]["seconds"])
+
+
+def test_an_onnx_step_is_measured_beside_the_dense_graph(measured):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    document, table = measured(*ONNX)
+    assert (document["layers"], document["ok"], document["threads"]) == ([0], True, 1)
+    (case,) = document["cases"]
+    figures = case["step"]
+    assert case["pruned"] == 76 and all(check["ok"] for check in figures["checks"].values())
+    for side in ("dense", "leank"):
+        assert figures[side]["bytes"] == case["cache_bytes"][side] + document["weight_bytes"]
+    # 4 heads of 64 channels and as many values; of 96 tokens the dense side has room for one more.
+    assert case["cache_bytes"]["dense"] == 97 * 4 * 2 * 64 * 4
+    window, widths = 24 * 4 * 2 * 64 * 4, document["widths"][0]
+    assert case["cache_bytes"]["leank"] == window + 76 * sum(width + 64 for width in widths if width) * 4
+    assert "whole step, one row" in table and "say nothing of speed" not in table
+
+
+def test_a_wrong_onnx_step_gets_no_figures(monkeypatch):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    right = HostStep.run
+
+    def double(step):
+        right(step)
+        step._outputs["logits"][...] *= 2 if step._side == "leank" else 1
+
+    monkeypatch.setattr(HostStep, "run", double)
+    result = run(*ONNX)
+    (case,) = json.loads(result.stdout)["cases"]
+    assert (result.exit_code, case["ok"], "ratio" in case["step"]) == (1, False, False)
+    assert "the leank graph's logits are WRONG" in result.stderr
+
+
+def test_a_peer_that_fails_or_lies_has_no_figures_and_its_noise_stays_off_the_table(monkeypatch, capfd):
+    def fail(query, keys, values):
+        subprocess.run(["sh", "-c", "echo noise of a compiler >&2"], check=True)
+        raise RuntimeError(
+            "CompilationError: at 194:23:\n    acc = (\nAssertionError('types differ')\n\nSet X"
+        )
+
+    peers = {"sdpa": fail, "flex": lambda query, keys, values: lambda: torch.zeros_like(query)}
+    monkeypatch.setattr(kernel, "PEERS", {**kernel.PEERS, **peers})
+    result = run(*ONE_LAYER, "--peers", "sdpa,flex")
+    (case,) = json.loads(result.stdout)["cases"]
+    reason = "CompilationError: at 194:23: AssertionError('types differ')"
+    assert case["peers"]["sdpa"] == {"milliseconds": None, "why": reason, "check": None}
+    assert case["peers"]["flex"]["milliseconds"] is None and not case["peers"]["flex"]["check"]["ok"]
+    assert (result.exit_code, case["ratios"], case["ratio_to_best"]) == (0, {}, None)
+    assert f"sdpa has no figures: {reason}\n" in result.stderr
+    assert "noise" not in result.stderr + capfd.readouterr().err
+
+
+def test_wrong_attention_has_no_figure_and_exits_1(monkeypatch):
+    right = FilledLayer.attend
+    monkeypatch.setattr(FilledLayer, "attend", lambda self: right(self) * 1.1)
+    result = run(*ONE_LAYER)
+    document = json.loads(result.stdout)
+    (case,) = document["cases"]
+    assert (result.exit_code, document["ok"]) == (1, False)
+    assert case["milliseconds"] is case["layers"][0]["milliseconds"] is None
+    # Ours with all channels is wrong too; torch's is not.
+    assert case["peers"]["leank-all-channels"]["milliseconds"] is None
+    assert case["peers"]["sdpa"]["milliseconds"] > 0
+    assert "WRONG: 1" in result.stderr
+
+
+@pytest.mark.parametrize("command", [GENERATE, MEMORY], ids=lambda command: command[0])
+def test_wrong_decoding_is_not_timed_and_exits_1(command, monkeypatch):
+    right = random_models.forced_logits
+
+    def wrong(model, tokens, cache=None):
+        logits = right(model, tokens, cache)
+        return logits * 1.2 if hasattr(model, "build_cache") and model.dtype == torch.bfloat16 else logits
+
+    monkeypatch.setattr(random_models, "forced_logits", wrong)
+    result = run(*command)
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["ok"], document["check"]["ok"]) == (1, False, False)
+    assert document.get("cases", []) == [] and "allocated" not in document
+    assert "WRONG" in result.stderr
+
+
+def test_a_peer_whose_decoding_is_wrong_has_a_reason_and_no_figures(monkeypatch):
+    right = decode_step.PreallocatedLayer.update
+    monkeypatch.setattr(
+        decode_step.PreallocatedLayer,
+        "update",
+        lambda layer, keys, values, *rest: right(layer, keys, 2 * values),
+    )
+    result = run("generate", *CPU, "--case", "1x30x4", "--rounds", "1", "--peers", "dense-graph-cudnn")
+    (case,) = json.loads(result.stdout)["cases"]
+    assert case["sides"]["dense-graph-cudnn"]["why"] == "its result is wrong"
+    assert set(case["ratios"]["dense-graph-cudnn"].values()) == {None}
+    assert case["sides"]["leank"]["step_milliseconds"] > 0
+
+
+def test_running_out_of_memory_is_one_sentence_and_exits_1(monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("tried to allocate too much\nmore of it")
+
+    monkeypatch.setattr(kernel, "attend_exactly", fail)
+    result = run(*ONE_LAYER)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "memory does not suffice for this benchmark: tried to allocate too much\nhint: " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["kernel", "generate", "memory", "train"])
+def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no CUDA device" in result.stderr and "--device cpu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernel", "--case", "64"], "`64` is not batch x tokens, such as 64x32k"),
+        (["kernel", "--case", "2x64x4x4"], "`2x64x4x4` is not batch x tokens"),
+        (["kernel", "--case", "2x8x8"], "of 8 tokens 8 are new, which leaves none in the cache"),
+        (["kernel", "--case", "8192x8192"], "`8192x8192` is no toy size"),
+        (["kernel", "--case", "1" + "0" * 5000], "error: invalid value for `--case`"),
+        (["kernel", "--layers", "first"], "`first` is neither"),
+        (["kernel", "--layers", "2"], "there is no layer 2: `tiny` has 2"),
+        (["kernel", "--peers", "fast"], "there is no peer `fast`"),
+        (["kernel", "--geometry", "tiny", "--mask", "MASK"], "another model than"),
+        (["kernel", "--recipe", "quickstart"], "no geometry has the shape"),
+        (["generate", "--case", "2x40x1"], "without a decode step\nhint: ask for at least 2"),
+        (["train", "--length", "9"], "`--length` 9 leaves nothing to prune between sink 4 and recent window"),
+        (["train", "--device", "meta"], "cannot be used"),
+        (["serve", "--peers", "slow"], "vLLM is not installed"),
+        (["kernl"], "no such command `kernl`\nhint: did you mean `kernel`?"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_mistakes_exit_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    torch.save(torch.ones(32, 8, 128), tmp_path / "mask.pth")
+    given = [str(tmp_path / "mask.pth") if part == "MASK" else part for part in arguments]
+    result = run(given[0], *CPU, *given[1:])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_help_imports_no_heavy_library():
+    code = (
+        "import sys; from bin.benchmarks.__main__ import benchmark\n"
+        "try: benchmark(['kernel', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'pydantic', 'rich', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--geometry" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_synthetic_mask_is_spread_like_a_learned_one():
+    for geometry in GEOMETRIES.values():
+        mask = synthetic_mask(geometry)
+        assert 0.6 < mask.pruning_ratio < 0.75
+        widths = {width for layer in mask.widths for width in layer}
+        assert 0 in widths and len(widths) == 3
+
+
+def test_an_engines_tokenizer_has_a_word_for_every_id_that_random_weights_may_choose(tmp_path):
+    setup = choose_setup(None, None, "llama-3.1-8b")
+    tokenizer = AutoTokenizer.from_pretrained(write_folder(setup, tmp_path))
+    assert None not in tokenizer.convert_ids_to_tokens(list(range(setup.geometry.config["vocab_size"])))

@@ -1,0 +1,92 @@
+"""What decode attention has to read, by hand and as the cache counts it; what its result is held to."""
+
+import pytest
+import torch
+
+from bin.benchmarks.decode_attention import (
+    FilledLayer,
+    attend_exactly,
+    count_attention_bytes,
+    judge,
+    pruned_length,
+)
+from bin.benchmarks.random_models import build_model, choose_setup
+from leank_convert.windows import Windows
+
+WINDOWS = Windows(sink_size=4, recent_size=16, flush_size=4)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 8, 1, 64), (3, 4, 90, 64), (3, 4, 90, 64)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def test_bytes_by_hand():
+    # Heads of 0, 32 and 40 of 64 channels in chunks of 32; 30 tokens, 10 of them pruned.
+    assert count_attention_bytes((0, 32, 40), 64, 32, 30, 10, element_bytes=2) == {
+        "kept_keys": 30 * (1 + 2) * 32 * 2,
+        "kept_values": 30 * 2 * 64 * 2,
+        "window_keys": 20 * (2 + 1 + 1) * 32 * 2,
+        "window_values": 20 * 1 * 64 * 2,
+    }
+    assert sum(count_attention_bytes((0, 32, 64, 64), 64, 32, 50, 0, 2).values()) == 2 * 50 * 4 * 64 * 2
+
+
+def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
+    setup = choose_setup(None, None, "tiny")
+    model = build_model(setup, torch.device("meta"))
+    pruned = pruned_length(90, setup.windows)
+    for layer in range(2):
+        filled = FilledLayer(model, layer, *inputs)
+        memory = filled._cache.memory()
+        # Widths are whole chunks here, so that no lane is padding.
+        counted = count_attention_bytes(setup.layout.widths[layer], 64, 16, 3 * 90, 3 * pruned, 4)
+        assert counted == {region: getattr(memory, region).used for region in counted}
+        assert torch.equal(filled.attend(), filled.attend())
+        mask = setup.channel_masks[layer]
+        truth = attend_exactly(*inputs, mask, setup.windows.sink_size, pruned)
+        assert truth.check(filled.attend, inputs[0])["ok"]
+        assert not truth.check(lambda: torch.full_like(inputs[0], float("nan")), inputs[0])["ok"]
+
+
+def test_exact_attention_is_that_of_its_definition(inputs):
+    query, keys, values = (tensor.double() for tensor in inputs)
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[1] = False
+    sink, pruned = 4, 60
+    truth = attend_exactly(*inputs, mask, sink, pruned)
+    assert truth.rows.tolist() == [0, 1, 2]
+    middle = torch.arange(sink, sink + pruned)
+    for head in range(8):
+        kept = mask[head // 2]
+        cut = keys[:, head // 2].clone()
+        cut[:, middle] *= kept
+        logits = cut @ query[:, head, 0, :, None] / 8
+        if not kept.any():
+            logits[:, middle] = float("-inf")
+        expected = (logits.softmax(1) * values[:, head // 2]).sum(1)
+        torch.testing.assert_close(truth.output[:, head, 0], expected)
+    # Of the order of rounding in the inputs' dtype.
+    assert 0 < truth.torch_error < 64 * torch.finfo(torch.float32).eps
+
+
+def test_of_several_new_tokens_each_sees_itself_and_what_is_before_it(inputs):
+    _, keys, values = inputs
+    queries = torch.randn(3, 8, 5, 64, generator=torch.Generator().manual_seed(2))
+    mask = torch.rand(4, 64, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[1] = False
+    together = attend_exactly(queries, keys, values, mask, 4, 60).output
+    for column in range(5):
+        end = 86 + column
+        of_it = queries[:, :, column : column + 1].contiguous(), keys[:, :, :end], values[:, :, :end]
+        alone = attend_exactly(*of_it, mask, 4, 60).output
+        torch.testing.assert_close(together[:, :, column : column + 1], alone)
+    assert pruned_length(100, WINDOWS, 8) == 72
+
+
+def test_the_tolerance_is_twice_torchs_own_error_and_nan_never_passes():
+    assert judge(2e-3, 1e-3)["ok"]
+    assert not judge(2.1e-3, 1e-3)["ok"]
+    assert judge(float("nan"), 1e-3) == {"error": None, "torch_error": 1e-3, "tolerance": 2.0, "ok": False}

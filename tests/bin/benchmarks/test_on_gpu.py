@@ -1,0 +1,87 @@
+"""The commands on a CUDA device, at toy sizes: graphs are captured, peers run, peaks are counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def measured():
+    def call(*arguments):
+        command = [sys.executable, "-m", "bin.benchmarks", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return call
+
+
+@pytest.mark.parametrize("sizes", [["1x64", "3x5"], ["2x1024", "2x1024x8"]], ids=str)
+def test_kernel_is_timed_by_graph_replay(sizes, measured):
+    cases = [part for size in sizes for part in ("--case", size)]
+    peers = "leank-all-channels,sdpa-flash,sdpa"
+    document = measured("kernel", "--geometry", "tiny", *cases, "--peers", peers, "--rounds", "3")
+    assert document["kernel"] == "compiled kernel"
+    assert document["environment"]["driver"]
+    for case in document["cases"]:
+        for entry in (*case["layers"], *case["peers"].values()):
+            assert entry.get("method") == "CUDA graph replay", entry
+
+
+def test_kernel_measures_a_turn_beside_flash_attention(measured):
+    document = measured("kernel", "--geometry", "tiny", "--case", "2x1024x64", "--peers", "sdpa-flash")
+    (case,) = document["cases"]
+    assert case["ok"] and case["ratios"]["sdpa-flash"] > 0
+
+
+def test_generate_replays_steps_of_all_but_the_stock_cache(measured):
+    document = measured("generate", "--geometry", "tiny", "--case", "2x100x24", "--drafts", "4")
+    assert document["kernel"] == "compiled kernel"
+    (case,) = document["cases"]
+    ours = case["sides"]["leank"]
+    assert ours["graph"]["why_eager"] is None
+    assert ours["graph"]["replays"] >= 16
+    assert [side.get("why") for side in case["sides"].values()] == [None] * 5
+    for name in ("leank", "all-channels", "dense-graph-cudnn", "dense-graph-flash"):
+        assert case["sides"][name]["replay"]["method"] == "CUDA graph replay"
+        assert case["sides"][name]["check"]["ok"]
+    for name in ("leank", "all-channels"):
+        assert case["sides"][name]["draft"]["method"] == "CUDA graph replay"
+
+
+def test_fp8_caches_decode_by_kernel_beside_ours_in_bfloat16(measured):
+    fp8 = ("--geometry", "tiny", "--kv-dtype", "fp8")
+    cases = ("--case", "2x1024", "--case", "2x1024x8")
+    document = measured("kernel", *fp8, *cases, "--peers", "leank-own-dtype")
+    assert document["kernel"] == "compiled kernel"
+    assert all(case["ok"] and case["ratios"]["leank-own-dtype"] > 0 for case in document["cases"])
+    document = measured("generate", *fp8, "--case", "2x100x24", "--peers", "own-dtype,all-channels")
+    (case,) = document["cases"]
+    for side in case["sides"].values():
+        assert side["check"]["ok"] and side["replay"]["method"] == "CUDA graph replay"
+
+
+def test_memory_measures_peaks_and_finds_batches(measured):
+    document = measured("memory", "--geometry", "tiny", "--allocated", "200x12", "--prefill", "2x300",
+                        "--largest", "1000x12", "--limit", "0.1")  # fmt: skip
+    assert document["prefill"]["leank"]["peak_bytes"] > 0
+    (case,) = document["largest_batch"]
+    assert case["ratio"] > 1
+    assert case["dense"]["batch"] == case["dense"]["predicted_by_bytes"]
+
+
+def test_training_counts_peaks(measured):
+    document = measured("train", "--geometry", "tiny", "--length", "512", "--question-size", "4x6",
+                        "--rounds", "2")  # fmt: skip
+    assert document["ok"]
+    step = document["step"]
+    assert [case["questions"] for case in step["steps"]] == [1, 8]
+    for case in step["steps"]:
+        assert step["weight_bytes"] < case["peak_bytes"]
+        assert case["ratio"] == case["peak_bytes"] / (step["weight_bytes"] + step["cache_bytes"])

@@ -1,0 +1,107 @@
+"""`bin/benchmark serve` goes on where a side fails, and says which and how its log ends; no engine starts."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+
+from bin.benchmarks import serve
+from bin.benchmarks.geometries import TOY
+from bin.benchmarks.random_models import choose_setup
+from leank_convert.errors import LeanKError
+
+RUN = {
+    "most_running": 3,
+    "output_tokens_per_second": 50.0,
+    "first_token_milliseconds": 20.0,
+    "token_milliseconds": 4.0,
+}
+
+
+def measure(monkeypatch, failing):
+    """Run the command with sides of which some write a log and fail, before or after their first load."""
+
+    def measure_side(report, name, side, loads, folder, log):
+        log.write_text("starting\nRuntimeError: no room\n")
+        if failing.get(name) == "start":
+            raise LeanKError("vLLM's server did not start: RuntimeError: no room", exit_code=1)
+        side |= {"blocks": 10, "block_size": 64}
+        for load in loads:
+            side["runs"].append({**RUN, "requests": load.requests, "concurrency": load.at_once})
+            if failing.get(name) == "interrupt":
+                raise KeyboardInterrupt
+            if failing.get(name) == "later":
+                raise LeanKError("1 of 2 requests were not answered", hint="lower them", exit_code=1)
+
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve, "_measure_side", measure_side)
+    return serve.benchmark_serve(
+        choose_setup(None, None, TOY, torch.device("cpu"), kv_dtype="fp8"),
+        cases=[(64, 8), (128, 8, 5)],
+        requests=6,
+        concurrency=[2],
+        memory=0.02,
+        options="",
+        dense_options="",
+        peers="all-channels,dense",
+    )
+
+
+def test_a_case_runs_at_every_concurrency_or_once_with_requests_of_its_own(monkeypatch, capsys):
+    document = measure(monkeypatch, {})
+    runs = document["sides"]["leank"]["runs"]
+    assert [(run["requests"], run["concurrency"]) for run in runs] == [(6, None), (4, 2), (5, None)]
+    assert document["ok"]
+    said = capsys.readouterr().err
+    for side in ("leank: our plugin with the mask", "dense: vLLM's own LlamaForCausalLM and attention"):
+        assert f"{side}, cache in fp8" in said
+
+
+def test_what_the_other_sides_measured_is_kept(monkeypatch, capsys):
+    document = measure(monkeypatch, {"leank": "later", "dense": "start"})
+    assert not document["ok"]
+    assert [len(side["runs"]) for side in document["sides"].values()] == [1, 3, 0]
+    assert document["sides"]["dense"]["error"] == "vLLM's server did not start: RuntimeError: no room"
+    said = capsys.readouterr().err
+    assert "  RuntimeError: no room\ndense: vLLM's server did not start: RuntimeError: no room\n" in said
+    assert "leank: 1 of 2 requests were not answered; lower them" in said
+    assert said.count("better than all-channels") == 1
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, capsys):
+    document = measure(monkeypatch, {"all-channels": "interrupt"})
+    assert not document["ok"]
+    runs = {name: len(side["runs"]) for name, side in document["sides"].items()}
+    assert runs == {"leank": 3, "all-channels": 1}
+    assert document["sides"]["all-channels"]["error"] == "interrupted"
+    assert capsys.readouterr().err.count("serve, prompt") == 3
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_prompt_of_the_loads_length_is_answered_before_it_is_measured(tmp_path, status):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("localhost", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        serve._Server(f"http://localhost:{server.server_port}", tmp_path).warm_up(serve.Load(96, 8, 3, None))
+        thread.join()
+    ((path, body),) = asked
+    assert path == "/v1/completions"
+    assert (body["model"], len(body["prompt"]), body["max_tokens"]) == (str(tmp_path), 96, 2)
+
+
+def test_without_any_figure_it_fails(monkeypatch):
+    with pytest.raises(LeanKError, match="did not start: RuntimeError: no room"):
+        measure(monkeypatch, {"leank": "start"})
