@@ -1,7 +1,7 @@
 """The model families that can be converted, as rows of one table. A family is added by adding a row.
 
-A row says what the family's config class in transformers does not; sizes and defaults are that class's. Nothing
-here imports torch or transformers: class names are strings.
+A row says what the family's config class in transformers does not; sizes and defaults are that class's.
+Nothing here imports torch or transformers: class names are strings.
 """
 
 from __future__ import annotations
@@ -27,14 +27,23 @@ _NORMS: Shapes = {
     "input_layernorm.weight": ("hidden_size",),
     "post_attention_layernorm.weight": ("hidden_size",),
 }
-_DOWN: Shapes = {"mlp.down_proj.weight": ("hidden_size", "intermediate_size")}
-_SPLIT_MLP: Shapes = {
-    "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-    "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-    **_DOWN,
-}
+
+
+def _gated_mlp(prefix: str, size: str) -> Shapes:
+    """Tensors of an MLP of three projections, as wide as an attribute of `ModelFacts` says."""
+    return {
+        f"{prefix}.gate_proj.weight": (size, "hidden_size"),
+        f"{prefix}.up_proj.weight": (size, "hidden_size"),
+        f"{prefix}.down_proj.weight": ("hidden_size", size),
+    }
+
+
+_SPLIT_MLP = _gated_mlp("mlp", "intermediate_size")
 _SLIDING = ("sliding_attention",)
-_FUSED_MLP: Shapes = {"mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"), **_DOWN}
+_FUSED_MLP: Shapes = {
+    "mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"),
+    "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,13 +62,7 @@ class Experts:
     count_keys: tuple[str, ...]
     size_key: str
     router: str = "mlp.gate.weight"
-    tensors: Shapes = field(
-        default_factory=lambda: {
-            "mlp.experts.{expert}.gate_proj.weight": ("expert_size", "hidden_size"),
-            "mlp.experts.{expert}.up_proj.weight": ("expert_size", "hidden_size"),
-            "mlp.experts.{expert}.down_proj.weight": ("hidden_size", "expert_size"),
-        }
-    )
+    tensors: Shapes = field(default_factory=lambda: _gated_mlp("mlp.experts.{expert}", "expert_size"))
     beside: Shapes = field(default_factory=dict)
     plain_keys: tuple[str, ...] = ()
 
@@ -161,9 +164,7 @@ _QWEN_EXPERTS = Experts(
     "moe_intermediate_size",
     beside={
         "mlp.shared_expert_gate.weight": ("single", "hidden_size"),
-        "mlp.shared_expert.gate_proj.weight": ("shared_size", "hidden_size"),
-        "mlp.shared_expert.up_proj.weight": ("shared_size", "hidden_size"),
-        "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_size"),
+        **_gated_mlp("mlp.shared_expert", "shared_size"),
     },
 )
 
@@ -266,9 +267,7 @@ _ROWS = (
             "moe_intermediate_size",
             beside={
                 "mlp.gate.e_score_correction_bias": ("num_experts",),
-                "mlp.shared_experts.gate_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_experts.up_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_experts.down_proj.weight": ("hidden_size", "shared_size"),
+                **_gated_mlp("mlp.shared_experts", "shared_size"),
             },
             plain_keys=("first_k_dense_replace",),
         ),
@@ -351,9 +350,7 @@ _ROWS = (
             "mlp.router.gate.weight",
             beside={
                 "mlp.expert_bias": ("num_experts",),
-                "mlp.shared_mlp.gate_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_mlp.up_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_mlp.down_proj.weight": ("hidden_size", "shared_size"),
+                **_gated_mlp("mlp.shared_mlp", "shared_size"),
             },
             plain_keys=("mlp_layer_types",),
         ),
