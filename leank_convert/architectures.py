@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from leank_convert.config_class import complete_config
 from leank_convert.errors import LeanKError, cut
 from leank_convert.families import (
     ARCHITECTURES,
     LEANK_PREFIX,
     Architecture,
     Bias,
-    Experts,
     QkNorm,
     find_size_keys,
 )
 from leank_convert.fields import Fields
 from leank_convert.rope import check_rope_parameters, read_rope_parameters
 
-# transformers' names of activations without weights of their own.
-ACTIVATIONS = (
-    "gelu",
-    "gelu_10",
-    "gelu_accurate",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_python",
-    "gelu_python_tanh",
-    "gelu_pytorch_tanh",
-    "hardswish",
-    "laplace",
-    "leaky_relu",
-    "linear",
-    "mish",
-    "quick_gelu",
-    "relu",
-    "relu2",
-    "relu6",
-    "sigmoid",
-    "silu",
-    "sqrtsoftplus",
-    "swish",
-    "tanh",
-)
+# transformers' activations with weights of their own, which no checkpoint of a family has.
+_ACTIVATIONS_WITH_WEIGHTS = frozenset({"prelu", "xielu"})
 # Keys that make another model of the weights.
 OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -54,9 +31,8 @@ OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "use_bidirectional_attention": ("attends to tokens to come", "only causal models have a K cache"),
     }
 )
-# That of every config class which has one, where there are such layers.
-_DEFAULT_WINDOW = 4096
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
@@ -83,6 +59,7 @@ class ModelFacts:
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the MLP.
         vocab_size: Rows of the embedding.
+        max_position_embeddings: Tokens of the longest sequence that it is made for.
         rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
         qk_norm: As in the family's row.
         qkv_bias: Whether q, k and v projections have a bias.
@@ -107,6 +84,7 @@ class ModelFacts:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    max_position_embeddings: int
     rope_parameters: dict[str, Any]
     qk_norm: QkNorm
     qkv_bias: bool
@@ -210,56 +188,22 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
             f"`{origin}`: `model_type` {cut(config.get('model_type'))} cannot be converted: {reason}"
         )
     architecture = find_architecture(config.get("model_type"), origin=origin)
-    values: dict[str, object] = {**architecture.config_defaults, **config}
-    experts = architecture.experts
-    _refuse_other_models(values, origin)
+    _refuse_other_models(config, origin)
+    _check_given(Fields(config, origin), architecture)
+    values = _complete(config, architecture, origin)
     fields = Fields(values, origin)
-    layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
-    heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
-    sizes = {key: fields.whole_number(key, 1, most) for key, most in MAX_SIZES.items()}
-    hidden_size = sizes["hidden_size"]
-    if values.get("num_key_value_heads") is None:
-        values["num_key_value_heads"] = heads
-    kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
-    if heads % kv_heads:
-        raise LeanKError(
-            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-        )
-    if values.get("head_dim") is None:
-        if hidden_size % heads:
-            raise LeanKError(
-                f"`{origin}`: there is no `head_dim`, and `hidden_size` {hidden_size} is not a multiple of "
-                f"`num_attention_heads` {heads}"
-            )
-        values["head_dim"] = hidden_size // heads
-    head_dim = fields.whole_number("head_dim", 1, MAX_HEAD_DIM)
-    if head_dim % 2:
-        raise fields.refused("head_dim", "not even: rope turns channels in pairs")
-    if layers * kv_heads * head_dim > MAX_CHANNELS:
-        raise LeanKError(
-            f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
-            f"{MAX_CHANNELS} channels"
-        )
-    full_layers = _find_full_layers(fields, layers, architecture)
+    layers, heads, kv_heads, head_dim = (int(values[key]) for key in _SHAPE_KEYS)
+    full_layers = _find_full_layers(fields, config, layers, architecture)
     has_window = len(full_layers) < layers and "sliding_attention" in architecture.other_layers
-    if has_window and "sliding_window" not in values:
-        values["sliding_window"] = _DEFAULT_WINDOW
     rope = _read_rope(architecture, values, head_dim, origin)
-    for key, least, most in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
-        if key in values:
-            fields.number(key, least, most)
-    if "hidden_act" in values:
-        fields.text("hidden_act", ACTIVATIONS)
-    for key in ("torch_dtype", "dtype"):
-        if values.get(key) is not None:
-            fields.text(key, _DTYPES)
-    dtype = values.get("dtype") or values.get("torch_dtype")
+    experts = architecture.experts
+    dtype = config.get("dtype") or config.get("torch_dtype")
     num_experts = expert_size = shared_size = 0
     expert_layers: frozenset[int] = frozenset()
     if experts is not None:
         named = [key for key in experts.count_keys if key in values] or experts.count_keys
         num_experts = fields.whole_number(named[0], 1, MAX_EXPERTS)
-        expert_layers = _find_expert_layers(fields, layers, experts)
+        expert_layers = _find_expert_layers(fields, layers, experts.plain_keys)
         taken = fields.whole_number("num_experts_per_tok", 1, MAX_EXPERTS) if expert_layers else 0
         if taken > num_experts:
             raise LeanKError(
@@ -280,9 +224,7 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        hidden_size=hidden_size,
-        intermediate_size=sizes["intermediate_size"],
-        vocab_size=sizes["vocab_size"],
+        **{key: fields.whole_number(key, 1, most) for key, most in MAX_SIZES.items()},
         rope_parameters=rope,
         qk_norm=architecture.qk_norm if _holds(architecture.qk_norm_key or True, fields) else "none",
         qkv_bias=_holds(architecture.qkv_bias, fields),
@@ -324,19 +266,95 @@ def _why_unsupported(config: Mapping[str, object]) -> str | None:
     return None
 
 
+def _check_given(fields: Fields, architecture: Architecture) -> None:
+    """Check what a config.json states, before transformers computes with it."""
+    values = fields.values
+    layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
+    heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
+    fields.whole_number("hidden_size", 1, MAX_SIZES["hidden_size"])
+    for key, most in MAX_SIZES.items():
+        if key in values:
+            fields.whole_number(key, 1, most)
+    kv_heads = heads
+    if values.get("num_key_value_heads") is not None:
+        kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
+    if heads % kv_heads:
+        raise LeanKError(
+            f"`{fields.origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` "
+            f"{kv_heads}"
+        )
+    if values.get("head_dim") is not None and fields.whole_number("head_dim", 1, MAX_HEAD_DIM) % 2:
+        raise fields.refused("head_dim", "not even: rope turns channels in pairs")
+    kinds = values.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
+        raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
+    biases = (architecture.qkv_bias, architecture.o_bias, architecture.mlp_bias, architecture.qk_norm_key)
+    for flag in (*biases, "tie_word_embeddings", "use_sliding_window"):
+        if isinstance(flag, str):
+            fields.flag(flag)
+    for key, least, highest in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
+        if key in values:
+            fields.number(key, least, highest)
+    if "hidden_act" in values:
+        from transformers.activations import ACT2FN  # here, as it imports torch
+
+        fields.text("hidden_act", sorted(ACT2FN.keys() - _ACTIVATIONS_WITH_WEIGHTS))
+    for key in ("torch_dtype", "dtype"):
+        if values.get(key) is not None:
+            fields.text(key, _DTYPES)
+    # Every class has a trained length, where config.json has none.
+    _read_rope(architecture, {"max_position_embeddings": 2**15, **values}, None, fields.origin)
+    if architecture.experts is not None:
+        stated = [key for key in architecture.experts.plain_keys if key in values]
+        _find_expert_layers(fields, layers, stated)
+        for key in (*architecture.experts.count_keys, "num_experts_per_tok"):
+            if key in values:
+                fields.whole_number(key, 1, MAX_EXPERTS)
+
+
+def _complete(config: Mapping[str, object], architecture: Architecture, origin: str) -> dict[str, Any]:
+    """The config.json as the family's class reads it, with a number of heads and channels in any case."""
+    values: dict[str, Any] = complete_config(config, architecture, origin=origin)
+    heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
+    if architecture.experts is not None:  # a class whose layers all have experts has no size of a plain MLP
+        values.setdefault("intermediate_size", values.get(architecture.experts.size_key))
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = heads
+    if values.get("head_dim") is None:
+        if hidden_size % heads:
+            raise LeanKError(
+                f"`{origin}`: there is no `head_dim`, and `hidden_size` {hidden_size} is not a multiple of "
+                f"`num_attention_heads` {heads}"
+            )
+        values["head_dim"] = hidden_size // heads
+    if values["head_dim"] not in range(2, MAX_HEAD_DIM + 1, 2):
+        raise Fields(values, origin).refused("head_dim", f"not an even number from 2 to {MAX_HEAD_DIM}")
+    layers, heads, kv_heads, head_dim = (values[key] for key in _SHAPE_KEYS)
+    if heads % kv_heads:
+        raise LeanKError(
+            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
+        )
+    if layers * kv_heads * head_dim > MAX_CHANNELS:
+        raise LeanKError(
+            f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
+            f"{MAX_CHANNELS} channels"
+        )
+    return values
+
+
 def _holds(stated: Bias, fields: Fields) -> bool:
     return fields.flag(stated) if isinstance(stated, str) else stated
 
 
 def _read_rope(
-    architecture: Architecture, values: Mapping[str, object], head_dim: int, origin: str
+    architecture: Architecture, values: Mapping[str, object], head_dim: int | None, origin: str
 ) -> dict[str, Any]:
-    values = {**architecture.rope_defaults, **values}
+    values = dict(values)
     of_kinds = values.get("rope_parameters")
     if architecture.rope_by_kind and isinstance(of_kinds, Mapping):
         values["rope_parameters"] = of_kinds.get("full_attention", of_kinds)
-    rotated = values.get("rotary_dim")  # how MiniMax's own code states it
-    if architecture.partial_rotary and isinstance(rotated, int):
+    rotated = values.get("rotary_dim")  # how MiniMax's own code states it; older transformers drop it
+    if architecture.partial_rotary and isinstance(rotated, int) and head_dim is not None:
         values["partial_rotary_factor"] = rotated / head_dim
     rope = read_rope_parameters(values, origin=origin)
     check_rope_parameters(rope, head_dim=head_dim, origin=origin)
@@ -382,10 +400,10 @@ def _read_other_sizes(fields: Fields, architecture: Architecture) -> dict[str, i
     return sizes
 
 
-def _find_expert_layers(fields: Fields, layers: int, experts: Experts) -> frozenset[int]:
+def _find_expert_layers(fields: Fields, layers: int, plain_keys: Iterable[str]) -> frozenset[int]:
     """The layers with a mixture of experts, as the family's class in transformers chooses them."""
     plain: set[int] = set()
-    for key in experts.plain_keys:
+    for key in plain_keys:
         given = fields.values.get(key)
         if key == "decoder_sparse_step":
             step = fields.whole_number(key, 1, MAX_LAYERS)
@@ -405,43 +423,24 @@ def _find_expert_layers(fields: Fields, layers: int, experts: Experts) -> frozen
     return frozenset(range(layers)) - plain
 
 
-def _find_full_layers(fields: Fields, layers: int, architecture: Architecture) -> tuple[int, ...]:
+def _find_full_layers(
+    fields: Fields, config: Mapping[str, object], layers: int, architecture: Architecture
+) -> tuple[int, ...]:
     """The layers with full attention; refused if there are others in a family that has none beside them."""
     values, known = fields.values, ("full_attention", *architecture.other_layers)
-    cause = "layer_types"
     kinds = values.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers:
-            raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
-        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-        known_alone = all(kind in known for kind in kinds)
-    elif architecture.full_period is not None:
-        period, key = architecture.full_period
-        if key is not None and key in values:
-            period = fields.whole_number(key, 1, MAX_LAYERS)
-        full, known_alone = list(range(period - 1, layers, period)), True
-    else:
-        cause, first = _find_first_sliding(fields, layers, architecture)
-        full, known_alone = list(range(first)), len(known) > 1
-    if len(full) == layers or (full and known_alone):
-        return tuple(full)
-    others = [layer for layer in range(layers) if layer not in full]
-    slide = kinds is None or all(kinds[layer] == "sliding_attention" for layer in others)
+    if not isinstance(kinds, list):  # a class that knows no kinds of layers: all slide, or none
+        slides = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+    others = [layer for layer, kind in enumerate(kinds) if kind != "full_attention"]
+    if not others or (len(others) < layers and all(kind in known for kind in kinds)):
+        return tuple(layer for layer in range(layers) if layer not in set(others))
+    slide = all(kinds[layer] == "sliding_attention" for layer in others)
     what = "layers attend within a sliding window only" if slide else "layers have no full attention"
+    causes = ("layer_types", "use_sliding_window", "sliding_window")
+    cause = next((key for key in causes if config.get(key) is not None), causes[-1])
     raise LeanKError(
         f"`{fields.origin}`: {len(others)} of {layers} {what} (`{cause}`: {cut(values.get(cause))}, "
         f"first such layer {others[0]}); only full attention can be pruned",
-        hint=_sliding_hint(fields.values) if slide else f"kinds known of this family: {', '.join(known)}",
+        hint=_sliding_hint(values) if slide else f"kinds known of this family: {', '.join(known)}",
     )
-
-
-def _find_first_sliding(fields: Fields, layers: int, architecture: Architecture) -> tuple[str, int]:
-    """The key that says from which layer on all have a sliding window, and that layer."""
-    values = fields.values
-    if "use_sliding_window" not in values:
-        return "sliding_window", 0 if values.get("sliding_window") is not None else layers
-    slides = fields.flag("use_sliding_window") and values.get("sliding_window", _DEFAULT_WINDOW) is not None
-    first = 0 if slides else layers
-    if slides and "max_window_layers" in architecture.config_defaults:
-        first = min(fields.whole_number("max_window_layers", 0, MAX_LAYERS), layers)
-    return "use_sliding_window", first

@@ -1,5 +1,6 @@
 """The model families that can be converted, as rows of one table. A family is added by adding a row.
 
+A row says what the family's config class in transformers does not; sizes and defaults are that class's.
 Nothing here imports torch or transformers: class names are strings.
 """
 
@@ -18,18 +19,31 @@ Bias = bool | str
 QkNorm = Literal["none", "head", "heads"]
 Shapes = Mapping[str, tuple[str, ...]]
 
+MODEL_TENSORS: Shapes = {
+    "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
+    "model.norm.weight": ("hidden_size",),
+}
 _NORMS: Shapes = {
     "input_layernorm.weight": ("hidden_size",),
     "post_attention_layernorm.weight": ("hidden_size",),
 }
-_DOWN: Shapes = {"mlp.down_proj.weight": ("hidden_size", "intermediate_size")}
-_SPLIT_MLP: Shapes = {
-    "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-    "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-    **_DOWN,
-}
+
+
+def _gated_mlp(prefix: str, size: str) -> Shapes:
+    """Tensors of an MLP of three projections, as wide as an attribute of `ModelFacts` says."""
+    return {
+        f"{prefix}.gate_proj.weight": (size, "hidden_size"),
+        f"{prefix}.up_proj.weight": (size, "hidden_size"),
+        f"{prefix}.down_proj.weight": ("hidden_size", size),
+    }
+
+
+_SPLIT_MLP = _gated_mlp("mlp", "intermediate_size")
 _SLIDING = ("sliding_attention",)
-_FUSED_MLP: Shapes = {"mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"), **_DOWN}
+_FUSED_MLP: Shapes = {
+    "mlp.gate_up_proj.weight": ("gate_up_size", "hidden_size"),
+    "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,13 +62,7 @@ class Experts:
     count_keys: tuple[str, ...]
     size_key: str
     router: str = "mlp.gate.weight"
-    tensors: Shapes = field(
-        default_factory=lambda: {
-            "mlp.experts.{expert}.gate_proj.weight": ("expert_size", "hidden_size"),
-            "mlp.experts.{expert}.up_proj.weight": ("expert_size", "hidden_size"),
-            "mlp.experts.{expert}.down_proj.weight": ("hidden_size", "expert_size"),
-        }
-    )
+    tensors: Shapes = field(default_factory=lambda: _gated_mlp("mlp.experts.{expert}", "expert_size"))
     beside: Shapes = field(default_factory=dict)
     plain_keys: tuple[str, ...] = ()
 
@@ -76,7 +84,7 @@ def _block_sparse(**beside: tuple[str, ...]) -> Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model family: its classes in transformers, its tensor names, its config defaults.
+    """One model family: its classes in transformers, and the names and shapes of its tensors.
 
     Attributes:
         model_type: The `model_type` of the family's config.json.
@@ -93,16 +101,11 @@ class Architecture:
         other_layers: Kinds of layers that it may have beside those with full attention.
         other_tensors: What a layer of such a kind has instead of attention's tensors, each with its shape in
             sums of products of keys of config.json and numbers; none where those.
-        full_period: Where config.json does not list their kinds: of how many layers the last has full
-            attention, and the key of config.json that may say another number; None if all have.
         rope_by_kind: Whether kinds of layers are rotated differently, each by parameters of its own.
         is_text_part: Whether `Text` is in the names of the classes but that with a head.
         interleaved_pairs: Whether rope turns neighbours together, not channels i and i + D/2.
-        config_defaults: What the config class assumes for a key that config.json leaves out.
-        rope_defaults: The same of what may stand beside or among the rope's parameters.
         layer_tensors: A layer's tensors outside attention, each with its shape in attributes of `ModelFacts`.
         experts: Those of layers with a mixture of experts, None in a family without.
-        model_tensors: Tensors outside layers, likewise.
         attention_prefix: Where a layer's attention lives.
         layer_prefix: Where a layer lives.
         head_tensor: The language-modelling head, of the embedding's shape; absent where the two are tied.
@@ -121,20 +124,11 @@ class Architecture:
     sinks: bool = False
     other_layers: tuple[str, ...] = ()
     other_tensors: Shapes = field(default_factory=dict)
-    full_period: tuple[int, str | None] | None = None
     rope_by_kind: bool = False
     is_text_part: bool = False
     interleaved_pairs: bool = False
-    config_defaults: Mapping[str, object] = field(default_factory=dict)
-    rope_defaults: Mapping[str, object] = field(default_factory=dict)
     layer_tensors: Shapes = field(default_factory=lambda: {**_NORMS, **_SPLIT_MLP})
     experts: Experts | None = None
-    model_tensors: Shapes = field(
-        default_factory=lambda: {
-            "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
-            "model.norm.weight": ("hidden_size",),
-        }
-    )
     attention_prefix: str = "model.layers.{layer}.self_attn"
     layer_prefix: str = "model.layers.{layer}"
     head_tensor: str = "lm_head.weight"
@@ -164,38 +158,18 @@ class Architecture:
         return f"{self.attention_prefix.format(layer=layer)}.{name}"
 
 
-def _sizes(intermediate: int, vocab: int, positions: int, **others: object) -> dict[str, object]:
-    """Defaults of a config class: those that every family has, and others."""
-    return {
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        **others,
-    }
-
-
 _SPARSE_KEYS = ("mlp_only_layers", "decoder_sparse_step")
 _QWEN_EXPERTS = Experts(
     ("num_experts", "num_local_experts"),
     "moe_intermediate_size",
     beside={
         "mlp.shared_expert_gate.weight": ("single", "hidden_size"),
-        "mlp.shared_expert.gate_proj.weight": ("shared_size", "hidden_size"),
-        "mlp.shared_expert.up_proj.weight": ("shared_size", "hidden_size"),
-        "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_size"),
+        **_gated_mlp("mlp.shared_expert", "shared_size"),
     },
 )
 
-
 _LINEAR_KEYS = "linear_num_key_heads*linear_key_head_dim"
 _LINEAR_VALUES = "linear_num_value_heads*linear_value_head_dim"
-_LINEAR_DEFAULTS: Mapping[str, object] = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
 
 
 def _linear_attention(**projections: str) -> Shapes:
@@ -238,21 +212,16 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
-        config_defaults=_sizes(11008, 32000, 2048),
     ),
     Architecture(
         "mistral",
         "Mistral",
-        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8, sliding_window=4096),
     ),
     Architecture(
         "qwen2",
         "Qwen2",
         qkv_bias=True,
         other_layers=_SLIDING,
-        config_defaults=_sizes(
-            22016, 151936, 32768, num_key_value_heads=32, max_window_layers=28, use_sliding_window=False
-        ),
     ),
     Architecture(
         "qwen3",
@@ -261,15 +230,6 @@ _ROWS = (
         o_bias="attention_bias",
         qk_norm="head",
         other_layers=_SLIDING,
-        config_defaults=_sizes(
-            22016,
-            151936,
-            32768,
-            num_key_value_heads=32,
-            head_dim=128,
-            max_window_layers=28,
-            use_sliding_window=False,
-        ),
     ),
     Architecture(
         "qwen3_moe",
@@ -277,16 +237,6 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="head",
-        config_defaults=_sizes(
-            6144,
-            151936,
-            32768,
-            num_key_value_heads=4,
-            use_sliding_window=False,
-            moe_intermediate_size=768,
-            num_experts_per_tok=8,
-            decoder_sparse_step=1,
-        ),
         experts=Experts(
             ("num_experts", "num_local_experts"), "moe_intermediate_size", plain_keys=_SPARSE_KEYS
         ),
@@ -296,7 +246,6 @@ _ROWS = (
         "Phi3",
         fused_qkv=True,
         partial_rotary=True,
-        config_defaults=_sizes(8192, 32064, 4096),
         layer_tensors={**_NORMS, **_FUSED_MLP},
     ),
     Architecture(
@@ -305,10 +254,6 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
-        config_defaults=_sizes(
-            11008, 128256, 32768, num_key_value_heads=4, use_sliding_window=False, tie_word_embeddings=True
-        ),
-        rope_defaults={"rope_theta": 2000000.0},
     ),
     Architecture(
         "glm4_moe",
@@ -317,25 +262,12 @@ _ROWS = (
         qk_norm="head",
         qk_norm_key="use_qk_norm",
         partial_rotary=True,
-        config_defaults=_sizes(
-            10944,
-            151552,
-            131072,
-            num_key_value_heads=8,
-            moe_intermediate_size=1408,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            first_k_dense_replace=1,
-        ),
-        rope_defaults={"partial_rotary_factor": 0.5},
         experts=Experts(
             ("n_routed_experts", "num_local_experts"),
             "moe_intermediate_size",
             beside={
                 "mlp.gate.e_score_correction_bias": ("num_experts",),
-                "mlp.shared_experts.gate_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_experts.up_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_experts.down_proj.weight": ("hidden_size", "shared_size"),
+                **_gated_mlp("mlp.shared_experts", "shared_size"),
             },
             plain_keys=("first_k_dense_replace",),
         ),
@@ -346,10 +278,6 @@ _ROWS = (
         qkv_bias="attention_bias",
         partial_rotary=True,
         interleaved_pairs=True,
-        config_defaults=_sizes(
-            13696, 151552, 131072, num_key_value_heads=2, head_dim=128, attention_bias=True
-        ),
-        rope_defaults={"partial_rotary_factor": 0.5},
         layer_tensors={
             **_NORMS,
             **_FUSED_MLP,
@@ -360,8 +288,6 @@ _ROWS = (
     Architecture(
         "mixtral",
         "Mixtral",
-        config_defaults=_sizes(14336, 32000, 131072, num_key_value_heads=8, num_experts_per_tok=2),
-        rope_defaults={"rope_theta": 1000000.0},
         layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
         experts=_block_sparse(),
     ),
@@ -371,7 +297,6 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
-        config_defaults=_sizes(11008, 32000, 2048),
     ),
     Architecture(
         "seed_oss",
@@ -379,14 +304,10 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_out_bias",
         mlp_bias="mlp_bias",
-        config_defaults=_sizes(
-            27648, 155136, 524288, num_key_value_heads=8, head_dim=128, attention_bias=True
-        ),
     ),
     Architecture(
         "ministral3",
         "Ministral3",
-        config_defaults=_sizes(14336, 131072, 262144, num_key_value_heads=8, head_dim=128),
     ),
     Architecture(
         "olmo2",
@@ -394,7 +315,6 @@ _ROWS = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="heads",
-        config_defaults=_sizes(11008, 50304, 2048),
         layer_tensors={
             **_SPLIT_MLP,
             "post_attention_layernorm.weight": ("hidden_size",),
@@ -406,10 +326,6 @@ _ROWS = (
         "MiniMaxM2",
         qk_norm="heads",
         partial_rotary=True,
-        config_defaults=_sizes(
-            1536, 200064, 196608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8
-        ),
-        rope_defaults={"rope_theta": 5000000.0},
         layer_tensors={**_NORMS, "block_sparse_moe.gate.weight": ("num_experts", "hidden_size")},
         experts=_block_sparse(**{"block_sparse_moe.e_score_correction_bias": ("num_experts",)}),
     ),
@@ -420,10 +336,6 @@ _ROWS = (
         o_bias="use_bias",
         mlp_bias="use_bias",
         interleaved_pairs=True,
-        config_defaults=_sizes(
-            3072, 103424, 131072, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True
-        ),
-        rope_defaults={"rope_theta": 500000.0},
     ),
     Architecture(
         "hy_v3",
@@ -432,26 +344,13 @@ _ROWS = (
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
         qk_norm="head",
-        config_defaults=_sizes(
-            13312,
-            120832,
-            131072,
-            num_key_value_heads=8,
-            head_dim=128,
-            moe_intermediate_size=1536,
-            num_shared_experts=1,
-            num_experts_per_tok=8,
-        ),
-        rope_defaults={"rope_theta": 11158840.0},
         experts=Experts(
             ("num_experts", "num_local_experts"),
             "moe_intermediate_size",
             "mlp.router.gate.weight",
             beside={
                 "mlp.expert_bias": ("num_experts",),
-                "mlp.shared_mlp.gate_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_mlp.up_proj.weight": ("shared_size", "hidden_size"),
-                "mlp.shared_mlp.down_proj.weight": ("hidden_size", "shared_size"),
+                **_gated_mlp("mlp.shared_mlp", "shared_size"),
             },
             plain_keys=("mlp_layer_types",),
         ),
@@ -463,9 +362,7 @@ _ROWS = (
         o_bias="attention_bias",
         qk_norm="heads",
         other_layers=_SLIDING,
-        full_period=(4, None),
         rope_by_kind=True,
-        config_defaults=_sizes(11008, 50304, 2048),
         layer_tensors={
             **_SPLIT_MLP,
             "post_attention_layernorm.weight": ("hidden_size",),
@@ -483,9 +380,6 @@ _ROWS = (
         gated_query=True,
         other_layers=("linear_attention",),
         other_tensors=_QWEN3_5_LINEAR,
-        full_period=(4, "full_attention_interval"),
-        config_defaults=_sizes(12288, 248320, 32768, num_key_value_heads=4, head_dim=256, **_LINEAR_DEFAULTS),
-        rope_defaults={"partial_rotary_factor": 0.25},
     ),
     Architecture(
         "qwen3_5_moe_text",
@@ -498,20 +392,6 @@ _ROWS = (
         gated_query=True,
         other_layers=("linear_attention",),
         other_tensors=_QWEN3_5_LINEAR,
-        full_period=(4, "full_attention_interval"),
-        config_defaults=_sizes(
-            5632,
-            248320,
-            32768,
-            num_key_value_heads=2,
-            head_dim=256,
-            moe_intermediate_size=512,
-            shared_expert_intermediate_size=512,
-            num_experts=256,
-            num_experts_per_tok=8,
-            **_LINEAR_DEFAULTS,
-        ),
-        rope_defaults={"partial_rotary_factor": 0.25},
         experts=_QWEN_EXPERTS,
     ),
     Architecture(
@@ -526,21 +406,6 @@ _ROWS = (
         other_tensors=_linear_attention(
             in_proj_qkvz=f"2*{_LINEAR_KEYS}+2*{_LINEAR_VALUES}", in_proj_ba="2*linear_num_value_heads"
         ),
-        full_period=(4, "full_attention_interval"),
-        config_defaults=_sizes(
-            5632,
-            151936,
-            32768,
-            num_key_value_heads=2,
-            head_dim=256,
-            moe_intermediate_size=512,
-            shared_expert_intermediate_size=512,
-            num_experts=512,
-            num_experts_per_tok=10,
-            decoder_sparse_step=1,
-            **_LINEAR_DEFAULTS,
-        ),
-        rope_defaults={"partial_rotary_factor": 0.25},
         experts=replace(_QWEN_EXPERTS, plain_keys=_SPARSE_KEYS),
     ),
     Architecture(
@@ -550,18 +415,6 @@ _ROWS = (
         o_bias="attention_bias",
         sinks=True,
         other_layers=_SLIDING,
-        full_period=(2, None),
-        config_defaults=_sizes(
-            2880,
-            201088,
-            131072,
-            num_key_value_heads=8,
-            head_dim=64,
-            attention_bias=True,
-            sliding_window=128,
-            num_experts_per_tok=4,
-        ),
-        rope_defaults={"rope_theta": 150000.0},
         layer_tensors={**_NORMS, "mlp.router.weight": ("num_experts", "hidden_size")},
         experts=Experts(
             ("num_local_experts", "num_experts"),
@@ -585,12 +438,7 @@ _ROWS = (
         o_bias="attention_bias",
         qk_norm="head",
         other_layers=_SLIDING,
-        full_period=(6, "sliding_window_pattern"),
         rope_by_kind=True,
-        config_defaults=_sizes(
-            9216, 262208, 131072, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True
-        ),
-        rope_defaults={"rope_theta": 1000000.0},
         layer_tensors={
             **_NORMS,
             **_SPLIT_MLP,

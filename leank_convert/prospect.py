@@ -71,8 +71,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
     cache = BytesPerToken(part, part, pruned, part, part, part)
-    default = facts.architecture.config_defaults["max_position_embeddings"]
-    positions = int(config.get("max_position_embeddings", default))
+    positions = facts.max_position_embeddings
     return {
         "kind": "model",
         "path": str(path),

@@ -23,7 +23,7 @@ from leank_convert.export.quantized import (
     find_moving_scales,
     is_quantized,
 )
-from leank_convert.families import Shapes, evaluate_size, find_size_keys
+from leank_convert.families import MODEL_TENSORS, Shapes, evaluate_size, find_size_keys
 from leank_convert.head_layout import HeadLayout, plan_head_layout
 from leank_convert.kv_scales import KVScales, name_scale_tensors
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask
@@ -204,7 +204,7 @@ def _unedited(checkpoint: Checkpoint, facts: ModelFacts) -> dict[str, tuple[int,
             if facts.mlp_bias and name.startswith("mlp."):
                 sizes[f"{prefix}{name.removesuffix('weight')}bias"] = (getattr(facts, shape[0]),)
 
-    add("", family.model_tensors)
+    add("", MODEL_TENSORS)
     for layer in range(facts.num_hidden_layers):
         prefix = family.layer_prefix.format(layer=layer) + "."
         tensors = dict(family.layer_tensors)
@@ -247,7 +247,7 @@ def _check_kinds_of_mlps(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 
 def _stated(checkpoint: Checkpoint, facts: ModelFacts, keys: Iterable[str]) -> str:
     """Keys of config.json with their values, for a message; without those that are nowhere."""
-    values = {**facts.architecture.config_defaults, **checkpoint.config}
+    values = {**facts.other_sizes, **checkpoint.config}
     stated = [f"`{key}`: {cut(values[key])}" for key in dict.fromkeys(keys) if key in values]
     return f" ({', '.join(stated)})" if stated else ""
 

@@ -49,8 +49,7 @@ class ModelFiles:
     @property
     def positions(self) -> int:
         """Tokens of the longest sequence that it is made for."""
-        default = self.facts.architecture.config_defaults["max_position_embeddings"]
-        return int(self.config.get("max_position_embeddings", default))
+        return self.facts.max_position_embeddings
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Nothing is loaded into a model. Weights are compared as bytes, a few megabytes a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -23,8 +22,9 @@ from leank_convert.checkpoint_io import (
     Checkpoint,
     find_companions,
 )
+from leank_convert.config_class import complete_config
 from leank_convert.config_overrides import apply_config_overrides
-from leank_convert.errors import LeanKError, cut, first_line
+from leank_convert.errors import LeanKError, cut
 from leank_convert.export.companions import (
     find_tokenizer_class,
     has_tokenizer,
@@ -125,15 +125,8 @@ def _check_runtime(folder: Path) -> str:
 
 def _complete(config: Mapping[str, Any], architecture: Architecture, origin: Checkpoint) -> dict[str, Any]:
     """A config with every default in it, so that one which transformers saved anew compares the same."""
-    import transformers
-
     values = {key: value for key, value in config.items() if key not in _CHANGED_KEYS}
-    config_class: Any = getattr(transformers, architecture.config_class)
-    try:
-        complete: dict[str, Any] = config_class.from_dict(copy.deepcopy(values)).to_dict()
-    except Exception as error:  # a config class refuses what is wrong in its own many ways
-        raise LeanKError(f"`{origin.folder / CONFIG_NAME}` is refused: {first_line(error)}") from error
-    return complete
+    return complete_config(values, architecture, origin=str(origin.folder / CONFIG_NAME))
 
 
 def _compare_weights(

@@ -84,10 +84,12 @@ def test_config_that_transformers_refuses_is_told_with_the_overrides(
     train_one, overrides, reason, short_recipe, tmp_path
 ):
     recipe = short_recipe(model={"config_overrides": overrides})
-    with pytest.raises(LeanKError, match=f"^the config of model `.*` is refused: {reason}") as caught:
+    with pytest.raises(
+        LeanKError, match=f"^`config.json with config_overrides` is refused by .*{reason}"
+    ) as caught:
         train_one(recipe, tmp_path / "out")
     assert "\n" not in str(caught.value)
-    assert caught.value.hint == f"see `model.config_overrides` (`{next(iter(overrides))}`)"
+    assert "`model.config_overrides`" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,85 @@
+"""Config class of a family: transformers' own reading of a config.json, with every default in it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from leank_convert.errors import LeanKError
+from leank_convert.families import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_MAX_REASON = 300
+
+
+def build_config(
+    config: Mapping[str, object], architecture: Architecture, *, origin: str
+) -> PreTrainedConfig:
+    """Build the family's config object from a config.json, without running code of a checkpoint.
+
+    Args:
+        config: The parsed config.json.
+        architecture: The family.
+        origin: The file, for messages.
+
+    Raises:
+        LeanKError: If transformers refuses it, or this release of transformers has no such family.
+    """
+    # Imported here: it takes more than a second, which an import of the toolkit need not.
+    import transformers
+
+    config_class: Any = getattr(transformers, architecture.config_class, None)
+    if config_class is None:
+        raise LeanKError(
+            f"`{origin}`: transformers {transformers.__version__} has no `{architecture.config_class}`, "
+            f"which `model_type` `{architecture.model_type}` needs",
+            hint="install a newer transformers",
+        )
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    with refused_by_transformers(origin):
+        # The class writes into what it is given.
+        built: PreTrainedConfig = config_class.from_dict(copy.deepcopy(values))
+    return built
+
+
+def complete_config(
+    config: Mapping[str, object], architecture: Architecture, *, origin: str
+) -> dict[str, Any]:
+    """Complete a config.json with the defaults of the family's config class.
+
+    Two that mean the same, an older and a newer form of it say, are equal when completed.
+
+    Raises:
+        LeanKError: As `build_config`.
+    """
+    built = build_config(config, architecture, origin=origin)
+    with refused_by_transformers(origin):  # a key of the config may have taken the method's place
+        return built.to_dict()
+
+
+@contextmanager
+def refused_by_transformers(origin: str) -> Iterator[None]:
+    """Put into one sentence what transformers says of a config.json, and none of what it logs.
+
+    Raises:
+        LeanKError: If transformers raises anything.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)  # it prints the whole config first
+    try:
+        yield
+    except Exception as error:  # of as many kinds as there are keys
+        reason = " ".join(str(error).split())
+        raise LeanKError(
+            f"`{origin}` is refused by transformers: {reason[:_MAX_REASON]}",
+            hint="compare it, and any `model.config_overrides`, with the config.json of the original model",
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
