@@ -45,7 +45,7 @@ def warm_up(checkpoint: Path, device: str | None, *, trust: bool = False) -> dic
     if chosen.type != "cuda":
         raise LeanKError(f"kernels are compiled for `cuda` devices, not for `{chosen.type}`")
     model = load_without_weights(checkpoint, trust=trust)
-    config, layout = model.config, _pruned_layers(model)[0].layout
+    config, layout = model.config, model.build_cache().pruned_layers[0].layout
     name = str(config.dtype or "bfloat16").removeprefix("torch.")
     if name not in _COMPUTED_DTYPES:
         raise LeanKError(
@@ -118,12 +118,6 @@ def load_without_weights(checkpoint: Path, *, trust: bool = False) -> Any:
     return model
 
 
-def _pruned_layers(model: Any) -> list[Any]:
-    """The layers of a model's cache that are pruned."""
-    cache = model.build_cache()
-    return list(getattr(cache, "pruned_layers", cache.layers))  # earlier releases prune all
-
-
 def find_kernels(
     model: Any, device: torch.device, dtype: torch.dtype, *, drafts: bool = False
 ) -> list[Any] | None:
@@ -139,31 +133,18 @@ def find_kernels(
 
     Returns:
         The kernels; None where plain torch decodes, be it in one layer.
-
-    Raises:
-        LeanKError: If the model's runtime files look for kernels in another way.
     """
     if device.type != "cuda":
         return None
-    config, layers = model.config, _pruned_layers(model)
+    config, layers = model.config, model.build_cache().pruned_layers
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
-    runtime = sys.modules[type(layers[0]).__module__]
-    find: Any = getattr(runtime, "find_kernels", None)
-    if find is None:
-        raise LeanKError(
-            f"`{config.name_or_path}` was exported by another release of leank-convert",
-            hint="export it again",
-        )
-    # Earlier releases have no kernels for drafts.
-    most_columns = getattr(runtime, "MAX_DRAFT", 1) if drafts else 1
-    # Nor another dtype for the cache.
+    runtime: Any = sys.modules[type(layers[0]).__module__]
+    most_columns = runtime.MAX_DRAFT if drafts else 1
     more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
-    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(
-        getattr(layers[0], "kv_dtype", "auto")
-    )
+    cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype)
     stored = {} if cache_dtype is None else {"cache_dtype": cache_dtype}
     found = [
-        find(
+        runtime.find_kernels(
             device,
             dtype,
             head_dim=layers[0].layout.head_dim,

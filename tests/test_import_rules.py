@@ -44,7 +44,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
-    {"convert", "prospect", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
+    {"convert", "estimate", "verify", "inspection", "evaluate", "benchmark", "analyze", "warmup", "rewrite"},
     {"cli"},
     {"__main__"},
 ]
