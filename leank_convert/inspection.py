@@ -1,9 +1,12 @@
-"""Inspection of a mask file, a checkpoint, an ONNX folder or a model: widths, ratio, bytes, provenance."""
+"""Inspection of a mask file, a checkpoint, an ONNX folder or a model: widths, ratio, bytes, provenance.
+
+`inspect_artifact` collects the facts, JSON-ready; `render_inspection` puts them into rows of text, in order.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -18,13 +21,13 @@ from leank_convert.checkpoint_io import (
     read_leank_facts,
 )
 from leank_convert.errors import LeanKError
+from leank_convert.estimate import WINDOW_SIZES, Row, estimate_model, find_config, list_estimate_rows
 from leank_convert.families import LEANK_PREFIX
 from leank_convert.head_layout import BYTES_PER_ELEMENT, INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
 from leank_convert.masks import find_by_name
-from leank_convert.prospect import find_config, inspect_model, render_model
 from leank_convert.whole_cache import describe_layers
 from leank_convert.windows import Windows
 
@@ -70,7 +73,7 @@ def inspect_artifact(path: str | Path, load: Load | None = None) -> dict[str, An
 def _inspect(path: str | Path) -> dict[str, Any]:
     config_file = find_config(path)
     if config_file is not None:
-        return inspect_model(path, config_file)
+        return estimate_model(path, config_file)
     path = Path(path)
     if not path.exists():
         try:
@@ -93,7 +96,7 @@ def _inspect_mask(path: Path) -> dict[str, Any]:
     known = mask.provenance
     windows = None
     if known is not None:
-        windows = {key: getattr(known, key) for key in ("sink_size", "recent_size", "flush_size")}
+        windows = {key: getattr(known, key) for key in WINDOW_SIZES}
     return {
         "kind": "mask",
         "path": str(path),
@@ -177,7 +180,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
         "pruning_ratio": pruning_ratio_of(description),
         "width_multiple": known.width_multiple if known else None,
-        "windows": {key: content[key] for key in ("sink_size", "recent_size", "flush_size")},
+        "windows": {key: content[key] for key in WINDOW_SIZES},
         "head_permutation": content["head_permutation"],
         "files": {name: file.stat().st_size if file.is_file() else None for name, file in files},
         "provenance": _describe_provenance(mask),
@@ -231,7 +234,7 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
             hint="add `--kv-dtype fp8`, or inspect its mask file for a cache in the model's dtype",
         )
     windows = facts["windows"] or asdict(Windows())  # as an export has them
-    sizes = Windows(*(windows[key] for key in ("sink_size", "recent_size", "flush_size")))
+    sizes = Windows(*(windows[key] for key in WINDOW_SIZES))
     head_dim, size = facts["head_dim"], facts["element_bytes"]
     stored = BYTES_PER_ELEMENT[kv_dtype] if kv_dtype else size
     widths = [sorted(layer) for layer in facts["widths"]]
@@ -250,24 +253,6 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     }
 
 
-def _render_capacity(capacity: Mapping[str, Any]) -> list[tuple[str, str]]:
-    memory, tokens, block_size = (capacity[key] for key in ("memory_bytes", "tokens", "block_size"))
-    labels = {
-        "blocks": f"blocks of {block_size} tokens",
-        "requests": f"requests of {tokens:,} tokens at once",
-    }
-    stored = f" {capacity['kv_dtype']}" if capacity["kv_dtype"] else ""
-    sides = {"dense": "dense", **({f"dense_{stored[1:]}": f"dense{stored}"} if stored else {})}
-    sides["pruned"] = f"pruned{stored}"
-    rows = []
-    for key, label in labels.items():
-        told = ", ".join(f"{name} {capacity[side][key]:,}" for side, name in sides.items())
-        dense, pruned = capacity["dense"][key], capacity["pruned"][key]
-        more = f" ({pruned / dense:.2f}x)" if dense else ""
-        rows.append(f"{label}: {told}{more}")
-    return [("vLLM", f"with {memory:,} bytes of cache on one GPU"), *(("", row) for row in rows)]
-
-
 def _describe_provenance(mask: ChannelMask) -> dict[str, Any] | None:
     return None if mask.provenance is None else asdict(mask.provenance)
 
@@ -280,85 +265,117 @@ def render_inspection(facts: Mapping[str, Any], *, with_recipe: bool = False) ->
         with_recipe: Whether the recipe follows that the mask was made by.
     """
     if facts["kind"] == "model":
-        return render_model(facts)
-    cache, windows, provenance = facts["bytes_per_token"], facts["windows"], facts["provenance"]
-    asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
-    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
-    order = _HEAD_ORDERS[facts["kind"]]
-    rows = [
-        (facts["kind"], facts["path"]),
-        ("model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"),
-        (
-            "shape",
-            f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "
-            f"head_dim {facts['head_dim']}",
-        ),
-        (
-            "pruning ratio",
-            f"{facts['pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
-            + (f", widths in multiples of {multiple}" if multiple is not None else ""),
-        ),
-        ("heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())),
-        (
-            "windows",
-            ", ".join(f"{key} {value}" for key, value in windows.items()) if windows else "not known",
-        ),
-        ("bytes per number", f"{facts['element_bytes']}{assumed}"),
-        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"),
-        ("", f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}: {cache['saved']:.1%} saved"),
-    ]
-    if facts.get("key_mean"):
-        tokens = (provenance or {}).get("key_mean_tokens")
-        measured = f" over {tokens:,} tokens" if tokens is not None else ""
-        rows.append(("keys", f"cached less their mean{measured}: a removed channel counts as its mean"))
-    if "layers" in facts:
-        rows.insert(3, ("layers", facts["layers"]))
-    if "capacity" in facts:
-        rows += _render_capacity(facts["capacity"])
-    if provenance:
-        maker = provenance["made_by"]
-        rows.append(("made by", provenance["method"] + (f", {maker}" if maker else "")))
-        rows += [(key, provenance[key]) for key in ("source", "evaluation") if provenance[key]]
-        if provenance["held_out"]:
-            held_out = HeldOut(**provenance["held_out"])
-            rows.append(("held out", held_out.render()))
-            rows += [("warning", warning) for warning in held_out.warnings]
-        if provenance["seed"] is not None:
-            rows.append(("seed", str(provenance["seed"])))
-        if provenance["versions"]:
-            versions = ", ".join(f"{name} {v}" for name, v in provenance["versions"].items())
-            rows.append(("versions", versions))
-    recipe = (provenance["recipe"] or "").splitlines() if provenance else []
-    if recipe and not with_recipe:
-        rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))
+        lines = _align(list_estimate_rows(facts))
+    else:
+        recipe = ((facts["provenance"] or {}).get("recipe") or "").splitlines()
+        rows = [*_model_rows(facts), *_size_rows(facts), *_capacity_rows(facts), *_provenance_rows(facts)]
+        if recipe and not with_recipe:
+            rows.append(("recipe", f"{len(recipe)} lines; `--with-recipe` prints them"))
+        lines = [*_align([*rows, *_file_rows(facts)]), "", *_table_of_widths(facts)]
+        if recipe and with_recipe:
+            lines += ["", "recipe", *(f"  {line}" for line in recipe)]
+    # What a file says must not move a terminal's cursor.
+    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
+
+
+def _align(rows: Sequence[Row]) -> list[str]:
+    size = max(len(label) for label, _ in rows)
+    return [f"{label:<{size}}  {text}" for label, text in rows]
+
+
+def _model_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """The artifact, its model and the form it is stored in."""
+    yield facts["kind"], facts["path"]
+    yield "model", f"{facts['model'] or 'not known'} ({facts['model_type'] or 'not known'})"
     if facts["kind"] == "checkpoint":
-        rows.insert(2, ("format", str(facts["format_version"])))
+        yield "format", str(facts["format_version"])
         if facts["kv_dtype"] is not None:
             scales = facts["kv_scales"]
             origin = f"scales of {scales['num_tokens']:,} tokens" if scales else "scales of every prompt"
             if facts["kv_dtype"] == "int4":
                 origin = f"least number and step of every {INT4_GROUP_SIZE}"
-            rows.insert(3, ("cache", f"{facts['kv_dtype']}, the window too; {origin}"))
+            yield "cache", f"{facts['kv_dtype']}, the window too; {origin}"
     if facts["kind"] == "onnx":
         graph = f"opset {facts['opset']}, cache {facts['dtype']}, weights {facts['weights']}"
         if quantization := facts["quantization"]:
             graph += f" in blocks of {quantization['block_size']}"
             if quantization["difference"] is not None:
                 graph += f" (logits differ by {quantization['difference']:.1e} of their norm)"
-        rows.insert(2, ("graph", graph))
-        sizes = [
-            f"{name}: " + ("missing" if n is None else f"{n:,} bytes") for name, n in facts["files"].items()
-        ]
-        rows += zip(["files", *[""] * len(sizes)], sizes, strict=False)
-    label_size = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{label_size}}  {text}" for label, text in rows]
-    lines += ["", f"layer  kept  widths ({order})"]
+        yield "graph", graph
+
+
+def _size_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """Shape, pruning ratio, windows and bytes."""
+    cache, windows = facts["bytes_per_token"], facts["windows"]
+    asked, multiple = facts["pruning_ratio_asked"], facts["width_multiple"]
+    layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
+    yield "shape", f"{layers} layers, {heads} KV heads, head_dim {facts['head_dim']}"
+    if "layers" in facts:
+        yield "layers", facts["layers"]
+    ratio = f"{facts['pruning_ratio']:.4f} (asked: {'not known' if asked is None else asked})"
+    multiples = "" if multiple is None else f", widths in multiples of {multiple}"
+    yield "pruning ratio", ratio + multiples
+    yield "heads per width", ", ".join(f"{width}: {n}" for width, n in facts["heads_per_width"].items())
+    named = [f"{key} {value}" for key, value in windows.items()] if windows else ["not known"]
+    yield "windows", ", ".join(named)
+    assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
+    yield "bytes per number", f"{facts['element_bytes']}{assumed}"
+    yield "bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"
+    pruned = f"pruned K {cache['key_pruned']:,}, V {cache['value_pruned']:,}"
+    yield "", f"{pruned}: {cache['saved']:.1%} saved"
+    if facts.get("key_mean"):
+        tokens = (facts["provenance"] or {}).get("key_mean_tokens")
+        measured = f" over {tokens:,} tokens" if tokens is not None else ""
+        yield "keys", f"cached less their mean{measured}: a removed channel counts as its mean"
+
+
+def _capacity_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """Blocks and requests that vLLM holds, dense and pruned, if they were asked for."""
+    if "capacity" not in facts:
+        return
+    capacity = facts["capacity"]
+    kv_dtype, tokens = capacity["kv_dtype"], capacity["tokens"]
+    sides = {"dense": "dense", "pruned": "pruned"}
+    if kv_dtype:
+        sides = {"dense": "dense", f"dense_{kv_dtype}": f"dense {kv_dtype}", "pruned": f"pruned {kv_dtype}"}
+    yield "vLLM", f"with {capacity['memory_bytes']:,} bytes of cache on one GPU"
+    for key, label in (
+        ("blocks", f"blocks of {capacity['block_size']} tokens"),
+        ("requests", f"requests of {tokens:,} tokens at once"),
+    ):
+        told = ", ".join(f"{name} {capacity[side][key]:,}" for side, name in sides.items())
+        dense, pruned = capacity["dense"][key], capacity["pruned"][key]
+        more = f" ({pruned / dense:.2f}x)" if dense else ""
+        yield "", f"{label}: {told}{more}"
+
+
+def _provenance_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """The making of the mask, as far as it is known."""
+    known = facts["provenance"]
+    if known is None:
+        return
+    yield "made by", known["method"] + (f", {known['made_by']}" if known["made_by"] else "")
+    yield from ((key, known[key]) for key in ("source", "evaluation") if known[key])
+    if known["held_out"]:
+        held_out = HeldOut(**known["held_out"])
+        yield "held out", held_out.render()
+        yield from (("warning", warning) for warning in held_out.warnings)
+    if known["seed"] is not None:
+        yield "seed", str(known["seed"])
+    if known["versions"]:
+        yield "versions", ", ".join(f"{name} {v}" for name, v in known["versions"].items())
+
+
+def _file_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+    """The files of an ONNX folder."""
+    for index, (name, size) in enumerate(facts.get("files", {}).items()):
+        yield "" if index else "files", f"{name}: " + ("missing" if size is None else f"{size:,} bytes")
+
+
+def _table_of_widths(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield f"layer  kept  widths ({_HEAD_ORDERS[facts['kind']]})"
     per_layer = facts["num_key_value_heads"] * facts["head_dim"]
     size = len(str(facts["head_dim"]))
     for layer, row in zip(facts.get("pruned_layers") or count(), facts["widths"], strict=False):
         widths = " ".join(f"{width:>{size}}" for width in row)
-        lines.append(f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}")
-    if recipe and with_recipe:
-        lines += ["", "recipe", *(f"  {line}" for line in recipe)]
-    # What a file says must not move a terminal's cursor.
-    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
+        yield f"{layer:>5}  {sum(row) / per_layer:>4.0%}  {widths}"

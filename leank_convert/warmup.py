@@ -133,7 +133,7 @@ def find_kernels(
         return None
     config, layers = model.config, model.build_cache().pruned_layers
     # By the name under which a layer itself looks for them, whichever of the runtime's files defines it.
-    runtime = sys.modules[type(layers[0]).__module__]
+    runtime: Any = sys.modules[type(layers[0]).__module__]
     most_columns = runtime.MAX_DRAFT if drafts else 1
     more = {"has_sinks": True} if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else {}
     cache_dtype = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}.get(layers[0].kv_dtype)

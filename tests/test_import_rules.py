@@ -45,7 +45,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
-    {"convert", "prospect", "verify", "inspection", "evaluate", "analyze", "warmup"},
+    {"convert", "estimate", "verify", "inspection", "evaluate", "analyze", "warmup"},
     {"cli"},
     {"__main__"},
 ]

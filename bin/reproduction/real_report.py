@@ -17,8 +17,8 @@ from bin.reproduction.plan import Entry
 from bin.reproduction.real import RealResults
 from bin.reproduction.texts import KINDS
 from leank_convert.analyze.distribution import OUTLIER_RULE, analyze_mask
-from leank_convert.analyze.drawing import draw_correlation, draw_pairs
 from leank_convert.evaluate.comparison import Difference
+from leank_convert.report.figures import draw_correlation, draw_outlier_pairs
 from leank_convert.report.page import new_figure
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def list_chapters(findings: Findings, real: RealResults) -> list[Chapter]:
             "Which rotary pairs are kept",
             "",
             [_pair_grid(real)],
-            lambda: _draw(3.8, [lambda axes: draw_pairs(axes, real.mask, analyze_mask(real.mask))]),
+            lambda: _draw(3.8, [lambda axes: draw_outlier_pairs(axes, real.mask, analyze_mask(real.mask))]),
             "A pair is two channels that RoPE turns together, at a frequency that falls with i. "
             + OUTLIER_RULE,
         ),

@@ -62,12 +62,12 @@ def analyze(
             if given:
                 raise click.UsageError(f"{name} goes with --model")
     from leank_convert.analyze.distribution import analyze_mask, load_artifact
-    from leank_convert.analyze.presentation import check_writable, render_analysis, to_dict, write_analysis
+    from leank_convert.analyze.output import check_writable, write_analysis
+    from leank_convert.report.analysis_report import AnalysisReport
 
     if out is not None:
         check_writable(out)
     mask, element_bytes = load_artifact(artifact)
-    analysis = analyze_mask(mask, element_bytes)
     measured = None
     if model is not None:
         from leank_convert.analyze.measurement import measure
@@ -83,10 +83,11 @@ def analyze(
             device=device,
             progress=True,
         )
+    report = AnalysisReport(mask, analyze_mask(mask, element_bytes), measured, artifact)
     if out is not None:
-        for path in write_analysis(mask, analysis, measured, artifact, out):
+        for path in write_analysis(report, out):
             click.echo(path, err=True)
     if as_json:
-        click.echo(json.dumps(to_dict(analysis, measured)))
+        click.echo(json.dumps(report.to_dict()))
     else:
-        click.echo(render_analysis(analysis, measured, artifact), nl=False)
+        click.echo(report.to_text(), nl=False)

@@ -1,4 +1,4 @@
-"""Figures of a mask and of a run's log; each function draws one into the axes it is given.
+"""Figures of masks, of their analysis and of training runs; each function draws one into given axes.
 
 Colours are readable on light and on dark ground; `STYLE` makes text and lines a grey that is, too. Heads are
 in the mask's own order: the model's.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
+    from leank_convert.analyze.distribution import MaskAnalysis
     from leank_convert.mask import ChannelMask
     from leank_convert.train.log import StepRecord
 
@@ -25,6 +26,7 @@ INK = "#808182"  # of text and lines; no other colour of a figure may be equal
 BLUE, ORANGE, GREEN = "#3d85c6", "#e07b39", "#3f9b6d"
 _DROPPED = "#80808020"
 _MOST_LABELS = 16
+_QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 _MOST_NUMBERS = 64  # cells that still have room for their value
 
 STYLE: dict[str, Any] = {
@@ -52,7 +54,7 @@ def draw_scaling_factors(axes: Axes, scaling_factors: Tensor) -> None:
     """Heat map of the scaling factors [L, H_kv, D]: a row per layer and head, a column per channel."""
     image = _draw_heads_by_channels(axes, scaling_factors, "viridis")
     axes.set_title("Scaling factors")
-    add_colorbar(axes, image, "scaling factor", [0, 0.25, 0.5, 0.75, 1])
+    _add_colorbar(axes, image, "scaling factor", _QUARTERS)
 
 
 def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
@@ -65,32 +67,21 @@ def draw_channel_mask(axes: Axes, channel_mask: Tensor) -> None:
 
 def draw_kept_by_head(axes: Axes, channel_mask: Tensor) -> None:
     """Heat map of the kept channels of each head: a row per layer, a column per KV head."""
-    widths = channel_mask.sum(-1).numpy()
-    num_layers, num_heads = widths.shape
     head_dim = channel_mask.shape[-1]
-    image = axes.imshow(widths, aspect="auto", interpolation="none", vmin=0, vmax=head_dim, cmap="viridis")
-    if widths.size <= _MOST_NUMBERS:
-        for (layer, head), width in np.ndenumerate(widths):
-            colour = "black" if width > 0.6 * head_dim else "white"
-            axes.text(head, layer, str(width), ha="center", va="center", color=colour)
-    axes.set_xticks(range(0, num_heads, _label_step(num_heads)))
-    label_layers(axes, num_layers, 1)
-    axes.set(title="Kept channels by head", xlabel="KV head")
-    add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
+    image = _draw_layers_by_head(axes, channel_mask.sum(-1), "Kept channels by head", head_dim, "d")
+    _add_colorbar(axes, image, f"kept channels of {head_dim}", range(0, head_dim + 1, max(1, head_dim // 4)))
 
 
 def draw_gates(axes: Axes, gates: Tensor) -> None:
     """Heat map of the heads' gates [L, H_kv]: a row per layer, a column per KV head."""
-    num_layers, num_heads = gates.shape
-    image = axes.imshow(gates.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=1, cmap="viridis")
-    if gates.numel() <= _MOST_NUMBERS:
-        for (layer, head), gate in np.ndenumerate(gates.numpy()):
-            colour = "black" if gate > 0.6 else "white"
-            axes.text(head, layer, f"{gate:.2f}", ha="center", va="center", color=colour)
-    axes.set_xticks(range(0, num_heads, _label_step(num_heads)))
-    label_layers(axes, num_layers, 1)
-    axes.set(title="Gates", xlabel="KV head")
-    add_colorbar(axes, image, "gate", [0, 0.25, 0.5, 0.75, 1])
+    _add_colorbar(axes, _draw_layers_by_head(axes, gates, "Gates", 1, ".2f"), "gate", _QUARTERS)
+
+
+def draw_ratio_by_head(axes: Axes, ratios: Tensor) -> None:
+    """Heat map of w_hf [L, H_kv]: a row per layer, a column per KV head."""
+    top = max(1.0, float(ratios.max()))
+    image = _draw_layers_by_head(axes, ratios, "High-frequency ratio by head", top, ".2f")
+    _add_colorbar(axes, image, "high-frequency ratio", np.linspace(0, top, 5).round(2).tolist())
 
 
 def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
@@ -100,8 +91,8 @@ def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     axes.axvline(100 * kept.mean(), color=INK, linewidth=1, linestyle="--", label="whole model")
     axes.set(title="Kept by layer", xlabel="kept channels (%)", ylim=(len(kept) - 0.5, -0.5))
     axes.grid(axis="x")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=0.2)
-    label_layers(axes, len(kept), 1)
+    _add_legend(axes)
+    _label_layers(axes, len(kept), 1)
 
 
 def draw_kept_by_pair(axes: Axes, mask: ChannelMask) -> None:
@@ -119,7 +110,44 @@ def draw_kept_by_pair(axes: Axes, mask: ChannelMask) -> None:
         xlim=(-0.75, half - 0.25),
     )
     axes.grid(axis="y")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, borderaxespad=0.2)
+    _add_legend(axes)
+
+
+def draw_outlier_pairs(axes: Axes, mask: ChannelMask, analysis: MaskAnalysis) -> None:
+    """Bars of the share that is kept of each RoPE pair, outliers named and in another colour."""
+    draw_kept_by_pair(axes, mask)
+    bars = list(axes.patches)
+    axes.plot(
+        range(len(bars)),
+        [100 * share for share in analysis.neighbours_by_pair],
+        color=GREEN,
+        linewidth=1.6,
+        label="median of the neighbours",
+    )
+    for outlier in analysis.outliers:
+        bars[outlier.pair].set_facecolor(ORANGE)
+        axes.annotate(
+            f"pair {outlier.pair}: {outlier.kept:.0%}",
+            (outlier.pair, 100 * outlier.kept),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=ORANGE,
+            fontweight="bold",
+        )
+    _add_legend(axes, columns=2)
+    axes.margins(y=0.14)
+
+
+def draw_layers_by_pair(axes: Axes, mask: ChannelMask) -> None:
+    """Heat map of the share that each layer keeps of each RoPE pair."""
+    rotated = mask.rotated_channels
+    num_layers, _, num_rotated = rotated.shape
+    kept = rotated.double().mean(1).view(num_layers, 2, num_rotated // 2).mean(1)
+    image = _draw_cells(axes, 100 * kept, 100)
+    _label_layers(axes, num_layers, 1)
+    axes.set(title="Kept by layer and RoPE pair", xlabel="pair (0 turns fastest)")
+    _add_colorbar(axes, image, "kept (%)", range(0, 101, 25))
 
 
 def draw_width_histogram(axes: Axes, channel_mask: Tensor) -> None:
@@ -142,6 +170,83 @@ def draw_width_histogram(axes: Axes, channel_mask: Tensor) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(y=0.12)
     axes.grid(axis="y")
+
+
+def draw_empty_by_layer(axes: Axes, analysis: MaskAnalysis) -> None:
+    """Bars of the heads of width 0 in each layer, the first layer on top."""
+    from matplotlib.ticker import MaxNLocator
+
+    empty = analysis.empty_by_layer
+    axes.barh(range(len(empty)), empty, height=0.8, color=ORANGE)
+    axes.set(
+        title="Heads of width 0",
+        xlabel=f"of {len(analysis.widths[0])} KV heads",
+        xlim=(0, len(analysis.widths[0])),
+        ylim=(len(empty) - 0.5, -0.5),
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="x")
+    _label_layers(axes, len(empty), 1)
+
+
+def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
+    """Bars of the bytes of one token in K and V: what is kept of it, and what is saved."""
+    cache = analysis.cache
+    rows = [
+        ("K", cache.key_pruned, cache.key_dense),
+        ("V", cache.value_pruned, cache.value_dense),
+        ("K + V", cache.key_pruned + cache.value_pruned, cache.key_dense + cache.value_dense),
+    ]
+    names = [name for name, _, _ in rows]
+    axes.barh(names, [pruned / 1024 for _, pruned, _ in rows], color=BLUE, label="kept")
+    axes.barh(
+        names,
+        [(dense - pruned) / 1024 for _, pruned, dense in rows],
+        left=[pruned / 1024 for _, pruned, _ in rows],
+        color=INK,
+        alpha=0.25,
+        label="saved",
+    )
+    for place, (_, pruned, dense) in enumerate(rows):
+        axes.annotate(
+            f"{1 - pruned / dense:.1%} saved",
+            (dense / 1024, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    axes.set(title="Cache of a token in the pruned region", xlabel="KiB, all layers", ylim=(2.5, -0.5))
+    axes.margins(x=0.22)
+    axes.grid(axis="x")
+    _add_legend(axes, columns=2)
+
+
+def draw_correlation(axes: Axes, table: Sequence[Sequence[float]], names: Sequence[str], title: str) -> None:
+    """Table of correlations, a cell for each two of the names."""
+    values = np.array(table)
+    axes.imshow(values, interpolation="none", vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    _write_numbers(axes, values, 1, ".3f")
+    axes.set_xticks(range(len(names)), list(names))
+    axes.set_yticks(range(len(names)), list(names))
+    axes.tick_params(length=0)
+    axes.set_title(title)
+
+
+def draw_ratio_by_width(axes: Axes, ratios: Tensor, widths: Tensor) -> None:
+    """A point per head: its width against its w_hf, heads of width 0 in another colour."""
+    ratio, width = ratios.flatten().numpy(), widths.flatten().numpy()
+    for chosen, colour, label in ((width == 0, ORANGE, "width 0"), (width > 0, BLUE, "keeps channels")):
+        if chosen.any():
+            axes.scatter(
+                ratio[chosen], width[chosen], s=26, color=colour, alpha=0.6, linewidths=0, label=label
+            )
+            axes.axvline(ratio[chosen].mean(), color=colour, linewidth=1.2, linestyle="--")
+    axes.set(
+        title="Width against ratio", xlabel="high-frequency ratio (dashed: means)", ylabel="kept channels",
+        xlim=(0, None),
+    )  # fmt: skip
+    axes.grid()
+    _add_legend(axes, columns=2)
 
 
 def draw_distillation(axes: Axes, records: Sequence[StepRecord]) -> None:
@@ -182,29 +287,42 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
         label = "asked pruning ratio" if len(asked) == 1 else None
         axes.axhline(ratio, color=INK, linewidth=1.2, linestyle=":", label=label)
     axes.set(title="Pruning", xlabel="step", ylabel="fraction", ylim=(0, 1.02))
-    axes.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderpad=0, borderaxespad=0.2, columnspacing=1.2
-    )
+    _add_legend(axes, columns=4, column_spacing=1.2)
     _mark_stages(axes, records)
 
 
-def _draw_heads_by_channels(axes: Axes, values: Tensor, cmap: Any) -> AxesImage:
+def _draw_heads_by_channels(axes: Axes, values: Tensor, colours: Any) -> AxesImage:
     num_layers, num_heads, head_dim = values.shape
-    image = axes.imshow(
-        values.reshape(-1, head_dim).numpy(),
-        aspect="auto",
-        interpolation="none",
-        vmin=0,
-        vmax=1,
-        cmap=cmap,
-    )
-    label_layers(axes, num_layers, num_heads)
+    image = _draw_cells(axes, values.reshape(-1, head_dim), 1, colours)
+    _label_layers(axes, num_layers, num_heads)
     axes.set_xticks(range(0, head_dim, max(1, head_dim // 4)))
     axes.set_xlabel("channel")
     return image
 
 
-def label_layers(axes: Axes, num_layers: int, rows: int) -> None:
+def _draw_layers_by_head(axes: Axes, values: Tensor, title: str, top: float, number: str) -> AxesImage:
+    """Heat map of values [L, H_kv] from 0 to `top`, with numbers of that format where they have room."""
+    image = _draw_cells(axes, values, top)
+    if values.numel() <= _MOST_NUMBERS:
+        _write_numbers(axes, values.numpy(), top, number)
+    axes.set_xticks(range(0, values.shape[1], _label_step(values.shape[1])))
+    _label_layers(axes, len(values), 1)
+    axes.set(title=title, xlabel="KV head")
+    return image
+
+
+def _draw_cells(axes: Axes, values: Tensor, top: float, colours: Any = "viridis") -> AxesImage:
+    return axes.imshow(values.numpy(), aspect="auto", interpolation="none", vmin=0, vmax=top, cmap=colours)
+
+
+def _write_numbers(axes: Axes, values: np.ndarray[Any, Any], top: float, number: str) -> None:
+    """Write each value into its cell of a heat map that ends at `top`."""
+    for (row, column), value in np.ndenumerate(values):
+        colour = "black" if value > 0.6 * top else "white"
+        axes.text(column, row, format(value, number), ha="center", va="center", color=colour)
+
+
+def _label_layers(axes: Axes, num_layers: int, rows: int) -> None:
     """Name the layers at the left, each beside the middle of its rows, with ticks at the borders between."""
     shown = range(0, num_layers, _label_step(num_layers))
     axes.set_yticks([(layer + 0.5) * rows - 0.5 for layer in shown], [str(layer) for layer in shown])
@@ -219,7 +337,7 @@ def _label_step(count: int) -> int:
     return -(-count // _MOST_LABELS)
 
 
-def add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
+def _add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float]) -> None:
     """The scale of a heat map, at its right."""
     from matplotlib.figure import Figure
 
@@ -229,6 +347,14 @@ def add_colorbar(axes: Axes, image: AxesImage, label: str, ticks: Sequence[float
     bar.outline.set_visible(False)
     if bar.solids is not None:
         bar.solids.set_rasterized(True)  # in an SVG, one picture instead of a path per colour
+
+
+def _add_legend(axes: Axes, columns: int = 1, column_spacing: float = 2.0) -> None:
+    """The legend, above the axes at the right."""
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, columnspacing=column_spacing, borderpad=0,
+        borderaxespad=0.2,
+    )  # fmt: skip
 
 
 def _mark_stages(axes: Axes, records: Sequence[StepRecord]) -> None:

@@ -1,4 +1,4 @@
-"""The report of a mask: one HTML page that needs no other file, no network and no script."""
+"""Report of a mask and of its training: one HTML page that needs no other file, network or script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leank_convert.report.figures import (
     draw_scaling_factors,
     draw_width_histogram,
 )
-from leank_convert.report.page import Section, new_figure, render_page, rows_height
+from leank_convert.report.page import Section, new_figure, panels, render_page, rows_height
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,20 +53,10 @@ def write_report(
     records = [
         record for record in records if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
     ]
-    # Where gates alone chose, all channels of a head are alike.
-    by_channel = gates is None or mask.scaling_factors is not None
-    sections = [_section_of_widths(mask)]
-    if gates is not None:
-        sections.append(_section_of_gates(gates))
-    if by_channel:
-        sections.append(_section_of_pairs(mask))
-    if records:
-        sections.append(_section_of_training(records))
-    if by_channel:
-        sections.append(_section_of_channels(mask))
-    shown = [*(section.to_html() for section in sections), _render_recipe(mask)]
+    sections = [section.to_html() for section in _list_sections(mask, records, gates)]
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
-    write_atomically(path, render_page(title, _collect_facts(mask, records), shown).encode())
+    page = render_page(title, _collect_facts(mask, records), [*sections, _render_recipe(mask)])
+    write_atomically(path, page.encode())
 
 
 def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
@@ -122,73 +112,80 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
     return facts
 
 
-def _section_of_widths(mask: ChannelMask) -> Section:
-    def draw() -> Figure:
-        figure = new_figure(rows_height(mask.channel_mask.shape[0]))
-        by_head, by_layer = figure.subplots(1, 2, width_ratios=[1.25, 1])
-        draw_kept_by_head(by_head, mask.channel_mask)
-        draw_kept_by_layer(by_layer, mask.channel_mask)
-        return figure
-
-    caption = "Layers and KV heads in the model's own order; a head of 0 sees only sink and recent window."
-    return Section("Where channels are kept", "heads", draw, caption)
-
-
-def _section_of_gates(gates: Tensor) -> Section:
-    def draw() -> Figure:
-        figure = new_figure(rows_height(gates.shape[0]))
-        draw_gates(figure.subplots(), gates[..., 0])
-        return figure
-
-    caption = "How much a head needs more than sink and recent window; those that need most keep channels."
-    return Section("What heads were chosen by", "gates", draw, caption)
-
-
-def _section_of_pairs(mask: ChannelMask) -> Section:
-    def draw() -> Figure:
-        figure = new_figure(3.2)
-        by_pair, widths = figure.subplots(1, 2, width_ratios=[1.6, 1])
-        draw_kept_by_pair(by_pair, mask)
-        draw_width_histogram(widths, mask.channel_mask)
-        return figure
-
-    caption = "A pair is two channels that RoPE turns together, at a frequency that falls with its number."
-    return Section("Which channels, how many", "pairs", draw, caption)
-
-
-def _section_of_training(records: Sequence[StepRecord]) -> Section:
-    def draw() -> Figure:
-        figure = new_figure(5.4)
-        loss, pruning = figure.subplots(2, 1, sharex=True)
-        draw_distillation(loss, records)
-        draw_pruning(pruning, records)
-        return figure
-
-    caption = (
+def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tensor | None) -> list[Section]:
+    channels, factors = mask.channel_mask, mask.scaling_factors
+    num_layers, num_heads, _ = channels.shape
+    height = rows_height(num_layers)
+    heads = Section(
+        "Where channels are kept",
+        "heads",
+        lambda: panels(
+            height,
+            lambda axes: draw_kept_by_head(axes, channels),
+            lambda axes: draw_kept_by_layer(axes, channels),
+            width_ratios=[1.25, 1],
+        ),
+        "Layers and KV heads in the model's own order; a head of 0 sees only sink and recent window.",
+    )
+    pairs = Section(
+        "Which channels, how many",
+        "pairs",
+        lambda: panels(
+            3.2,
+            lambda axes: draw_kept_by_pair(axes, mask),
+            lambda axes: draw_width_histogram(axes, channels),
+            width_ratios=[1.6, 1],
+        ),
+        "A pair is two channels that RoPE turns together, at a frequency that falls with its number.",
+    )
+    every = Section(
+        "Every channel",
+        "channels",
+        lambda: _draw_every_channel(min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)), mask),
+        "A row per KV head, a column per channel"
+        + ("." if factors is None else ": as training ended, and what was selected from it."),
+    )
+    training = Section(
+        "Training",
+        "training",
+        lambda: _draw_training(records),
         "Of the steps that led to this mask. Thin: the loss of each step, whose samples differ in length and "
-        "task. Thick: the running median. Dashed: where a stage begins."
+        "task. Thick: the running median. Dashed: where a stage begins.",
     )
-    return Section("Training", "training", draw, caption)
-
-
-def _section_of_channels(mask: ChannelMask) -> Section:
-    num_layers, num_heads, _ = mask.channel_mask.shape
-
-    def draw() -> Figure:
-        figure = new_figure(min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)))
-        if mask.scaling_factors is None:
-            draw_channel_mask(figure.subplots(), mask.channel_mask)
-        else:
-            factors, kept = figure.subplots(1, 2, width_ratios=[1.12, 1])
-            draw_scaling_factors(factors, mask.scaling_factors)
-            draw_channel_mask(kept, mask.channel_mask)
-        return figure
-
-    caption = "A row per KV head, a column per channel"
-    caption += (
-        "." if mask.scaling_factors is None else (": as training ended, and what was selected from it.")
+    steps = [training] if records else []
+    if gates is None:
+        return [heads, pairs, *steps, every]
+    per_head = gates[..., 0]
+    chosen_by = Section(
+        "What heads were chosen by",
+        "gates",
+        lambda: panels(height, lambda axes: draw_gates(axes, per_head)),
+        "How much a head needs more than sink and recent window; those that need most keep channels.",
     )
-    return Section("Every channel", "channels", draw, caption)
+    # Where gates alone chose, all channels of a head are alike.
+    if factors is None:
+        return [heads, chosen_by, *steps]
+    return [heads, chosen_by, pairs, *steps, every]
+
+
+def _draw_every_channel(height: float, mask: ChannelMask) -> Figure:
+    factors = mask.scaling_factors
+    if factors is None:
+        return panels(height, lambda axes: draw_channel_mask(axes, mask.channel_mask))
+    return panels(
+        height,
+        lambda axes: draw_scaling_factors(axes, factors),
+        lambda axes: draw_channel_mask(axes, mask.channel_mask),
+        width_ratios=[1.12, 1],
+    )
+
+
+def _draw_training(records: Sequence[StepRecord]) -> Figure:
+    figure = new_figure(5.4)
+    loss, pruning = figure.subplots(2, 1, sharex=True)
+    draw_distillation(loss, records)
+    draw_pruning(pruning, records)
+    return figure
 
 
 def _render_recipe(mask: ChannelMask) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from leank_convert.report.figures import INK, STYLE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH = 11.0  # inches of a figure, which the page scales to its own width
@@ -84,6 +85,17 @@ def new_figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)
+
+
+def panels(
+    height: float, *draw: Callable[[Axes], None], width_ratios: Sequence[float] | None = None
+) -> Figure:
+    """A figure of panels side by side, each drawn by a function of its axes."""
+    figure = new_figure(height)
+    row = figure.subplots(1, len(draw), squeeze=False, width_ratios=width_ratios)[0]
+    for axes, draw_panel in zip(row, draw, strict=True):
+        draw_panel(axes)
+    return figure
 
 
 def rows_height(num_layers: int) -> float:

@@ -6,14 +6,10 @@ import re
 import numpy
 import pytest
 import torch
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from leank_convert.analyze.distribution import analyze_mask
-from leank_convert.analyze.drawing import draw_cache, draw_empty_by_layer, draw_layers_by_pair, draw_pairs
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.report.figures import BLUE, ORANGE
 
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 
@@ -39,11 +35,6 @@ def save(tmp_path):
         return tmp_path / "mask.npy"
 
     return write
-
-
-@pytest.fixture
-def axes():
-    return Figure().subplots()
 
 
 def test_text_names_outliers_empty_heads_and_savings(run, save, outlying, tmp_path):
@@ -163,31 +154,3 @@ def test_what_is_no_mask_is_refused_with_a_remedy(run, tmp_path, source_model):
         assert message in result.stderr
         assert "hint: " in result.stderr
         assert not (tmp_path / "out").exists()
-
-
-def test_outliers_stand_out_among_the_bars(axes, outlying):
-    draw_pairs(axes, ChannelMask(outlying), analyze_mask(ChannelMask(outlying)))
-    colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
-    assert colours == [ORANGE if pair == 5 else BLUE for pair in range(16)]
-    assert [text.get_text() for text in axes.texts] == ["pair 5: 88%"]
-
-
-def test_heat_map_by_layer_and_pair_is_the_mean_over_heads_and_both_channels(axes):
-    mask = torch.zeros(2, 2, 4, dtype=torch.bool)
-    mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
-    draw_layers_by_pair(axes, ChannelMask(mask))
-    assert axes.images[0].get_array().tolist() == [[0, 50], [25, 0]]
-
-
-def test_bars_of_empty_heads_and_of_bytes(axes, outlying):
-    analysis = analyze_mask(ChannelMask(outlying))
-    draw_empty_by_layer(axes, analysis)
-    assert [bar.get_width() for bar in axes.patches] == [0, 0, 0, 2]
-    other = Figure().subplots()
-    draw_cache(other, analysis)
-    cache = analysis.cache
-    kept, saved = ([bar.get_width() * 1024 for bar in bars] for bars in other.containers)
-    assert kept == [cache.key_pruned, cache.value_pruned, cache.key_pruned + cache.value_pruned]
-    assert [a + b for a, b in zip(kept, saved, strict=True)] == [
-        cache.key_dense, cache.value_dense, 2 * cache.key_dense
-    ]  # fmt: skip

@@ -6,9 +6,6 @@ import re
 import numpy
 import pytest
 import torch
-from matplotlib.figure import Figure
-
-from leank_convert.analyze.drawing import draw_correlation, draw_ratio_by_head, draw_ratio_by_width
 
 SHORT = [
     part
@@ -85,27 +82,3 @@ def test_mask_of_another_shape_is_refused_before_weights_are_loaded(run, tmp_pat
     assert result.exit_code == 2
     assert "has shape [4, 2, 64]; model `testbed` needs [4, 4, 64]" in result.stderr
     assert "hint: " in result.stderr
-
-
-@pytest.fixture
-def axes():
-    return Figure().subplots()
-
-
-def test_correlations_are_written_into_their_cells(axes):
-    draw_correlation(axes, [[1, 0.25], [0.25, 1]], ["one", "other"], "Between tasks")
-    assert [text.get_text() for text in axes.texts] == ["1.000", "0.250", "0.250", "1.000"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "other"]
-
-
-def test_ratios_are_drawn_by_head_and_against_width(axes):
-    ratios = torch.tensor([[0.25, 0.5], [0.75, 1.5]])
-    draw_ratio_by_head(axes, ratios)
-    assert axes.images[0].get_array().tolist() == ratios.tolist()
-    assert axes.images[0].get_clim() == (0, 1.5)
-    other = Figure().subplots()
-    draw_ratio_by_width(other, ratios, torch.tensor([[0, 16], [0, 32]]))
-    empty, kept = (points.get_offsets().tolist() for points in other.collections)
-    assert empty == [[0.25, 0], [0.75, 0]]
-    assert kept == [[0.5, 16], [1.5, 32]]
-    assert [line.get_xdata()[0] for line in other.lines] == [0.5, 1.0]

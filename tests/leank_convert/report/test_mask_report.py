@@ -1,29 +1,16 @@
-"""The report: one page of whatever is known of a mask, and figures that show its numbers."""
+"""The report of a mask: one page of whatever is known of it."""
 
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from html.parser import HTMLParser
 
-import matplotlib.style
+import matplotlib
 import pytest
 import torch
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
-from leank_convert.report.figures import (
-    STYLE,
-    draw_channel_mask,
-    draw_distillation,
-    draw_kept_by_head,
-    draw_kept_by_layer,
-    draw_kept_by_pair,
-    draw_pruning,
-    draw_scaling_factors,
-    draw_width_histogram,
-)
+from leank_convert.report.figures import STYLE
 from leank_convert.report.mask_report import write_report
 from leank_convert.train.log import StepRecord, TrainingLog, read_log
 
@@ -144,12 +131,6 @@ def write(tmp_path):
     return run
 
 
-@pytest.fixture
-def axes():
-    with matplotlib.style.context(["default", STYLE]):
-        yield Figure().subplots()
-
-
 def facts_of(page):
     """The list at the top, as a mapping."""
     start = page.texts.index("shape")
@@ -158,28 +139,18 @@ def facts_of(page):
     return dict(zip(cells[::2], cells[1::2], strict=True))
 
 
-def test_page_is_whole_and_needs_nothing_beside_it(full_page):
+def test_page_needs_nothing_beside_it_and_its_figures_take_its_colour(full_page):
     page = Page(full_page)
-    assert page.tags.count("svg") == 4
     assert "script" not in page.tags
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.links)
-    assert "@import" not in full_page
-    assert re.findall(r"url\((?!#)", full_page) == []
-
-
-def test_ids_are_unique_and_every_reference_is_to_one(full_page):
-    page = Page(full_page)
+    assert re.findall(r"url\((?!#)|@import", full_page) == []
     assert len(page.ids) == len(set(page.ids))
-    referred = set(re.findall(r"url\(#([^)]+)\)", full_page)) | {
-        link[1:] for link in page.links if link[0] == "#"
-    }
-    assert referred <= set(page.ids)
-
-
-def test_figures_are_well_formed_and_take_the_pages_colour(full_page):
-    for figure in re.findall(r"<svg.*?</svg>", full_page, re.DOTALL):
-        root = ElementTree.fromstring(figure)
-        assert root.get("aria-label")
+    referred = set(re.findall(r"url\(#([^)]+)\)", full_page))
+    assert referred | {link[1:] for link in page.links if link[0] == "#"} <= set(page.ids)
+    figures = re.findall(r"<svg.*?</svg>", full_page, re.DOTALL)
+    assert len(figures) == 4
+    for figure in figures:
+        assert ElementTree.fromstring(figure).get("aria-label")
         assert "currentColor" in figure
         assert STYLE["text.color"] not in figure
         assert "#000000" not in figure  # what was left to matplotlib's default
@@ -200,10 +171,7 @@ def test_top_of_the_page_tells_the_facts(full_page):
     assert facts["time in steps"] == "0:00:39"
     assert facts["peak GPU memory"] == "2.5 GB"
     assert facts["versions"] == "torch 2.0"
-
-
-def test_recipe_is_shown_as_it_was_written(full_page):
-    assert Page(full_page).texts[-1] == "seed: 3 # <b>&"
+    assert page.texts[-1] == "seed: 3 # <b>&"  # the recipe
 
 
 def test_an_imported_mask_is_shown_without_what_is_not_known(write):
@@ -232,103 +200,3 @@ def test_equal_input_gives_equal_pages_whatever_the_users_style(write, full_page
 def test_every_shape_is_drawn(shape, write):
     page = Page(write(make_mask(shape), make_records(steps=(1, 0))))
     assert page.tags.count("svg") == 4
-
-
-def heights(axes):
-    return [bar.get_height() for bar in axes.patches]
-
-
-def test_bars_by_layer_are_each_layers_kept_share(axes):
-    mask = make_mask((3, 2, 8)).channel_mask
-    draw_kept_by_layer(axes, mask)
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx(
-        (100 * mask.float().mean((1, 2))).tolist()
-    )
-    bottom, top = axes.get_ylim()
-    assert bottom > top  # the first layer is on top
-
-
-def test_bars_by_pair_join_the_two_channels_that_turn_together(axes):
-    mask = torch.zeros(1, 2, 8, dtype=torch.bool)
-    mask[0, 0, 1] = mask[0, 0, 5] = mask[0, 1, 7] = True
-    draw_kept_by_pair(axes, ChannelMask(mask))
-    assert heights(axes) == [0, 50, 0, 25]
-
-
-def test_cells_by_head_hold_each_heads_width(axes):
-    mask = make_mask((3, 2, 8)).channel_mask
-    draw_kept_by_head(axes, mask)
-    assert axes.images[0].get_array().tolist() == mask.sum(-1).tolist()
-    assert [text.get_text() for text in axes.texts] == ["0", "2", "4", "0", "2", "4"]
-
-
-def test_histogram_counts_the_heads_of_each_width(axes):
-    mask = torch.arange(64) < torch.tensor([0, 16, 16, 48])[:, None]
-    draw_width_histogram(axes, mask[None])
-    assert heights(axes) == [1, 2, 0, 1, 0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "16", "32", "48", "64"]
-
-
-def test_histogram_of_widths_without_a_common_step_has_bins(axes):
-    mask = torch.arange(128) < torch.tensor([0, 1, 3, 4, 128])[:, None]
-    draw_width_histogram(axes, mask[None])
-    counts = heights(axes)
-    assert (counts[0], counts[1], counts[-1], sum(counts)) == (3, 1, 1, 5)
-    assert "in bins of 4" in axes.get_xlabel()
-
-
-def test_heat_maps_have_a_row_per_head_and_a_column_per_channel(axes):
-    mask = make_mask((3, 2, 8))
-    draw_scaling_factors(axes, mask.scaling_factors)
-    draw_channel_mask(axes, mask.channel_mask)
-    factors, kept = (image.get_array() for image in axes.images)
-    assert factors.tolist() == mask.scaling_factors.view(6, 8).tolist()
-    assert kept.tolist() == mask.channel_mask.view(6, 8).tolist()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
-    assert list(axes.get_yticks()) == [0.5, 2.5, 4.5]
-
-
-def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_stretch(axes):
-    records = make_records(steps=(200, 50))
-    draw_distillation(axes, records)
-    assert axes.get_yscale() == "log"
-    each, first, second = axes.lines[:3]
-    assert list(each.get_ydata()) == [record.distillation for record in records]
-    assert (len(first.get_ydata()), len(second.get_ydata())) == (200, 50)
-    assert first.get_ydata()[100] == pytest.approx(1 / 101)  # of a falling curve the median is its middle
-    assert axes.get_ylim()[0] > 1e-3
-    assert axes.lines[3].get_xdata()[0] == 200.5
-    assert axes.texts[0].get_text() == "stage 2"
-
-
-def test_a_loss_of_nothing_but_zeros_is_drawn(axes):
-    draw_distillation(axes, [replace(record, distillation=0.0) for record in make_records()])
-    assert axes.get_yscale() == "linear"
-
-
-def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(axes):
-    records = make_records()
-    draw_pruning(axes, records)
-    mean, reached, asked = axes.lines[:3]
-    assert list(mean.get_ydata()) == [record.mean_factor for record in records]
-    assert list(reached.get_xdata()) == list(range(21, 27))
-    assert set(reached.get_ydata()) == {0.71}
-    assert set(asked.get_ydata()) == {0.7}
-    assert len(axes.get_legend().get_texts()) == 3
-
-
-def test_a_reached_ratio_of_zero_is_drawn(axes):
-    draw_pruning(axes, [replace(record, pruning_ratio=0.0) for record in make_records(steps=(0, 6))])
-    assert [line.get_label() for line in axes.lines][1] == "reached pruning ratio"
-    assert list(axes.lines[1].get_ydata()) == [0.0] * 6
-
-
-def test_text_stands_out_on_white_and_on_the_dark_page():
-    def luminance(colour):
-        parts = [int(to_hex(colour)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for ground in ("#ffffff", "#14171c"):
-        lighter, darker = sorted([luminance(ground), luminance(STYLE["text.color"])], reverse=True)
-        assert (lighter + 0.05) / (darker + 0.05) > 3

@@ -1,124 +1,99 @@
-"""Presentation of an analysis: text, a page that opens offline, figures as PNG, numbers as JSON."""
+"""Report of a mask's analysis: text, a page that opens offline, figures, and numbers for JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.analyze.distribution import OUTLIER_RULE, MaskAnalysis, OutlierPair
-from leank_convert.analyze.drawing import (
+from leank_convert.mask import ChannelMask
+from leank_convert.report.figures import (
     draw_cache,
     draw_correlation,
     draw_empty_by_layer,
+    draw_kept_by_head,
+    draw_kept_by_layer,
     draw_layers_by_pair,
-    draw_pairs,
+    draw_outlier_pairs,
     draw_ratio_by_head,
     draw_ratio_by_width,
+    draw_width_histogram,
 )
-from leank_convert.analyze.measurement import Measurement
-from leank_convert.errors import LeanKError
-from leank_convert.export.publish import check_replaceable, staged_folder
-from leank_convert.files import write_atomically
-from leank_convert.folders import check_folder
-from leank_convert.mask import ChannelMask
-from leank_convert.report.figures import draw_kept_by_head, draw_kept_by_layer, draw_width_histogram
-from leank_convert.report.page import Section, new_figure, render_page, rows_height
+from leank_convert.report.page import Section, panels, render_page, rows_height
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PAGE_NAME = "analysis.html"
-NUMBERS_NAME = "analysis.json"
+    from leank_convert.analyze.distribution import MaskAnalysis, OutlierPair
+    from leank_convert.analyze.measurement import Measurement
+
 _MOST_WIDTHS = 12  # that a line names one by one
 _PAIRS_PER_LINE = 8
 
 
-def check_writable(out: Path) -> None:
-    """Refuse a folder that already holds something, or cannot be one.
+@dataclass(frozen=True)
+class AnalysisReport:
+    """The analysis of a mask, as a person or a program reads it.
 
-    Raises:
-        LeanKError: If it does, or is a file.
-    """
-    if check_folder(out).exists() and any(out.iterdir()):
-        raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
-    check_replaceable(out, overwrite=False)
-
-
-def write_analysis(
-    mask: ChannelMask, analysis: MaskAnalysis, measured: Measurement | None, origin: str, out: Path
-) -> list[Path]:
-    """Write page, figures and numbers into a folder that appears whole or not at all.
-
-    Args:
+    Attributes:
         mask: The mask.
-        analysis: What was found of it.
-        measured: What was measured on its model, None if nothing was.
-        origin: What the user called it.
-        out: The folder.
-
-    Returns:
-        The files, the page first.
-
-    Raises:
-        LeanKError: If the folder already holds something.
-        OSError: If it cannot be written.
+        analysis: The distribution of its channels.
+        measured: Statistics of its model, None if nothing was measured.
+        origin: What the user called the mask.
     """
-    check_writable(out)
-    with staged_folder(out, overwrite=False) as partial:
-        sections = _list_sections(mask, analysis)
-        if measured is not None:
-            sections += _list_measured_sections(mask, measured)
-        title = f"Analysis of {analysis.model or Path(origin).name}"
-        shown = [section.to_html() for section in sections]
-        page = render_page(title, describe(analysis, measured, origin), shown)
-        write_atomically(partial / PAGE_NAME, page.encode())
-        for section in sections:
-            write_atomically(partial / f"{section.name}.png", section.to_png())
-        write_atomically(
-            partial / NUMBERS_NAME, (json.dumps(to_dict(analysis, measured), indent=1) + "\n").encode()
-        )
-    return [out / name for name in (PAGE_NAME, *(f"{s.name}.png" for s in sections), NUMBERS_NAME)]
+
+    mask: ChannelMask
+    analysis: MaskAnalysis
+    measured: Measurement | None
+    origin: str
+
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        """The analysis in short, as names and values."""
+        measured = [] if self.measured is None else _describe_measured(self.measured)
+        return [*_describe_mask(self.analysis, self.origin), *measured]
+
+    @cached_property
+    def sections(self) -> list[Section]:
+        """The figures, each with heading and caption."""
+        measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
+        return [*_list_sections(self.mask, self.analysis), *measured]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as JSON-ready data."""
+        measured = None if self.measured is None else self.measured.to_dict()
+        return {**self.analysis.to_dict(), "measured": measured}
+
+    def to_html(self) -> str:
+        """The page."""
+        title = f"Analysis of {self.analysis.model or Path(self.origin).name}"
+        return render_page(title, self.facts, [section.to_html() for section in self.sections])
+
+    def to_text(self) -> str:
+        """The facts, then tables by RoPE pair and by layer."""
+        analysis, facts = self.analysis, self.facts
+        size = max(len(name) for name, _ in facts)
+        lines = [f"{name:<{size}}  {text}" for name, text in facts]
+        named = {outlier.pair for outlier in analysis.outliers}
+        lines += ["", "pair  kept (%)" + ("; * marks an outlier" if named else "")]
+        for start in range(0, len(analysis.kept_by_pair), _PAIRS_PER_LINE):
+            cells = (
+                f"{100 * share:>6.1f}{'*' if pair in named else ' '}"
+                for pair, share in enumerate(analysis.kept_by_pair[start : start + _PAIRS_PER_LINE], start)
+            )
+            lines.append(f"{start:>4}  {''.join(cells)}".rstrip())
+        digits = max(5, len(str(analysis.head_dim)))
+        lines += ["", "layer  kept (%)  width 0  widths by head"]
+        for layer, (share, empty, widths) in enumerate(
+            zip(analysis.kept_by_layer, analysis.empty_by_layer, analysis.widths, strict=True)
+        ):
+            cells = (f"{width:>{digits}}" for width in widths)
+            lines.append(f"{layer:>5}  {100 * share:>8.1f}  {empty:>7}  {''.join(cells)}")
+        return "\n".join(lines) + "\n"
 
 
-def to_dict(analysis: MaskAnalysis, measured: Measurement | None) -> dict[str, Any]:
-    """Both as JSON-ready data."""
-    return {**analysis.to_dict(), "measured": None if measured is None else measured.to_dict()}
-
-
-def render_analysis(analysis: MaskAnalysis, measured: Measurement | None, origin: str) -> str:
-    """Render an analysis as text.
-
-    Args:
-        analysis: What was found of a mask.
-        measured: What was measured on its model, None if nothing was.
-        origin: What the user called it.
-    """
-    facts = describe(analysis, measured, origin)
-    size = max(len(name) for name, _ in facts)
-    lines = [f"{name:<{size}}  {text}" for name, text in facts]
-    named = {outlier.pair for outlier in analysis.outliers}
-    lines += ["", "pair  kept (%)" + ("; * marks an outlier" if named else "")]
-    for start in range(0, len(analysis.kept_by_pair), _PAIRS_PER_LINE):
-        cells = (
-            f"{100 * share:>6.1f}{'*' if pair in named else ' '}"
-            for pair, share in enumerate(analysis.kept_by_pair[start : start + _PAIRS_PER_LINE], start)
-        )
-        lines.append(f"{start:>4}  {''.join(cells)}".rstrip())
-    digits = max(5, len(str(analysis.head_dim)))
-    lines += ["", "layer  kept (%)  width 0  widths by head"]
-    for layer, (share, empty, widths) in enumerate(
-        zip(analysis.kept_by_layer, analysis.empty_by_layer, analysis.widths, strict=True)
-    ):
-        cells = (f"{width:>{digits}}" for width in widths)
-        lines.append(f"{layer:>5}  {100 * share:>8.1f}  {empty:>7}  {''.join(cells)}")
-    return "\n".join(lines) + "\n"
-
-
-def describe(analysis: MaskAnalysis, measured: Measurement | None, origin: str) -> list[tuple[str, str]]:
-    """The analysis in short, as names and values."""
+def _describe_mask(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]:
     layers, heads = len(analysis.widths), len(analysis.widths[0])
     cache = analysis.cache
     key, value = 1 - cache.key_pruned / cache.key_dense, 1 - cache.value_pruned / cache.value_dense
@@ -143,7 +118,7 @@ def describe(analysis: MaskAnalysis, measured: Measurement | None, origin: str) 
     ]
     if analysis.model is not None:
         facts.insert(0, ("model", analysis.model))
-    return facts if measured is None else [*facts, *_describe_measured(measured)]
+    return facts
 
 
 def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
@@ -194,7 +169,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
     height = rows_height(len(channels))
 
     def layers() -> Figure:
-        figure = _panels(
+        figure = panels(
             height,
             lambda axes: draw_kept_by_head(axes, channels),
             lambda axes: draw_kept_by_layer(axes, channels),
@@ -209,9 +184,9 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "RoPE pairs",
             "pairs",
-            lambda: _panels(3.8, lambda axes: draw_pairs(axes, mask, analysis)),
+            lambda: panels(3.8, lambda axes: draw_outlier_pairs(axes, mask, analysis)),
             "A pair is two channels that RoPE turns together, at a frequency that falls with its number. "
-            + OUTLIER_RULE,
+            + analysis.outlier_rule,
         ),
         Section(
             "Layers and heads",
@@ -222,13 +197,13 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "Pairs in each layer",
             "layers-by-pair",
-            lambda: _panels(height, lambda axes: draw_layers_by_pair(axes, mask)),
+            lambda: panels(height, lambda axes: draw_layers_by_pair(axes, mask)),
             "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
         ),
         Section(
             "Widths and bytes",
             "widths",
-            lambda: _panels(
+            lambda: panels(
                 3.2,
                 lambda axes: draw_width_histogram(axes, channels),
                 lambda axes: draw_cache(axes, analysis),
@@ -246,7 +221,7 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
         Section(
             "Are the same channels large everywhere?",
             "staticity",
-            lambda: _panels(
+            lambda: panels(
                 0.5 * max(len(measured.tasks), len(names)) + 1.2,
                 lambda axes: draw_correlation(axes, measured.between_tasks, measured.tasks, "Between tasks"),
                 lambda axes: draw_correlation(
@@ -259,7 +234,7 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
         Section(
             "High frequencies",
             "frequencies",
-            lambda: _panels(
+            lambda: panels(
                 rows_height(len(mask.channel_mask)),
                 lambda axes: draw_ratio_by_head(axes, ratios),
                 lambda axes: draw_ratio_by_width(axes, ratios, mask.channel_mask.sum(-1)),
@@ -269,14 +244,3 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
             "away.",
         ),
     ]
-
-
-def _panels(
-    height: float, *draw: Callable[[Axes], None], width_ratios: Sequence[float] | None = None
-) -> Figure:
-    """A figure of panels side by side, each drawn by a function of its axes."""
-    figure = new_figure(height)
-    row = figure.subplots(1, len(draw), squeeze=False, width_ratios=width_ratios)[0]
-    for axes, draw_panel in zip(row, draw, strict=True):
-        draw_panel(axes)
-    return figure

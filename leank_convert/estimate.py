@@ -1,4 +1,4 @@
-"""Prospect of a model that is not converted: the bytes that its cache takes and, pruned, would take.
+"""Estimate for a model that is not converted: the bytes of its cache, dense and pruned.
 
 Arithmetic on its config.json alone; what a mask keeps of V is known when there is one, so V counts whole.
 """
@@ -25,6 +25,9 @@ from leank_convert.windows import Windows
 _PRUNING_RATIO = 0.7
 _LENGTHS = (8192, 32768, 131072)
 
+WINDOW_SIZES = ("sink_size", "recent_size", "flush_size")
+Row = tuple[str, str]  # a label and its text
+
 
 def find_config(path: str | Path) -> Path | None:
     """The config.json of what may be a model that is not converted: a folder, the file, a hub id, `testbed`.
@@ -40,8 +43,8 @@ def find_config(path: str | Path) -> Path | None:
     return fetch_config(str(path)) if not Path(path).exists() and is_hub_id(str(path)) else None
 
 
-def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
-    """Describe a model that is not converted.
+def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
+    """Describe a model that is not converted, and estimate its cache.
 
     Args:
         path: What the user called it.
@@ -64,9 +67,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     if name is not None:
         recipe = load_recipe(name)
         ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO
-        windows = Windows(
-            *(getattr(recipe.windows, key) for key in ("sink_size", "recent_size", "flush_size"))
-        )
+        windows = Windows(*(getattr(recipe.windows, key) for key in WINDOW_SIZES))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
@@ -84,11 +85,7 @@ def inspect_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         "positions": positions,
         "recipe": name,
         "pruning_ratio": ratio,
-        "windows": {
-            "sink_size": windows.sink_size,
-            "recent_size": windows.recent_size,
-            "flush_size": windows.flush_size,
-        },
+        "windows": {key: getattr(windows, key) for key in WINDOW_SIZES},
         "element_bytes": element_bytes,
         "element_bytes_assumed": facts.dtype not in BYTES_PER_ELEMENT,
         "bytes_per_token": {
@@ -113,44 +110,35 @@ def _read_text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"dtype": config.get("dtype") or config.get("torch_dtype"), **text}
 
 
-def render_model(facts: Mapping[str, Any]) -> str:
-    """Render what `inspect_model` found as text for a person."""
-    cache, windows = facts["bytes_per_token"], facts["windows"]
+def list_estimate_rows(facts: Mapping[str, Any]) -> list[Row]:
+    """List what `estimate_model` found in rows for a person."""
+    cache = facts["bytes_per_token"]
+    layers, heads = facts["num_hidden_layers"], facts["num_key_value_heads"]
+    rows = [("model", f"{facts['path']} ({facts['model_type']}), not converted")]
+    if facts["part_of_larger"]:
+        rows.append(("", "a part of a larger model: examples/text_model.py saves it"))
+    shape = f"{layers} layers, {heads} KV heads, head_dim {facts['head_dim']}"
+    rows.append(("shape", f"{shape}, {facts['positions']:,} positions"))
+    if facts["layers"]:
+        rows.append(("layers", facts["layers"]))
+    windows = ", ".join(f"{key} {size}" for key, size in facts["windows"].items())
     assumed = " (assumed)" if facts["element_bytes_assumed"] else ""
-    ratio = f"{facts['pruning_ratio']:g}"
-    rows = [
-        ("model", f"{facts['path']} ({facts['model_type']}), not converted"),
-        *([("", "a part of a larger model: examples/text_model.py saves it")] * facts["part_of_larger"]),
-        (
-            "shape",
-            f"{facts['num_hidden_layers']} layers, {facts['num_key_value_heads']} KV heads, "
-            f"head_dim {facts['head_dim']}, {facts['positions']:,} positions",
-        ),
-        *([("layers", facts["layers"])] if facts["layers"] else []),
+    of_layers = ", of layers with full attention" if facts["layers"] else ""
+    rows += [
         ("recipe", facts["recipe"] or "none packaged: `train` derives one"),
         ("bytes per number", f"{facts['element_bytes']}{assumed}"),
-        (
-            "windows",
-            f"{', '.join(f'{key} {size}' for key, size in windows.items())}: tokens that keep everything",
-        ),
-        (
-            "bytes per token",
-            f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}"
-            + (", of layers with full attention" if facts["layers"] else ""),
-        ),
+        ("windows", f"{windows}: tokens that keep everything"),
+        ("bytes per token", f"dense K {cache['key_dense']:,}, V {cache['value_dense']:,}{of_layers}"),
         (
             "",
-            f"at pruning ratio {ratio} K {cache['key_pruned']:,}, V at most as before: at least "
-            f"{cache['saved']:.1%} saved",
+            f"at pruning ratio {facts['pruning_ratio']:g} K {cache['key_pruned']:,}, V at most as before: at "
+            f"least {cache['saved']:.1%} saved",
         ),
     ]
     for length, row in facts["bytes_per_row"].items():
         dense, pruned = (_write_size(row[side]) for side in ("dense", "pruned"))
         rows.append((f"{int(length):,} tokens", f"dense {dense}, pruned at most {pruned}"))
-    size = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{size}}  {text}" for label, text in rows]
-    # What a file says must not move a terminal's cursor.
-    return "\n".join(line if line.isprintable() else repr(line)[1:-1] for line in lines) + "\n"
+    return rows
 
 
 def _write_size(num_bytes: int) -> str:
