@@ -1,24 +1,29 @@
 """`bin/benchmark train`: a training step beside its own prefill, in seconds and in memory.
 
-Nothing is checked before: the tests on a GPU hold losses and gradients of each of its parts to references.
+Before anything is timed, loss and gradient are compared with full sequences in higher precision.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from bin.benchmarks.measuring import peak_memory, release_memory, time_whole
-from bin.benchmarks.random_models import TOO_LARGE, Setup, random_prompt, stock_config
+from bin.benchmarks.random_models import TOO_LARGE, Setup
 from bin.benchmarks.tables import Report, number, ratio
-from leank_convert.data import Question, TrainingSample
+from bin.benchmarks.training_check import (
+    CHECKED_TOKENS,
+    build_trainee,
+    check_step,
+    draw_factors,
+    draw_sample,
+)
+from leank_convert.data import TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.train.attention import ATTENTION_NAME
-from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import Gradients
 from leank_convert.train.passes import Student, run_context_pass
 from leank_convert.train.scaling import l1_penalty
@@ -31,7 +36,8 @@ def benchmark_train(
 ) -> dict[str, Any]:
     """Measure steps of one and of several questions on one context, and print a table.
 
-    `length` counts context, one question and its answer, `question_size` the tokens of both.
+    `length` counts context, one question and its answer, `question_size` the tokens of both. If our step's
+    loss or gradient is not right, the JSON document that is returned has `ok` false and no figures.
 
     Raises:
         LeanKError: If the length leaves nothing to prune, or something does not fit on the device.
@@ -45,48 +51,30 @@ def benchmark_train(
             hint=f"ask for {least} or more",
         )
     report = Report(setup.device, setup.describe(masked=False))
+    results: dict[str, Any] = {}
     with out_of_memory(*TOO_LARGE):
         torch.manual_seed(0)
-        model = build_trainee(setup)
-        samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
-        step = measure_step(model, samples, setup, rounds)
-    _print_step(report, step)
+        check = check_step(setup, min(length, CHECKED_TOKENS), questions, question_size)
+        release_memory(setup.device)
+        for case in check["cases"]:
+            error, own = (case["gradient"][key] or math.nan for key in ("error", "torch_error"))
+            report.line(
+                f"stage {case['stage']}, {case['questions']} on a context: error of gradient {error:.1e}, of "
+                f"full sequences {own:.1e}: {'as close' if case['ok'] else 'WRONG, nothing is measured'}"
+            )
+        if check["ok"]:
+            model = build_trainee(setup.geometry, setup)
+            samples = [draw_sample(model, length, count, question_size) for count in sorted({1, questions})]
+            results["step"] = measure_step(model, samples, setup, rounds)
+            _print_step(report, results["step"])
     sizes = {"question_tokens": question_size[0], "answer_tokens": question_size[1]}
-    return report.document("train", ok=True, dtype=setup.dtype_name, **sizes, step=step)
-
-
-def build_trainee(setup: Setup) -> Any:
-    """A model of random weights with training's attention, frozen, made on the device."""
-    with torch.device(setup.device):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            stock_config(setup.geometry), dtype=setup.dtype, attn_implementation=ATTENTION_NAME
-        )
-    model.eval().requires_grad_(False)
-    if setup.device.type == "cuda":
-        fuse_layers(model)
-    return model
-
-
-def draw_sample(
-    model: Any, length: int, num_questions: int, question_size: tuple[int, int]
-) -> TrainingSample:
-    """Random tokens as training gets them: one question is part of what is stored, several follow it.
-
-    `length` counts context, one question and its answer: the positions that are used.
-    """
-    total, answer = sum(question_size), question_size[1]
-    ids = random_prompt(model, 1, length + (num_questions - 1) * total)[0].cpu()
-    start = length - answer if num_questions == 1 else length - total
-    questions = (Question(asked, len(asked) - answer) for asked in ids[start:].chunk(num_questions))
-    return TrainingSample(task="random tokens", prefix_ids=ids[:start], questions=tuple(questions))
+    return report.document("train", ok=check["ok"], dtype=setup.dtype_name, **sizes, check=check, **results)
 
 
 def optimizer_step(model: Any, sample: TrainingSample, setup: Setup) -> Callable[[], None]:
     """What training does with a sample, again and again: loss, penalty, gradient, Adam, clamp."""
     facts = setup.geometry.facts
-    # Uniform over [0, 1], as in the middle of training.
-    factors = torch.rand(facts.mask_shape, generator=torch.Generator().manual_seed(0))
-    factors = factors.to(model.device).requires_grad_()
+    factors = draw_factors(facts, model.device).requires_grad_()
     optimizer = torch.optim.Adam([factors], lr=_LEARNING_RATE)
     gradients = Gradients(model, facts, sample.num_positions)
 

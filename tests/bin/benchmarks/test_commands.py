@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bin.benchmarks.decode_attention import FilledLayer
 from bin.benchmarks.geometries import GEOMETRIES
 from bin.benchmarks.onnx_step import HostStep
 from bin.benchmarks.random_models import choose_setup, synthetic_mask, write_folder
+from leank_convert.train import graphs
 
 CPU = ("--device", "cpu")
 KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x8", "--rounds", "2")
@@ -134,13 +136,29 @@ def test_memory_counts_a_cache_and_finds_batches(measured):
     assert "largest batch" in table
 
 
-def test_a_training_step_is_timed_beside_its_prefill(measured):
-    step = measured(*TRAIN)[0]["step"]
+def test_a_training_step_is_checked_and_timed_beside_its_prefill(measured):
+    document = measured(*TRAIN)[0]
+    cases = document["check"]["cases"]
+    assert [(case["stage"], case["questions"], case["ok"]) for case in cases] == [(1, 1, True), (2, 2, True)]
+    step = document["step"]
     # Two questions of 3 + 5 tokens share the first 96 - 8.
     assert (step["length"], step["context"], step["cache_bytes"]) == (96, 88, DENSE_TOKEN * 96)
     assert [case["questions"] for case in step["steps"]] == [1, 2]
     for case in step["steps"]:
         assert case["ratio_to_own_prefill"] == pytest.approx(case["seconds"] / step["prefill"]["seconds"])
+
+
+def test_a_window_of_one_token_less_is_a_wrong_step_which_is_not_timed(monkeypatch):
+    def narrower(model, sample, student, **options):
+        windows = replace(student.windows, recent_size=student.windows.recent_size - 1)
+        return right(model, sample, replace(student, windows=windows), **options)
+
+    right = graphs.distil
+    monkeypatch.setattr(graphs, "distil", narrower)
+    result = run(*TRAIN, "--dtype", "float32")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["ok"], "step" in document) == (1, False, False)
+    assert "WRONG, nothing is measured" in result.stderr
 
 
 def test_an_onnx_step_is_measured_beside_the_dense_graph(measured):
