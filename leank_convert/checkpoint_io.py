@@ -227,12 +227,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     shards: dict[str, SafetensorsHeader] = {}
     for tensor, name in weight_map.items():
         if not is_name(tensor):
-            raise LeanKError(f"`{index_path}`: {cut(tensor)} is no name of a tensor")
+            raise LeanKError(f"`{index_path}`: {cut(tensor)} is not a valid tensor name")
         if not (
             isinstance(name, str) and is_name(name) and Path(name).name == name and name.endswith(_SUFFIX)
         ):
             raise LeanKError(
-                f"`{index_path}`: tensor `{tensor}` is in {cut(name)}, which is no name of a `{_SUFFIX}` file"
+                f"`{index_path}`: tensor `{tensor}` is in {cut(name)}, which is not the name of a "
+                f"`{_SUFFIX}` file"
             )
         if name not in shards:
             if not (folder / name).exists():

@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
-        raise LeanKError(f"`{path}` is larger than {MAX_JSON_BYTES >> 20} MB, which is no model's JSON")
+        raise LeanKError(f"`{path}` is larger than {MAX_JSON_BYTES >> 20} MB, the limit for a model's JSON")
     try:
         value = parse_json(content)
     except ValueError as error:
@@ -93,7 +93,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {cut(twice)} stands there twice")
+        raise ValueError(f"duplicate key {cut(twice)}")
     return found
 
 

@@ -133,11 +133,12 @@ def check_base_model(name: str | None) -> None:
     """Check what a user says that a model is called on the hub.
 
     Raises:
-        LeanKError: If it is no name of a repository.
+        LeanKError: If it is not a valid name of a repository.
     """
     if name is not None and not is_repository(name):
         raise LeanKError(
-            f"base model {cut(name)} is no name of a hub repository", hint="use `owner/name`, as on the hub"
+            f"base model {cut(name)} is not a valid name of a hub repository",
+            hint="use `owner/name`, as on the hub",
         )
 
 
@@ -237,7 +238,7 @@ def _hub_errors(repo_id: str, *, uploads: bool = False) -> Iterator[None]:
     except HFValidationError as error:
         if uploads:
             raise LeanKError(
-                f"`{repo_id}` is no name of a hub repository", hint="use `owner/name`"
+                f"`{repo_id}` is not a valid name of a hub repository", hint="use `owner/name`"
             ) from error
         raise LeanKError(
             f"`{repo_id}` is no folder here, and no name of a hub repository", hint=first_line(error)

@@ -173,7 +173,7 @@ def is_name(text: str) -> bool:
 
 def _read_entry(name: str, entry: object) -> TensorInfo:
     if not is_name(name):
-        raise ValueError(f"{cut(name)} is no name of a tensor")
+        raise ValueError(f"{cut(name)} is not a valid tensor name")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"tensor `{name}` is not described by `dtype`, `shape` and `data_offsets`")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

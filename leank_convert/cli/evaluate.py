@@ -154,7 +154,7 @@ def evaluate(
         raise click.UsageError("--text goes without --task, --against, --recipe and --set")
     source = click.get_current_context().get_parameter_source
     if data is not None and source("seed") is not ParameterSource.DEFAULT:
-        raise click.UsageError("--data goes without --seed: the first prompts of every task are asked")
+        raise click.UsageError("--seed has no effect with --data: the first prompts of every task are asked")
     ignored = {"num_samples": "-n", "seed": "--seed", "batch_size": "--batch-size"}
     for name, flag in ignored.items():
         if text_file is not None and source(name) is not ParameterSource.DEFAULT:

@@ -119,7 +119,7 @@ def export(
         key = override.partition("=")[0].strip()
         if key.split(".")[0] not in ("windows", "mask", "model"):
             raise click.UsageError(
-                f"--set {key} matters to training alone; export takes windows, mask and model"
+                f"--set {key} has no effect: export reads `windows`, `mask` and `model` alone"
             )
     recipe: str | Recipe | None = recipe_name
     if recipe_name or overrides:
@@ -205,6 +205,6 @@ def _check_onnx_options(base_model: str | None, repo_id: str | None) -> None:
                 f"--{name.replace('_', '-')} goes with checkpoints; a graph's cache has the dtype of --dtype"
             )
     if base_model is not None:
-        raise click.UsageError("--base-model is for a checkpoint's model card, which a graph has not")
+        raise click.UsageError("--base-model has no effect with --format onnx, which writes no model card")
     if repo_id is not None:
         raise click.UsageError("--push-to-hub uploads checkpoints; upload a graph with `hf upload`")

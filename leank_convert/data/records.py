@@ -83,7 +83,7 @@ def read_texts(record: Any, key: str, place: str, form: str) -> list[str]:
     """What a record has under a key, a list of texts; as `read_field`."""
     texts = read_field(record, key, list, place, form)
     if not all(isinstance(text, str) for text in texts):
-        raise LeanKError(f"{place}: `{key}` is {cut(texts)}, no list of texts", hint=form)
+        raise LeanKError(f"{place}: `{key}` is {cut(texts)}, not a list of texts", hint=form)
     return texts
 
 

@@ -240,7 +240,7 @@ def _refuse_foreign_results(out: Path) -> None:
         for name in (ANSWERS_NAME, *RESULT_NAMES):
             if (out / name).exists():
                 raise LeanKError(
-                    f"`{out / name}` is of no evaluation: `{out}` has no `{SETTINGS_NAME}`",
+                    f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
                     hint="name another folder with --out",
                 )
 

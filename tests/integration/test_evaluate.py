@@ -274,7 +274,7 @@ def test_two_evaluations_never_write_to_one_folder(convert, tmp_path, monkeypatc
 
 def test_files_of_no_evaluation_are_not_replaced(convert, tmp_path):
     (tmp_path / "results.csv").write_text("mine")
-    with pytest.raises(LeanKError, match=r"results.csv` is of no evaluation"):
+    with pytest.raises(LeanKError, match=r"results.csv` was not written by `evaluate`"):
         compare(convert("half"), out=tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 

@@ -73,7 +73,7 @@ def test_shards_that_contradict_the_index_are_refused(
     edit_json(folder / INDEX_NAME, weight_map={**weight_map, name: other})
     refused(folder, f"has no tensor `{name}`")
     edit_json(folder / INDEX_NAME, weight_map={**weight_map, "x": "../x.safetensors"})
-    refused(folder, "which is no name of a `.safetensors` file")
+    refused(folder, "which is not the name of a `.safetensors` file")
     edit_json(folder / INDEX_NAME, weight_map=...)
     refused(folder, "has no `weight_map`")
     edit_json(folder / INDEX_NAME, weight_map=weight_map)
@@ -100,9 +100,9 @@ def test_shards_of_no_sensible_name_are_refused(
 ) -> None:
     folder = source_model("llama")
     edit_json(folder / INDEX_NAME, weight_map={"x": name})
-    assert len(str(refused(folder, "which is no name of a `.safetensors` file"))) < 600
+    assert len(str(refused(folder, "which is not the name of a `.safetensors` file"))) < 600
     edit_json(folder / INDEX_NAME, weight_map={"x" * 10**5: "a.safetensors"})
-    assert len(str(refused(folder, "is no name of a tensor"))) < 600
+    assert len(str(refused(folder, "is not a valid tensor name"))) < 600
 
 
 def test_shards_that_are_no_files_are_refused(

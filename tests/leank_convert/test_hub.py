@@ -138,7 +138,7 @@ def http_error() -> Exception:
         (HfHubHTTPError.__bases__[0]("no route"), "uploading to `me/model` failed: no route$"),
         (ConnectionError("no route"), "uploading to `me/model` failed: no route$"),
         (LocalTokenNotFoundError(), "not logged in"),
-        (HFValidationError("bad"), "no name of a hub repository"),
+        (HFValidationError("bad"), "not a valid name of a hub repository"),
     ],
 )
 def test_what_the_hub_refuses_is_told(
@@ -161,6 +161,6 @@ def test_only_checkpoints_of_ours_are_uploaded(checkpoint: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["me/mo del", "me/a--b", "me/model.git", "a/b/c", "", "/model"])
 def test_names_the_hub_would_refuse_are_known_before(name: str) -> None:
     check_repo_id("me/model-1.5_b")
-    with pytest.raises(LeanKError, match="is no name of a hub repository") as caught:
+    with pytest.raises(LeanKError, match="is not a valid name of a hub repository") as caught:
         check_repo_id(name)
     assert "owner/name" in str(caught.value.hint)

@@ -123,8 +123,8 @@ def test_a_dtype_that_no_one_reads_is_refused(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b'{"a": 1, "a": 2}', "key 'a' stands there twice"),
-        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "key 'dtype' stands there twice"),
+        (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "duplicate key 'dtype'"),
         (b"[" * 10**5, "nested too deep"),
         ({"a": [[]] * 10**6}, "`dtype`, `shape` and `data_offsets`"),
         ({"a": entry([10**200] * 4000, 0, 4)}, "has shape"),
@@ -133,9 +133,9 @@ def test_a_dtype_that_no_one_reads_is_refused(tmp_path: Path, dtype: str) -> Non
         ({"a": entry([1.0], 0, 4)}, "has shape [1.0]"),
         ({"a": entry([True], 0, 4)}, "has shape [True]"),
         ({"a": {**entry([1], 0, 4), "dtype": {}}}, "has dtype {}"),
-        ({"": entry([1], 0, 4)}, "'' is no name of a tensor"),
-        ({"a\n\0": entry([1], 0, 4)}, "is no name of a tensor"),
-        ({"a" * 10**6: entry([1], 0, 4)}, "is no name of a tensor"),
+        ({"": entry([1], 0, 4)}, "'' is not a valid tensor name"),
+        ({"a\n\0": entry([1], 0, 4)}, "is not a valid tensor name"),
+        ({"a" * 10**6: entry([1], 0, 4)}, "is not a valid tensor name"),
         ({"__metadata__": {"x": 1}}, "`__metadata__` is no object of texts"),
         ({"__metadata__": ["x"]}, "`__metadata__` is no object of texts"),
         ({"a": entry([3], 0, 2, "F4")}, "has 2 bytes, not 1.5"),

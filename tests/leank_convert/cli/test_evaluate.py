@@ -168,7 +168,7 @@ def test_prompts_that_would_take_all_memory_are_refused_before_one_is_drawn(
         (["--haystack", "x.txt"], "--haystack and --questions go with --task"),
         (["--data", "x"], "--data goes with --task longbench or gsm-infinite"),
         (["--task", "longbench", "--data", "x", "--haystack", "y"], "RULER's tasks, not with --data"),
-        (["--task", "longbench", "--data", "x", "--seed", "3"], "--data goes without --seed"),
+        (["--task", "longbench", "--data", "x", "--seed", "3"], "--seed has no effect with --data"),
         (["--text", "x.txt"], "--text and --prefix-tokens go together"),
         (["--prefix-tokens", "5"], "--text and --prefix-tokens go together"),
         (["--text", "x.txt", "--prefix-tokens", "5", "--against", "y"], "--text goes without"),

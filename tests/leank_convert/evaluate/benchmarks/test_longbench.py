@@ -76,7 +76,7 @@ def test_a_prompt_that_is_too_long_loses_its_middle(byte_level_tokenizer, write_
         ("hotpotqa", {k: v for k, v in RECORD.items() if k != "context"}, "record 1 has no `context`"),
         ("hotpotqa", RECORD | {"answers": "Hans"}, "record 1: `answers` is 'Hans'"),
         ("hotpotqa", RECORD | {"answers": []}, "record 1 has no `answers`"),
-        ("hotpotqa", RECORD | {"answers": [5]}, "record 1: `answers` is [5], no list of texts"),
+        ("hotpotqa", RECORD | {"answers": [5]}, "record 1: `answers` is [5], not a list of texts"),
         ("trec", RECORD | {"all_classes": []}, "record 1 has no `all_classes`"),
         ("trec", RECORD | {"all_classes": "ab"}, "record 1: `all_classes` is 'ab'"),
         ("trec", RECORD, "record 1 has no `all_classes`"),
