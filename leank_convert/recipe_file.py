@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.errors import LeanKError, RecipeError, first_line, shorten
 from leank_convert.files import open_file
 from leank_convert.recipe import Problem, Recipe
@@ -159,53 +158,17 @@ def list_recipes() -> list[PackagedRecipe]:
     ]
 
 
-def find_recipe(model: str) -> str:
-    """Find the packaged recipe of a model; of several, the one with the plainest name.
+def packaged_recipe(model: str) -> str | None:
+    """Find the name of a model's packaged recipe; of several, the plainest one.
 
     Args:
         model: Hub id, or `testbed`.
 
-    Raises:
-        LeanKError: No packaged recipe is for `model`.
+    Returns:
+        None where no packaged recipe is for `model`.
     """
-    name = packaged_recipe(model)
-    if name is None:
-        raise LeanKError(
-            f"there is no packaged recipe for `{model}`",
-            hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
-        )
-    return name
-
-
-def packaged_recipe(model: str) -> str | None:
-    """As `find_recipe`; None where no packaged recipe is for `model`."""
     names = [packaged.name for packaged in list_recipes() if packaged.recipe.model.id == model]
     return min(names, key=len, default=None)
-
-
-def choose_recipe(
-    name: str | Path | None, run: Path, model: str | None, overrides: Sequence[str] = ()
-) -> Recipe:
-    """Load the recipe of a name, else that of the training run in a folder, else the packaged one of a model.
-
-    Args:
-        name: Packaged recipe or YAML file.
-        run: A folder that may hold a training run, such as a checkpoint that `train` left.
-        model: Hub id, or `testbed`; None if it is not known.
-        overrides: As `load_recipe` takes them.
-
-    Raises:
-        LeanKError: If there is none, or it cannot be read.
-    """
-    trained = run / TRAINING_FOLDER / RUN_RECIPE_NAME
-    if name is None and trained.exists():
-        name = trained
-    if name is None and model is None:
-        raise LeanKError(
-            f"`{run}` does not say what model it was made for, so it has no recipe",
-            hint="name one with `--recipe NAME|FILE`; `leank-convert recipes` lists what is packaged",
-        )
-    return load_recipe(name if name is not None else find_recipe(str(model)), overrides)
 
 
 def parse_yaml(text: str) -> object:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from leank_convert.recipe_file import find_recipe, list_recipes, load_recipe
+from leank_convert.recipe_file import list_recipes, load_recipe, packaged_recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
@@ -105,7 +105,7 @@ def test_a_derived_recipe_follows_the_rule_it_states_and_promises_nothing(path):
         (16, 96) if positions >= 128 else (4, 32) if positions >= 32 else (positions // 8, positions - 1)
     )
     assert (recipe.data.min_length, recipe.data.max_length) == tuple(1024 * length for length in lengths)
-    assert find_recipe(recipe.model.id) == path.stem
+    assert packaged_recipe(recipe.model.id) == path.stem
 
 
 def test_eight_questions_on_a_context_take_an_eighth_of_the_papers_steps():
@@ -119,7 +119,7 @@ def test_eight_questions_on_a_context_take_an_eighth_of_the_papers_steps():
         "stage2": recipe.stage2.model_copy(update={"steps": like.stage2.steps}),
     }
     assert recipe.model_copy(update=same).model_dump() == like.model_dump()
-    assert find_recipe(recipe.model.id) == "llama-3.1-8b-instruct"
+    assert packaged_recipe(recipe.model.id) == "llama-3.1-8b-instruct"
 
 
 def test_yarn_is_switched_on_where_contexts_exceed_qwens_positions():

@@ -18,7 +18,7 @@ from leank_convert.mask import ChannelMask, check_mask_fits
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import DataSection
-from leank_convert.recipe_file import choose_recipe
+from leank_convert.recipe_choice import require_recipe
 from leank_convert.train.model import find_model, load_model
 
 _MOST_LENGTHS = 4
@@ -94,7 +94,7 @@ def measure(
     Raises:
         LeanKError: If the mask is not the model's, or anything cannot be loaded, drawn or measured.
     """
-    chosen = choose_recipe(recipe, Path(artifact).expanduser(), model, overrides)
+    chosen = require_recipe(recipe, model, run=Path(artifact).expanduser(), overrides=overrides)
     chosen_device = choose_device(device)
     files = find_model(model, chosen)
     check_mask_fits(mask, files.facts, mask_origin=artifact, model_origin=model)

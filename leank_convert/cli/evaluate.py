@@ -183,13 +183,13 @@ def evaluate(
         )
         text = json.dumps(text_result.to_dict()) if as_json else render_text_comparison(text_result)
     else:
-        from leank_convert.checkpoint_io import TRAINING_FOLDER, read_leank_config
-        from leank_convert.recipe_file import RUN_RECIPE_NAME, choose_recipe
+        from leank_convert.checkpoint_io import read_leank_config
+        from leank_convert.recipe_choice import find_recipe
 
         read_leank_config(checkpoint)
         recipe: str | Recipe | None = recipe_name
-        if not tasks and (recipe_name or (checkpoint / TRAINING_FOLDER / RUN_RECIPE_NAME).exists()):
-            recipe = choose_recipe(recipe_name, checkpoint, None, overrides)  # before torch is imported
+        if not tasks:  # before torch is imported
+            recipe = find_recipe(recipe_name, None, run=checkpoint, overrides=overrides)
         from leank_convert.evaluate.comparison import render_comparison
         from leank_convert.evaluate.session import evaluate_checkpoint
 

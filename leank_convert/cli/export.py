@@ -123,9 +123,9 @@ def export(
             )
     recipe: str | Recipe | None = recipe_name
     if recipe_name or overrides:
-        from leank_convert.recipe_file import choose_recipe
+        from leank_convert.recipe_choice import require_recipe
 
-        recipe = choose_recipe(recipe_name, out, model, overrides)  # here, before torch is imported
+        recipe = require_recipe(recipe_name, model, run=out, overrides=overrides)  # before torch is imported
     graph_options = {"opset": opset, "dtype": dtype, "weights": weights}
     given: dict[str, Any] = {name: value for name, value in graph_options.items() if value is not None}
     options: dict[str, Any] = {

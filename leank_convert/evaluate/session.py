@@ -39,7 +39,7 @@ from leank_convert.folders import LOCK_NAME, check_folder, locked
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import choose_recipe
+from leank_convert.recipe_choice import require_recipe
 
 _logger = logging.getLogger("leank_convert")
 
@@ -231,7 +231,8 @@ def _choose_recipe(checkpoint: Path, recipe: Recipe | str | Path | None, overrid
     read_leank_config(checkpoint)  # what is no checkpoint is refused as such
     mask_file = checkpoint / MASK_FILE_NAME
     provenance = load_mask(mask_file).provenance if recipe is None and mask_file.exists() else None
-    return choose_recipe(recipe, checkpoint, provenance.model if provenance else None, overrides)
+    model = provenance.model if provenance else None
+    return require_recipe(recipe, model, run=checkpoint, overrides=overrides)
 
 
 def _refuse_foreign_results(out: Path) -> None:

@@ -33,7 +33,7 @@ from leank_convert.mask import (
 )
 from leank_convert.masks import is_packaged
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import find_recipe, load_recipe
+from leank_convert.recipe_choice import find_recipe, require_recipe
 from leank_convert.windows import Windows
 
 MaskLike = ChannelMask | str | Path | None
@@ -187,7 +187,8 @@ def choose(request: ExportRequest) -> Choice:
         raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
     if ratio is not None and (request.all_channels or isinstance(mask, ChannelMask)):
         raise LeanKError(f"a pruning ratio of {ratio:g} picks among packaged masks", hint="leave it out")
-    chosen = _choose_recipe(model, request.out, request.recipe, request.overrides)
+    find = require_recipe if request.overrides else find_recipe
+    chosen = find(request.recipe, model, run=request.out, overrides=request.overrides)
     config_overrides = request.config_overrides
     if config_overrides is None:
         config_overrides = chosen.model.config_overrides if chosen else {}
@@ -208,25 +209,6 @@ def choose(request: ExportRequest) -> Choice:
             _logger.info("mask `%s`, which prunes %.1f%%", path, 100 * taken.pruning_ratio)
     windows = Windows(**_choose_sizes(request, taken, chosen), prune=request.prune)
     return Choice(taken, origin, windows, config_overrides)
-
-
-def _choose_recipe(
-    model: str | Path, out: Path, recipe: RecipeLike, overrides: Sequence[str]
-) -> Recipe | None:
-    """The recipe given, else that of the training run in `out`, else the model's packaged one, if any."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    trained = out / TRAINING_FOLDER / "recipe.yaml"
-    if recipe is None and trained.exists():
-        recipe = trained
-    if recipe is None:
-        try:
-            recipe = find_recipe(str(model))
-        except LeanKError:
-            if overrides:
-                raise
-            return None
-    return load_recipe(recipe, overrides)
 
 
 def _find_mask(

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 
-from leank_convert.checkpoint_io import TRAINING_FOLDER
 from leank_convert.data import SampleSource
 from leank_convert.device import choose_device
-from leank_convert.hub import known_name
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import RUN_RECIPE_NAME, load_recipe, packaged_recipe
+from leank_convert.recipe_choice import find_recipe
 from leank_convert.train.derive import derive_recipe
 from leank_convert.train.key_mean import KeyStatistics, measure_keys
 from leank_convert.train.model import load_model, open_model
@@ -97,13 +95,6 @@ def choose_cache_recipe(
     out: str | Path | None,
     device: str | torch.device | None,
 ) -> Recipe:
-    """The recipe whose data a cache is measured on: as `measure_cache` takes it."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    trained = None if out is None else Path(out) / TRAINING_FOLDER / RUN_RECIPE_NAME
-    if recipe is None and trained is not None and trained.exists():
-        recipe = trained
-    if recipe is None:
-        known = known_name(model)
-        recipe = None if known is None else packaged_recipe(known)
-    return derive_recipe(model, (), device=device) if recipe is None else load_recipe(recipe)
+    """Find the recipe whose data a cache is measured on, as `measure_cache` takes it."""
+    found = find_recipe(recipe, model, run=None if out is None else Path(out))
+    return derive_recipe(model, (), device=device) if found is None else found

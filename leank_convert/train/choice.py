@@ -1,4 +1,4 @@
-"""Resolve the training recipe: the one named, else the packaged one, else a derived one.
+"""Resolve the training recipe: the one named, the run's, the packaged one, or a derived one.
 
 Importing this module does not import torch.
 """
@@ -10,10 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from leank_convert.checkpoint_io import TRAINING_FOLDER
-from leank_convert.hub import known_name
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import RUN_RECIPE_NAME, load_recipe, packaged_recipe
+from leank_convert.recipe_choice import find_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +27,7 @@ def choose_training_recipe(
     resume: bool = False,
     device: str | torch.device | None = None,
 ) -> Recipe:
-    """Load the recipe of a name, else the packaged one of a model, else derive one.
-
-    A packaged recipe is found by a model's hub id, which a local folder's config.json may name. Where a run
-    is resumed that was made by a derived recipe, that recipe is taken: the device's memory may be another
-    today.
+    """Load the recipe of a name, else that of the run to resume, else the packaged one, else derive one.
 
     Args:
         model: A local folder, a hub id, or `testbed`.
@@ -47,14 +41,10 @@ def choose_training_recipe(
     Raises:
         LeanKError: As `load_recipe` and `derive_recipe`.
     """
-    if name is None:
-        known = known_name(model)
-        name = None if known is None else packaged_recipe(known)
-    if name is None and out is not None and resume:
-        before = out / TRAINING_FOLDER / RUN_RECIPE_NAME
-        name = before if before.exists() else None
-    if name is not None:
-        return load_recipe(name, overrides, flags=flags, training=True)
+    run = out if resume else None
+    found = find_recipe(name, model, run=run, overrides=overrides, flags=flags, training=True)
+    if found is not None:
+        return found
     from leank_convert.train.derive import derive_recipe
 
     return derive_recipe(model, overrides, flags=flags, device=device)

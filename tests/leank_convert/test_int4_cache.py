@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from bin.baselines import int4
 from leank_convert.cli import main
-from leank_convert.evaluate import int4
 from leank_convert.files import read_json
 from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.kv_scales import KVScales, LeanKError, describe_cache

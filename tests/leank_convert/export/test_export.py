@@ -249,7 +249,7 @@ def test_the_card_names_licence_and_base_model(source_model, fitting_mask, tmp_p
     out = export_checkpoint(source, mask, tmp_path / "out", base_model="owner/model")
     found = ModelCard.load(out / "README.md").data
     assert (found.license, found.base_model) == ("apache-2.0", "owner/model")
-    with pytest.raises(LeanKError, match=r"base model '..model' is no name"):
+    with pytest.raises(LeanKError, match=r"base model '..model' is not a valid name"):
         export_checkpoint(source, mask, tmp_path / "other", base_model="./model")
     assert not (tmp_path / "other").exists()
 
