@@ -1,4 +1,4 @@
-"""The facts of a model that conversion needs, read from its config.json and checked."""
+"""Model facts read from a config.json and checked: shapes, rope, biases, experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders, read by their headers alone and refused where they are incomplete.
+"""Checkpoint folders: headers read and checked, without weights.
 
 A folder is opened once, and opening it checks everything that can be known without reading weights: the
 config, the index, every shard's header against its size.

@@ -1,4 +1,4 @@
-"""SHA-256 of every file of a checkpoint, in `leank_digests.json`, and which files need one."""
+"""`leank_digests.json`: SHA-256 digests of a checkpoint's files."""
 
 from __future__ import annotations
 

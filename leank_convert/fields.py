@@ -1,4 +1,4 @@
-"""Fields: the values of one JSON object, each read with the type and the bounds that its key asks for."""
+"""Typed, range-checked access to a JSON object's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are written to: whether a path can be one, and locks that let in one process at a time."""
+"""Output folders: checks of the path, and locks that let in one process at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head layout: heads sorted into buckets of one width, and the cache bytes that their widths take.
+"""Head layout: heads sorted into buckets of one width, and cache bytes by width.
 
 Pure integers; nothing here knows of tensors or files.
 """

@@ -1,4 +1,4 @@
-"""Result of the check that ends the making of a mask: held-out samples, answered dense and pruned.
+"""Held-out accuracy of a mask, dense and pruned, as it is stored with the mask.
 
 Importing this module does not import torch.
 """

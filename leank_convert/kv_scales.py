@@ -1,4 +1,4 @@
-"""Scales of a checkpoint's FP8 cache: how they are chosen, called, described and read.
+"""FP8 scales of a checkpoint: choice, tensor names, description, checks.
 
 They are tensors beside each layer's weights, float32 [H_kv, D], in the checkpoint's own head order: powers of
 two by which cached keys, after rotary embedding, and values are divided before they are rounded to e4m3.

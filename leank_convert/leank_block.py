@@ -1,4 +1,4 @@
-"""The `leank` block of a checkpoint's config.json: its keys, and its check by the runtime and beyond."""
+"""The `leank` block of a checkpoint's config.json: keys, reading, consistency checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask: which channels of each KV head's cached key are kept, and where that knowledge comes from.
+"""`ChannelMask`: the kept channels of each KV head's cached key, and their provenance.
 
 A mask is learned by training or imported. It names heads in the ORIGINAL order of the model; the order within
 a checkpoint is `head_layout`'s.

@@ -1,4 +1,4 @@
-"""Codec of a mask file's header metadata: a data class as texts by key, and back by its types and bounds."""
+"""Codec of a mask file's header metadata: a data class to texts by key, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of mask files: files that may come from others, checked by size, shape, dtype and value."""
+"""Reading mask tensors from files of any origin: size, shape, dtype and values checked."""
 
 from __future__ import annotations
 

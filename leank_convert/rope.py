@@ -1,4 +1,4 @@
-"""Rope parameters of a config.json: one form for the two that there are, and what each kind of rope needs."""
+"""RoPE parameters of a config.json, in one form."""
 
 from __future__ import annotations
 

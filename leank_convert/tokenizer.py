@@ -1,4 +1,4 @@
-"""Tokenizers of model folders, loaded so that no code of a folder runs and nobody is asked to let it."""
+"""Tokenizer loading that runs no code of the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of a whole cache: that of layers that are pruned, and that of others beside them.
+"""Cache size of models with pruned and unpruned layers.
 
 Layers with a sliding window hold the last tokens alone, so what a model saves depends on the length of a row.
 States of layers with linear attention are no K and V, and are not counted.

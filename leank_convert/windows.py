@@ -1,4 +1,4 @@
-"""Window sizes as the toolkit takes them: the runtime's, refused in the toolkit's way."""
+"""Window sizes: the runtime's, with the toolkit's errors."""
 
 from __future__ import annotations
 

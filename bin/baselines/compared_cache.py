@@ -1,4 +1,4 @@
-"""A cache in plain torch for methods beside LeanK, each alone or on the channels that LeanK keeps.
+"""Reference cache in plain torch for KIVI, Quest, SnapKV and int4, alone or on LeanK's channels.
 
 It decodes in a LeanK model, whose attention function leaves attention to whatever a cache's `update` gives.
 Keys and values of every token lie whole in memory, whatever a method would free: a method says by masks what

@@ -1,4 +1,4 @@
-"""K and V of every token in four bits, rotated before or not, in plain torch.
+"""int4 in plain torch: K and V of every token in four bits, rotated before or not.
 
 Of each token's K a head's channels lie in chunks of 32, kept and dropped ones in chunks of their own, the
 last of either as small as it comes out; V lies in chunks of 32 channels, too. A chunk has a minimum and a

@@ -1,4 +1,4 @@
-"""What centred keys are worth to a real model whose keys have large constant parts: answers, and text.
+"""Centred keys on a real model whose keys have large constant parts: answers and text.
 
 Masks of all ratios come from one training. RULER's prompts are answered in rounds, a few more of every cell
 in each, so that what is there at any time says the same of all cells; a cell is a task at a length.

@@ -1,4 +1,4 @@
-"""A prompt whose keys or values alone are rounded, which no cache does: what each of the two costs."""
+"""Prompts whose keys or values alone are rounded: what each of the two costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of a mask's model on prompts: staticity of its channels, high-frequency ratios of its heads."""
+"""Statistics of a mask's model on prompts: stability of channel rankings, high-frequency ratios of heads."""
 
 from __future__ import annotations
 

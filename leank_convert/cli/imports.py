@@ -1,4 +1,4 @@
-"""A library that cannot be imported, told in one sentence with the versions that are installed."""
+"""Import errors in one sentence, with the versions that are installed."""
 
 from __future__ import annotations
 

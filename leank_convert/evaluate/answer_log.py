@@ -1,4 +1,4 @@
-"""Log of an evaluation's answers, one JSON line each, so that a killed evaluation goes on where it was."""
+"""Answer log of an evaluation, one JSON line each, from which a killed evaluation resumes."""
 
 from __future__ import annotations
 

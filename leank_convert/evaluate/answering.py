@@ -1,4 +1,4 @@
-"""Greedy answers: of several variants from one prefill a batch, of another model, of an ONNX graph."""
+"""Greedy answers of several variants from one prefill per batch, of another model, or of an ONNX graph."""
 
 from __future__ import annotations
 

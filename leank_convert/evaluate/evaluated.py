@@ -1,4 +1,4 @@
-"""The model under evaluation and its dense twin, loaded as a user would load them."""
+"""Loading a checkpoint and its dense counterpart for evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One dense prefill of a batch of prompts, from which any number of caches can go on.
+"""Shared dense prefill of a batch of prompts, from which any number of caches continue.
 
 Prefill is dense whatever is pruned, so one serves the dense model and every choice of channels: keys and
 values stay whole (`prune="deferred"`) in a LeanK cache, and each variant decodes from a fork of it that

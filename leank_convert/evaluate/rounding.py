@@ -1,4 +1,4 @@
-"""What a rounded cache costs a checkpoint: a few prompts, answered from it and from one as it comes."""
+"""Trial of a rounded cache: a few prompts answered from it and from an unrounded one."""
 
 from __future__ import annotations
 

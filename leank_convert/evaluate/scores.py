@@ -1,4 +1,4 @@
-"""How benchmarks of others score an answer against one reference, each from 0 to 1.
+"""Scores of published benchmarks: an answer against one reference, from 0 to 1.
 
 As LongBench (arXiv 2308.14508) and GSM-Infinite (arXiv 2502.05252) do, with three differences, so that
 figures are comparable between models here and not with published ones. Chinese is compared by its characters,

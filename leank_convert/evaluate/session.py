@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: prompts, answers of every variant, and what they amount to."""
+"""Run an evaluation: prompts, answers of every variant, comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Next-token distributions on a text of the user's: every variant against dense, token by token.
+"""Next-token KL divergence on a user's text, every variant against dense.
 
 A forward pass over a text is prefill, which is dense whatever is pruned: it would find no difference at all.
 So only the first tokens are prefilled; every later one, the text's own and not the model's, is fed by itself,

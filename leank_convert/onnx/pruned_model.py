@@ -1,4 +1,4 @@
-"""A model to be traced: stock code on a checkpoint's weights, and the channels that its cache keeps."""
+"""Model to trace: stock code on a checkpoint's weights, and its kept channels."""
 
 from __future__ import annotations
 

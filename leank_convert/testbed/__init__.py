@@ -1,4 +1,4 @@
-"""The shipped model: a small Llama that retrieves, on which every accuracy figure of the project stands."""
+"""The shipped model: a small Llama that retrieves, for the quickstart and tests."""
 
 from pathlib import Path
 

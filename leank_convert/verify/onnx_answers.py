@@ -1,4 +1,4 @@
-"""Answers of a graph, run by its host: a decode step, its regions, a prompt that its source reads too."""
+"""Checks of a graph's answers: a decode step, its regions, a prompt against its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of an ONNX folder: its description, its files, its graph, and what the host makes of it."""
+"""Checks of an ONNX folder: description, files, graph, host."""
 
 from __future__ import annotations
 
