@@ -1,6 +1,6 @@
 """Speed and memory of a pruned cache, and the cost of training, beside dense peers in the same process.
 
-Models have random weights and the shape of a real one. But for `serve` and `train` a figure is reported only
+Models have random weights and the shape of a real one. But for `serve` a figure is reported only
 after what is timed has been checked against a reference: what is wrong gets no figure, `ok` is false and the
 command exits 1.
 

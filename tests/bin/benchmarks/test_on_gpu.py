@@ -76,7 +76,7 @@ def test_memory_measures_peaks_and_finds_batches(measured):
     assert case["dense"]["batch"] == case["dense"]["predicted_by_bytes"]
 
 
-def test_training_counts_peaks(measured):
+def test_training_counts_peaks_and_is_right_in_bfloat16(measured):
     document = measured("train", "--geometry", "tiny", "--length", "512", "--question-size", "4x6",
                         "--rounds", "2")  # fmt: skip
     assert document["ok"]
