@@ -27,7 +27,6 @@ from leank_convert.mask import ChannelMask
 from leank_convert.methods.make import train_masks
 from leank_convert.methods.measured_cache import choose_cache_recipe, measure_cache
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
 
 
@@ -131,10 +130,8 @@ def export_model(
     """
     export = resolve_export(ExportRequest(model, mask, Path(out), **options))
     choice = export.choice
-    recipe = options.get("recipe")
-    if isinstance(recipe, str | Path):
-        recipe = load_recipe(recipe, options.get("overrides", ()))
-    recipe = choose_cache_recipe(model, recipe, out, device)
+    overrides = options.get("overrides", ())
+    recipe = choose_cache_recipe(model, options.get("recipe"), out, device, overrides)
     # Keys are measured as the checkpoint will turn them, whoever says so.
     section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
     recipe = recipe.model_copy(update={"model": section})

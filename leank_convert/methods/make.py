@@ -48,7 +48,7 @@ def train_mask(
     Raises:
         LeanKError: As `train_masks`; also if the recipe asks for several ratios.
     """
-    chosen = _choose_recipe(recipe, model, out, resume, device)
+    chosen = choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
     if len(chosen.pruning_ratios) > 1:
         raise LeanKError(
             f"the recipe asks for {len(chosen.pruning_ratios)} masks, by `pruning_ratio` "
@@ -101,7 +101,7 @@ def train_masks(
             Ctrl-C or SIGTERM ends a training run, after the step under way and with its state saved (exit
             code 130 or 143). Processes but the first exit where that one raises.
     """
-    chosen = _choose_recipe(recipe, model, out, resume, device)
+    chosen = choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
     directory = TrainingDirectory(Path(out))
     results = directory.results(chosen)
     with ExitStack() as stack:
@@ -126,18 +126,6 @@ def train_masks(
             for ratio, result in results.items():
                 write_result(masks[ratio], result, chosen, directory.folder, gates)
     return {result.out: masks[ratio] for ratio, result in results.items()}
-
-
-def _choose_recipe(
-    recipe: Recipe | str | Path | None,
-    model: str | Path,
-    out: str | Path,
-    resume: bool,
-    device: str | torch.device | None,
-) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    return choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
 
 
 def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:

@@ -94,7 +94,8 @@ def choose_cache_recipe(
     recipe: Recipe | str | Path | None,
     out: str | Path | None,
     device: str | torch.device | None,
+    overrides: Sequence[str] = (),
 ) -> Recipe:
     """Find the recipe whose data a cache is measured on, as `measure_cache` takes it."""
-    found = find_recipe(recipe, model, run=None if out is None else Path(out))
-    return derive_recipe(model, (), device=device) if found is None else found
+    found = find_recipe(recipe, model, run=None if out is None else Path(out), overrides=overrides)
+    return derive_recipe(model, overrides, device=device) if found is None else found

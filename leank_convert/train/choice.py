@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def choose_training_recipe(
     model: str | Path,
-    name: str | Path | None,
+    recipe: Recipe | str | Path | None,
     out: Path | None,
     overrides: Sequence[str] = (),
     *,
@@ -31,7 +31,7 @@ def choose_training_recipe(
 
     Args:
         model: A local folder, a hub id, or `testbed`.
-        name: Packaged recipe or YAML file; None to choose.
+        recipe: A recipe, the name of a packaged one or a YAML file; None to choose.
         out: Where the run goes, or is.
         overrides: As `load_recipe` takes them.
         flags: As `load_recipe` takes them.
@@ -42,7 +42,7 @@ def choose_training_recipe(
         LeanKError: As `load_recipe` and `derive_recipe`.
     """
     run = out if resume else None
-    found = find_recipe(name, model, run=run, overrides=overrides, flags=flags, training=True)
+    found = find_recipe(recipe, model, run=run, overrides=overrides, flags=flags, training=True)
     if found is not None:
         return found
     from leank_convert.train.derive import derive_recipe
