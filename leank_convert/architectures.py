@@ -1,23 +1,16 @@
-"""Model facts read from a config.json and checked: shapes, rope, biases, experts."""
+"""Model facts read from a config.json and checked: shapes, rope, kinds of layers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from leank_convert.config_class import complete_config
 from leank_convert.errors import LeanKError, cut
-from leank_convert.families import (
-    ARCHITECTURES,
-    LEANK_PREFIX,
-    Architecture,
-    Bias,
-    QkNorm,
-    find_size_keys,
-)
+from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 from leank_convert.fields import Fields
 from leank_convert.rope import check_rope_parameters, read_rope_parameters
 
@@ -33,6 +26,7 @@ OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_CHANNELS = 2**24  # of all layers and KV heads together
@@ -57,21 +51,11 @@ class ModelFacts:
         num_key_value_heads: H_kv.
         head_dim: D, which need not be `hidden_size / num_attention_heads`.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the MLP.
-        vocab_size: Rows of the embedding.
         max_position_embeddings: Tokens of the longest sequence that it is made for.
         rope_parameters: In transformers 5's form, with `rope_type` and `rope_theta` always there.
-        qk_norm: As in the family's row.
-        qkv_bias: Whether q, k and v projections have a bias.
-        o_bias: Whether the output projection has one.
-        mlp_bias: Whether the projections of the MLP have one.
         tie_word_embeddings: Whether the head shares the embedding's weight.
-        other_sizes: Sizes of layers that have no attention's tensors, by their keys of config.json.
-        expert_layers: Numbers of layers with a mixture of experts.
-        num_experts: Experts of a layer with a mixture of them, 0 in a family without.
-        expert_size: Width of one.
-        shared_size: Width of those that every token takes.
         dtype: The config's dtype, such as `bfloat16`, or None where it names none.
+        config: What they were read from.
     """
 
     model_type: str
@@ -82,21 +66,11 @@ class ModelFacts:
     num_key_value_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int
-    vocab_size: int
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
-    qk_norm: QkNorm
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
-    other_sizes: Mapping[str, int]
-    expert_layers: frozenset[int]
-    num_experts: int
-    expert_size: int
-    shared_size: int
     dtype: str | None
+    config: Mapping[str, object] = field(repr=False, compare=False)
 
     @property
     def is_mixed(self) -> bool:
@@ -106,7 +80,7 @@ class ModelFacts:
     @property
     def has_states(self) -> bool:
         """Whether there are layers that hold a state instead of keys and values."""
-        return self.is_mixed and bool(self.architecture.other_tensors)
+        return self.is_mixed and "linear_attention" in self.architecture.other_layers
 
     @property
     def num_cached_layers(self) -> int:
@@ -117,16 +91,6 @@ class ModelFacts:
     def mask_shape(self) -> tuple[int, int, int]:
         """Of what is known of each channel: [L, H_kv, D]."""
         return len(self.layers), self.num_key_value_heads, self.head_dim
-
-    @property
-    def single(self) -> int:
-        """Rows of a projection to one number."""
-        return 1
-
-    @property
-    def gate_up_size(self) -> int:
-        """Rows of an MLP's gate and up projections where they are one."""
-        return 2 * self.intermediate_size
 
     @property
     def num_key_value_groups(self) -> int:
@@ -196,26 +160,11 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     full_layers = _find_full_layers(fields, config, layers, architecture)
     has_window = len(full_layers) < layers and "sliding_attention" in architecture.other_layers
     rope = _read_rope(architecture, values, head_dim, origin)
-    experts = architecture.experts
+    if architecture.experts:
+        _check_experts(fields)
+    if len(full_layers) < layers and "linear_attention" in architecture.other_layers:
+        _check_linear_heads(fields)
     dtype = config.get("dtype") or config.get("torch_dtype")
-    num_experts = expert_size = shared_size = 0
-    expert_layers: frozenset[int] = frozenset()
-    if experts is not None:
-        named = [key for key in experts.count_keys if key in values] or experts.count_keys
-        num_experts = fields.whole_number(named[0], 1, MAX_EXPERTS)
-        expert_layers = _find_expert_layers(fields, layers, experts.plain_keys)
-        taken = fields.whole_number("num_experts_per_tok", 1, MAX_EXPERTS) if expert_layers else 0
-        if taken > num_experts:
-            raise LeanKError(
-                f"`{origin}`: `num_experts_per_tok` {taken} is more than the {num_experts} experts of a "
-                f"layer (`{named[0]}`)"
-            )
-        expert_size = fields.whole_number(experts.size_key, 1, MAX_SIZES["intermediate_size"])
-        for key in ("n_shared_experts", "num_shared_experts"):
-            if key in values:
-                shared_size = expert_size * fields.whole_number(key, 0, MAX_EXPERTS)
-        if "shared_expert_intermediate_size" in values:
-            shared_size = fields.whole_number("shared_expert_intermediate_size", 1, 2**24)
     return ModelFacts(
         model_type=architecture.model_type,
         num_hidden_layers=layers,
@@ -224,19 +173,14 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        **{key: fields.whole_number(key, 1, most) for key, most in MAX_SIZES.items()},
+        **{
+            key: fields.whole_number(key, 1, MAX_SIZES[key])
+            for key in ("hidden_size", "max_position_embeddings")
+        },
         rope_parameters=rope,
-        qk_norm=architecture.qk_norm if _holds(architecture.qk_norm_key or True, fields) else "none",
-        qkv_bias=_holds(architecture.qkv_bias, fields),
-        o_bias=_holds(architecture.o_bias, fields),
-        mlp_bias=_holds(architecture.mlp_bias, fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        other_sizes=_read_other_sizes(fields, architecture) if len(full_layers) < layers else {},
-        expert_layers=expert_layers,
-        num_experts=num_experts,
-        expert_size=expert_size,
-        shared_size=shared_size,
         dtype=str(dtype) if dtype else None,
+        config=config,
     )
 
 
@@ -288,10 +232,8 @@ def _check_given(fields: Fields, architecture: Architecture) -> None:
     kinds = values.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
         raise fields.refused("layer_types", f"not a list of {layers} kinds, one for each layer")
-    biases = (architecture.qkv_bias, architecture.o_bias, architecture.mlp_bias, architecture.qk_norm_key)
-    for flag in (*biases, "tie_word_embeddings", "use_sliding_window"):
-        if isinstance(flag, str):
-            fields.flag(flag)
+    for flag in ("tie_word_embeddings", "use_sliding_window"):
+        fields.flag(flag)
     for key, least, highest in (("rms_norm_eps", 1e-12, 1), ("num_labels", 0, 2**20)):
         if key in values:
             fields.number(key, least, highest)
@@ -304,20 +246,36 @@ def _check_given(fields: Fields, architecture: Architecture) -> None:
             fields.text(key, _DTYPES)
     # Every class has a trained length, where config.json has none.
     _read_rope(architecture, {"max_position_embeddings": 2**15, **values}, None, fields.origin)
-    if architecture.experts is not None:
-        stated = [key for key in architecture.experts.plain_keys if key in values]
-        _find_expert_layers(fields, layers, stated)
-        for key in (*architecture.experts.count_keys, "num_experts_per_tok"):
-            if key in values:
-                fields.whole_number(key, 1, MAX_EXPERTS)
+    for key in (*_EXPERT_KEYS, "num_experts_per_tok"):
+        if architecture.experts and key in values:
+            fields.whole_number(key, 1, MAX_EXPERTS)
+
+
+def _check_experts(fields: Fields) -> None:
+    """Check the numbers of experts: a forward pass would fail where a token takes more than there are."""
+    key = next((key for key in _EXPERT_KEYS if key in fields.values), _EXPERT_KEYS[0])
+    held, taken = (fields.whole_number(name, 1, MAX_EXPERTS) for name in (key, "num_experts_per_tok"))
+    if taken > held:
+        raise LeanKError(
+            f"`{fields.origin}`: `num_experts_per_tok` {taken} is more than the {held} experts of a layer "
+            f"(`{key}`)"
+        )
+
+
+def _check_linear_heads(fields: Fields) -> None:
+    """Check the numbers of heads of linear layers: a forward pass would fail where they do not divide."""
+    held = [fields.whole_number(f"linear_num_{kind}_heads", 1, MAX_HEADS) for kind in ("value", "key")]
+    if held[0] % held[1]:
+        raise LeanKError(
+            f"`{fields.origin}`: `linear_num_value_heads` {held[0]} is not a multiple of "
+            f"`linear_num_key_heads` {held[1]}"
+        )
 
 
 def _complete(config: Mapping[str, object], architecture: Architecture, origin: str) -> dict[str, Any]:
     """The config.json as the family's class reads it, with a number of heads and channels in any case."""
     values: dict[str, Any] = complete_config(config, architecture, origin=origin)
     heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
-    if architecture.experts is not None:  # a class whose layers all have experts has no size of a plain MLP
-        values.setdefault("intermediate_size", values.get(architecture.experts.size_key))
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
@@ -340,10 +298,6 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
             f"{MAX_CHANNELS} channels"
         )
     return values
-
-
-def _holds(stated: Bias, fields: Fields) -> bool:
-    return fields.flag(stated) if isinstance(stated, str) else stated
 
 
 def _read_rope(
@@ -383,44 +337,6 @@ def _sliding_hint(values: Mapping[str, object]) -> str:
             "`--set 'model.config_overrides={sliding_window: null}'`"
         )
     return "a window already bounds those layers' cache; convert a model without one"
-
-
-def _read_other_sizes(fields: Fields, architecture: Architecture) -> dict[str, int]:
-    """Sizes of layers that have other tensors than attention's."""
-    keys = {
-        key for shape in architecture.other_tensors.values() for size in shape for key in find_size_keys(size)
-    }
-    sizes = {key: fields.whole_number(key, 1, MAX_SIZES["hidden_size"]) for key in sorted(keys)}
-    values, heads = (sizes.get(f"linear_num_{kind}_heads", 1) for kind in ("value", "key"))
-    if values % heads:
-        raise LeanKError(
-            f"`{fields.origin}`: `linear_num_value_heads` {values} is not a multiple of "
-            f"`linear_num_key_heads` {heads}"
-        )
-    return sizes
-
-
-def _find_expert_layers(fields: Fields, layers: int, plain_keys: Iterable[str]) -> frozenset[int]:
-    """The layers with a mixture of experts, as the family's class in transformers chooses them."""
-    plain: set[int] = set()
-    for key in plain_keys:
-        given = fields.values.get(key)
-        if key == "decoder_sparse_step":
-            step = fields.whole_number(key, 1, MAX_LAYERS)
-            plain.update(layer for layer in range(layers) if (layer + 1) % step)
-        elif key == "first_k_dense_replace":
-            plain.update(range(fields.whole_number(key, 0, MAX_LAYERS)))
-        elif key == "mlp_only_layers":
-            numbers = [] if given is None else given
-            if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-                raise fields.refused(key, "not a list of numbers of layers")
-            plain.update(numbers)
-        else:
-            kinds = ["dense"] + ["sparse"] * (layers - 1) if given is None else given
-            if not isinstance(kinds, list) or len(kinds) < layers or {*map(str, kinds)} - {"dense", "sparse"}:
-                raise fields.refused(key, f"not a list of `dense` or `sparse` for each of {layers} layers")
-            plain.update(layer for layer in range(layers) if kinds[layer] == "dense")
-    return frozenset(range(layers)) - plain
 
 
 def _find_full_layers(

@@ -127,7 +127,7 @@ class Checkpoint:
 
 
 def is_onnx_folder(path: Path) -> bool:
-    """Whether a folder was written by `export --format onnx`, if need be without its description."""
+    """Whether a folder was written by `export-onnx`, if need be without its description."""
     if (path / ONNX_DESCRIPTION_NAME).exists():
         return True
     return (path / "model.onnx").exists() and not (path / CONFIG_NAME).exists()

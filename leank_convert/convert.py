@@ -25,8 +25,9 @@ from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.make import train_masks
-from leank_convert.methods.measured_cache import choose_cache_recipe, measure_cache
+from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.state import TrainingDirectory
 
 
@@ -131,7 +132,7 @@ def export_model(
     export = resolve_export(ExportRequest(model, mask, Path(out), **options))
     choice = export.choice
     overrides = options.get("overrides", ())
-    recipe = choose_cache_recipe(model, options.get("recipe"), out, device, overrides)
+    recipe = choose_recipe(options.get("recipe"), model, run=out, overrides=overrides, device=device)
     # Keys are measured as the checkpoint will turn them, whoever says so.
     section = recipe.model.model_copy(update={"config_overrides": dict(choice.config_overrides)})
     recipe = recipe.model_copy(update={"model": section})

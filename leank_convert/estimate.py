@@ -15,10 +15,9 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken
+from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
 from leank_convert.hub import TESTBED, fetch_config, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
-from leank_convert.whole_cache import count_row_bytes, describe_layers
 from leank_convert.windows import Windows
 
 # The paper's.

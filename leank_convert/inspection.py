@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     ONNX_DESCRIPTION_NAME,
@@ -23,12 +22,17 @@ from leank_convert.checkpoint_io import (
 from leank_convert.errors import LeanKError
 from leank_convert.estimate import WINDOW_SIZES, Row, estimate_model, find_config, list_estimate_rows
 from leank_convert.families import LEANK_PREFIX
-from leank_convert.head_layout import BYTES_PER_ELEMENT, INT4_GROUP_SIZE, count_cache_bytes
+from leank_convert.head_layout import (
+    BYTES_PER_ELEMENT,
+    INT4_GROUP_SIZE,
+    BytesPerToken,
+    count_cache_bytes,
+    describe_layers,
+)
 from leank_convert.held_out import HeldOut
 from leank_convert.leank_block import KEY_MEAN_KEY, read_block
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask
 from leank_convert.masks import find_by_name
-from leank_convert.whole_cache import describe_layers
 from leank_convert.windows import Windows
 
 _ASSUMED_ELEMENT_BYTES = 2
@@ -120,8 +124,12 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     mask = load_mask(path / MASK_FILE_NAME)
     described = _describe_widths(leank["widths"], facts.head_dim, facts.dtype, leank.get("kv_dtype"))
     if facts.is_mixed:
-        described["num_hidden_layers"], described["pruned_layers"] = facts.num_hidden_layers, facts.layers
-        described["layers"] = _describe_layers(facts, leank, windows, described["element_bytes"])
+        sizes = {key: size for key, size in described["bytes_per_token"].items() if key != "saved"}
+        described |= {
+            "num_hidden_layers": facts.num_hidden_layers,
+            "pruned_layers": facts.layers,
+            "layers": describe_layers(facts, BytesPerToken(**sizes), windows, described["element_bytes"]),
+        }
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -148,26 +156,18 @@ def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
     return {"pruned_layers": known.layers, "layers": sentence}
 
 
-def _describe_layers(
-    facts: ModelFacts, leank: Mapping[str, Any], windows: Windows, element_bytes: int
-) -> str:
-    cache = count_cache_bytes(leank["widths"], facts.head_dim, element_bytes, leank.get("kv_dtype"))
-    return describe_layers(facts, cache, windows, element_bytes)
-
-
 def _inspect_onnx(path: Path) -> dict[str, Any]:
     # Imports transformers, for which masks and checkpoints have no use.
-    from leank_convert.onnx.description import check_heads, pruning_ratio_of, read_description
+    from leank_convert.onnx.description import check_description, pruning_ratio_of, read_description
 
-    description = read_description(path)
+    description, mask = read_description(path), load_mask(path / MASK_FILE_NAME)
     try:
-        check_heads(description)
+        check_description(description, mask)
     except LeanKError as error:
         raise LeanKError(
             f"`{path / ONNX_DESCRIPTION_NAME}`: {error}",
             hint=f"`leank-convert verify {path}` lists everything that is wrong",
         ) from error
-    mask = load_mask(path / MASK_FILE_NAME)
     known, content = mask.provenance, description.content
     files = [(name, path / name) for name in description.files]
     return {
@@ -178,7 +178,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
         **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
-        "pruning_ratio": pruning_ratio_of(description),
+        "pruning_ratio": pruning_ratio_of(mask),
         "width_multiple": known.width_multiple if known else None,
         "windows": {key: content[key] for key in WINDOW_SIZES},
         "head_permutation": content["head_permutation"],
@@ -210,7 +210,6 @@ def _describe_capacity(facts: Mapping[str, Any], load: Load) -> dict[str, Any]:
     from leank_convert.vllm.capacity import count_dense, count_pruned
     from leank_convert.vllm.configs import FAMILIES
     from leank_convert.vllm.pages import BLOCK_SIZE
-    from leank_convert.windows import Windows
 
     if facts["kind"] == "onnx":
         raise LeanKError(f"`{facts['path']}` is an ONNX folder, which vLLM does not serve")

@@ -18,6 +18,7 @@ from leank_convert._runtime.fp8_leank import EXPONENTS, SCALE_NAMES, scale_of
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import Checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.families import attention_tensor
 from leank_convert.files import open_file
 
 # A model that was cast before it was saved has them in halves, which hold the same numbers.
@@ -85,10 +86,7 @@ def describe_cache(kv_dtype: str | None, scales: KVScales | None) -> dict[str, A
 
 def name_scale_tensors(facts: ModelFacts) -> list[tuple[str, ...]]:
     """The tensors of each layer that hold its scales, those of keys first."""
-    return [
-        tuple(facts.architecture.attention_tensor(layer, name) for name in SCALE_NAMES)
-        for layer in facts.layers
-    ]
+    return [tuple(attention_tensor(layer, name) for name in SCALE_NAMES) for layer in facts.layers]
 
 
 def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from leank_convert.checkpoint_io import (
     refuse_adapter,
 )
 from leank_convert.errors import LeanKError, cut
-from leank_convert.export.runtime_files import auto_map, read_runtime_files
+from leank_convert.export.runtime_files import auto_map, needed_parts, read_runtime_files
 from leank_convert.files import read_json, sha256_of
 
 _HINT = "look at what it is; pass `--trust` (in Python `trust=True`) to let it run"
@@ -29,8 +29,8 @@ _LARGEST = 1 << 20
 def check_code(folder: Path, *, trust: bool = False) -> None:
     """Check that transformers, told to trust a checkpoint's remote code, would run this release's alone.
 
-    Every Python file in the folder and below has to be one of this release's runtime files, by name and
-    SHA-256, and config.json has to refer to those alone.
+    Every Python file in the folder and below has to be one of the runtime files that this release writes for
+    such a config, by name and SHA-256; none of them may be missing; config.json has to refer to those alone.
 
     Args:
         folder: A converted checkpoint.
@@ -42,7 +42,7 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
     """
     if trust:
         return
-    config, _ = read_leank_config(folder)
+    config, leank = read_leank_config(folder)
     architecture = read_leank_facts(config, folder).architecture
     check_config(folder)
     if config.get("auto_map") != (expected := auto_map(architecture)):
@@ -56,7 +56,13 @@ def check_code(folder: Path, *, trust: bool = False) -> None:
             f"`{folder / TOKENIZER_CONFIG_NAME}`: `auto_map` names code; no checkpoint's tokenizer needs any",
             hint=_HINT,
         )
-    known = {name: hashlib.sha256(data).hexdigest() for name, data in read_runtime_files().items()}
+    needed = read_runtime_files(needed_parts(architecture, leank))
+    known = {name: hashlib.sha256(data).hexdigest() for name, data in needed.items()}
+    for name in known:
+        if not (folder / name).exists():
+            raise LeanKError(
+                f"`{folder}` lacks the runtime file `{name}`, which its config needs", hint="export it again"
+            )
     for path in _python_files(folder):
         if path.parent != folder or not _is_known(path, known.get(path.name)):
             raise LeanKError(

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .sinks_leank import dense_attention
+from .parts_leank import carries, load_part
 
 if TYPE_CHECKING:
     from .layer_leank import LeanKLayer
@@ -78,7 +80,7 @@ class AttentionHandle:
             keys, values = self.layer.extend_pending(self.key[:, :, :prompt], self.value[:, :, :prompt])
             if attention_mask is not None:
                 attention_mask = attention_mask[:, :, :prompt, : keys.shape[2]]
-            dense, _ = dense_attention(
+            dense, _ = _attend_densely(
                 module,
                 query[:, :, :prompt],
                 keys,
@@ -135,7 +137,26 @@ def leank_attention(
             f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
             "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
         )
-    return dense_attention(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+    return _attend_densely(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
+
+
+def _attend_densely(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by transformers' SDPA, `s_aux` `[H]` being the logits of sinks where the model has some."""
+    if s_aux is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    else:  # by the code of a checkpoint that has it: this function may be another's, as there is one registry
+        attend = ALL_ATTENTION_FUNCTIONS[f"{ATTENTION_NAME}_sinks"]
+        output, _ = attend(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+    return output, None
 
 
 def _is_pruned(module: Any) -> bool:
@@ -162,3 +183,5 @@ def leank_mask(
 
 AttentionInterface.register(ATTENTION_NAME, leank_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, leank_mask)
+if carries("sinks"):
+    AttentionInterface.register(f"{ATTENTION_NAME}_sinks", load_part("sinks").dense_attention)

@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+# Checkpoints of other parts so have other config classes, by which transformers finds a model class again.
+from .parts_leank import CARRIED as CARRIED
 from .windows_leank import Windows, check_prune, check_size
 
 FORMAT_VERSION = 1

@@ -7,7 +7,7 @@ behind, then round as others do, and a channel that is pruned counts as its mean
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,20 +40,6 @@ class Constants(NamedTuple):
     def take(self, rows: torch.Tensor) -> Constants:
         """Return those of some rows `[n]`; those of all rows stay."""
         return self.map(lambda constant: constant.index_select(0, rows) if len(constant) > 1 else constant)
-
-    @classmethod
-    def join(cls, parts: Sequence[Constants], sizes: Sequence[int]) -> Constants:
-        """Join constants of so many rows each; those that all have in common stay one for all rows."""
-        return cls(*(_join(own, sizes) for own in zip(*parts, strict=True)))
-
-
-def _join(parts: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    if all(len(part) == 1 and torch.equal(part, present[0]) for part in present):
-        return present[0]
-    return torch.cat([part.expand(size, -1, -1) for part, size in zip(present, sizes, strict=True)])
 
 
 def centre(keys: torch.Tensor, key_mean: torch.Tensor | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .kernel_key_leank import (
     plan_tiles,
 )
 from .layout_leank import StoreTensors
-from .sinks_leank import sinks_beside
+from .parts_leank import load_part
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
@@ -382,7 +382,8 @@ class DecodeKernels:
         assert (sinks is not None) == self.key.has_sinks
         beside = self._no_sinks
         if sinks is not None:
-            beside = sinks_beside(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
+            of_queries = load_part("sinks").sinks_beside
+            beside = of_queries(query, sinks.detach(), store.key_mean, softmax_scale) * _LOG2_E
         num_columns, num_queries = query.shape[2], self.key.num_queries
         num_launches = -(-num_columns // (num_queries // self.key.num_groups))
         at_once = -(-num_columns // num_launches)

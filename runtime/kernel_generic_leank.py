@@ -12,7 +12,6 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_fp8_leank import from_fp8
 from .kernel_leank import (
     FULL_ROW,
     WARPGROUP,
@@ -24,6 +23,7 @@ from .kernel_leank import (
     hide_tokens,
     in_order,
     is_unseen,
+    kernel_fp8,
     load_query,
     pool_types,
     scale_types,
@@ -160,7 +160,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
     def multiply_keys(k: Any, q: Any, c: int, stage: Any, scores: Any, wide: Any) -> None:
         if fp8:
             for i, j in parallel(TILE, e):
-                wide[i, j] = from_fp8(k[c][i, j] if cpu else k[c][stage, i, j], operand)
+                wide[i, j] = kernel_fp8.from_fp8(k[c][i, j] if cpu else k[c][stage, i, j], operand)
             T.gemm(wide, q[c], scores, transpose_B=True, **policy)
         else:
             T.gemm(staged(k[c], stage), q[c], scores, transpose_B=True, **policy)
@@ -281,7 +281,7 @@ def generic_attention(shape: KernelShape, cpu: bool = False) -> Any:
                         T.sync_threads()
                     if fp8:
                         for i, j in parallel(dv, TILE):
-                            wide_v[i, j] = from_fp8(v[j, i] if cpu else v[stage, j, i], operand)
+                            wide_v[i, j] = kernel_fp8.from_fp8(v[j, i] if cpu else v[stage, j, i], operand)
                         T.gemm(wide_v, weights, out, transpose_B=True, **policy)
                     else:
                         T.gemm(staged(v, stage), weights, out, transpose_A=True, transpose_B=True, **policy)

@@ -20,8 +20,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_fp8_leank import to_fp8
-from .kernel_leank import WARPGROUP, KernelShape, mean_type, pool_types, scale_types
+from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, mean_type, pool_types, scale_types
 from .kernel_product_leank import MAX_PARTS, add_parts
 
 LANES = 8  # numbers that a thread loads at once; rows are whole vectors, so that they lie aligned
@@ -67,7 +66,7 @@ def _as_stored(number: Any, scale: Any, row: Any, head: Any, channel: Any) -> An
     if scale is None:
         return number
     row = T.if_then_else(scale.shape[0] > 1, row, 0)
-    return to_fp8(T.cast(number, "float32") / scale[row, head, channel])
+    return kernel_fp8.to_fp8(T.cast(number, "float32") / scale[row, head, channel])
 
 
 @T.macro

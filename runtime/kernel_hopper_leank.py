@@ -16,7 +16,6 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_fp8_leank import WIDEN_SOURCE, channel_of_row, lane_of_place, swizzle_values
 from .kernel_leank import (
     FULL_ROW,
     WARP,
@@ -29,6 +28,7 @@ from .kernel_leank import (
     hide_tokens,
     in_order,
     is_unseen,
+    kernel_fp8,
     load_query,
     pool_types,
     scale_types,
@@ -118,8 +118,8 @@ def hopper_attention(shape: KernelShape) -> Any:
     # A box of TMA is 128 bytes wide; TileLang cuts wider ones where they take all rows of a buffer.
     box = 128 if fp8 and dv % 128 == 0 else 64
     columns_of_v = [(0, dv)] if size == TILE else [(start, start + box) for start in range(0, dv, box)]
-    lane_of = (lambda place: lane_of_place(place, e)) if fp8 else in_order
-    channel_of = (lambda row: channel_of_row(row, dv)) if fp8 else in_order
+    lane_of = (lambda place: kernel_fp8.lane_of_place(place, e)) if fp8 else in_order
+    channel_of = (lambda row: kernel_fp8.channel_of_row(row, dv)) if fp8 else in_order
     # Loops that convert are no vectors, and TileLang warns where it tries.
     scalar = {"coalesced_width": T.int32(1)} if fp8 else {}
     batch, heads, width = T.dynamic("batch, heads, width")
@@ -189,9 +189,9 @@ def hopper_attention(shape: KernelShape) -> Any:
             wide_k = [T.alloc_fragment((TILE, e), operand) for _ in range(2)] if fp8 else None
             wide_v = T.alloc_fragment((dv, TILE), operand) if fp8 else None
             greatest = T.alloc_shared((WARPGROUP // 32, n), "float32")
-            T.import_source(_TOP_SOURCE + WIDEN_SOURCE if fp8 else _TOP_SOURCE)
+            T.import_source(_TOP_SOURCE + kernel_fp8.WIDEN_SOURCE if fp8 else _TOP_SOURCE)
             if fp8:
-                T.annotate_layout({v: swizzle_values(v)})
+                T.annotate_layout({v: kernel_fp8.swizzle_values(v)})
             limits = T.alloc_shared((2, n), "int32")
             ready = T.alloc_barrier([32] * stages)
             free = T.alloc_barrier([WARPGROUP] * stages)

@@ -26,10 +26,14 @@ except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
 from .kernel_line_leank import BEGIN, DROPPED, END, FIRST, HEAD, KEPT, LENGTH, NUM_KEPT, ROW, TILE, TOKEN
+from .parts_leank import carries, load_part
 
 NEG = -1e30  # a score that no softmax notices, finite so that differences of two are not NaN
 WARP, WARPGROUP = 32, 128
 FULL_ROW = T.GemmWarpPolicy.FullRow  # every warp takes 16 of the 64 tokens, or 16 channels of V
+
+# Rounding to e4m3 and widening; None where a checkpoint carries no kernels of FP8 caches.
+kernel_fp8: Any = load_part("kernel_fp8") if carries("kernel_fp8") else None
 
 # Rows of `limits`: tokens that a query sees, and the first one of its recent tokens.
 SEEN, RECENT = range(2)

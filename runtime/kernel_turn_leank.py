@@ -13,8 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the decode kernels need tilelang (pip install tilelang): {error}") from error
 
-from .kernel_fp8_leank import from_fp8
-from .kernel_leank import WARPGROUP, KernelShape, pool_types, scale_types
+from .kernel_leank import WARPGROUP, KernelShape, kernel_fp8, pool_types, scale_types
 from .kernel_line_leank import TILE
 
 
@@ -33,7 +32,7 @@ def copy_row(shape: KernelShape, cpu: bool = False, overlap: bool = False) -> An
     def widened(stored: Any, scale: Any, row: Any, head: Any, channel: Any) -> Any:
         if not shape.is_fp8:
             return stored
-        number = T.cast(from_fp8(stored, shape.product_dtype), "float32")
+        number = T.cast(kernel_fp8.from_fp8(stored, shape.product_dtype), "float32")
         return T.cast(number * scale[T.if_then_else(scale.shape[0] > 1, row, 0), head, channel], dtype)
 
     @T.prim_func

@@ -337,45 +337,6 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self.store.copy_memory()
             self.store.move_to(self.rows.tables)
 
-    @classmethod
-    def concatenate(cls, layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
-        """Return a layer with the rows of several, in order; those are emptied.
-
-        Args:
-            layers: Layers of one model and place, all split or all pending.
-            rows: Lengths of all rows.
-        """
-        first = layers[0]
-        joined = cls(
-            first.layer_idx,
-            first.model_mask[0],
-            first._model_layout.widths,
-            first.layout.chunk_size,
-            rows,
-            first.kv_dtype,
-            first.model_constants,
-        )
-        sizes = [layer.batch_size or 0 for layer in layers]
-        masks = [layer.channel_mask.cpu() for layer in layers]
-        per_row = any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks)
-        joined.channel_mask = _cat_rows(masks, sizes) if per_row else masks[0]
-        joined.layout, joined.num_columns = first.layout, rows.num_columns
-        joined.dtype, joined.device, joined.is_initialized = first.dtype, first.device, True
-        pending = [layer.pending for layer in layers if layer.pending is not None]
-        stores = [layer.store for layer in layers if layer.store is not None]
-        if pending:
-            keys, values = (_cat_left_padded(parts, rows.num_columns) for parts in zip(*pending, strict=True))
-            joined.pending = (keys, values)
-        else:
-            indices = [store.chunk_index for store in stores]
-            index = _cat_rows(indices, sizes) if per_row else indices[0]
-            assert rows.tables is not None
-            constants = Constants.join([store.constants for store in stores], sizes)
-            joined.store = ChunkStore.concatenate(stores, index, rows.tables, constants)
-        for layer in layers:
-            layer.pending = layer.store = None
-        return joined
-
     @property
     def batch_size(self) -> int | None:
         """Rows, None while the layer is empty."""
@@ -428,15 +389,3 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.pending is not None:
             keys, values = self.pending
             self.pending = (keys[:, :, : self.num_columns], values[:, :, : self.num_columns])
-
-
-def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """Join what is per row `[1 or B, m, n]`, of so many rows each."""
-    return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
-
-
-def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:
-    """Join `[B, H, S, D]` by rows, with zeros before each that has fewer than `num_columns` columns."""
-    return torch.cat(
-        [torch.nn.functional.pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts]
-    )

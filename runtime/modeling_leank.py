@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from .attention_leank import ATTENTION_NAME
-from .cache_leank import LeanKCache
+from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
 from .configuration_leank import check_kv_dtype, config_class_of, read_settings, stock_class
 from .constants_leank import Constants
@@ -170,7 +170,8 @@ class LeanKMixin:
         Raises:
             ValueError: If one is not known, or the checkpoint's scales or mean of keys are wrong or missing.
         """
-        return LeanKCache(self.config, prune, use_graphs, kv_dtype, self._constants())
+        made = cache_class(self.config)
+        return made(self.config, prune, use_graphs, kv_dtype, self._constants())
 
     def _constants(self) -> list[Constants]:
         """Return what the checkpoint says of each channel, layer by layer.
@@ -281,11 +282,10 @@ class LeanKMixin:
         stock_forward = super().forward  # type: ignore[misc]
 
         def forward(arguments: dict[str, Any]) -> Any:
-            others = cache.other_layers
             output = stock_forward(
-                past_key_values=cache, use_cache=use_cache, attention_mask=others.step_mask, **arguments
+                past_key_values=cache, use_cache=use_cache, attention_mask=cache.step_mask, **arguments
             )
-            others.settle()
+            cache.settle()
             return output
 
         valid = None

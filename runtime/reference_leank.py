@@ -12,7 +12,7 @@ import torch
 
 from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
 from .pages_leank import PageList
-from .sinks_leank import sinks_beside
+from .parts_leank import load_part
 from .step_leank import StoredView, view_tables
 
 
@@ -88,8 +88,8 @@ def decode_attention(
     scores = scores.masked_fill(hidden_tokens, lowest)
     window_scores = window_scores.masked_fill(hidden_places, lowest)
     if sinks is not None:
-        sinks = sinks_beside(query, sinks, store.key_mean, softmax_scale).expand(batch_size, -1, num_queries)
-        sinks = sinks.reshape(batch_size, num_kv_heads, -1)
+        sinks = load_part("sinks").sinks_beside(query, sinks, store.key_mean, softmax_scale)
+        sinks = sinks.expand(batch_size, -1, num_queries).reshape(batch_size, num_kv_heads, -1)
     attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, sinks)
     if store.value_scale is not None:
         attended = attended * store.value_scale[:, :, None]

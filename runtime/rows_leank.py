@@ -206,7 +206,7 @@ class RowState:
                 self.bounds = self.lengths.tolist()
                 lengths = [length + count for length in self.bounds]
             to_come = self.num_reserved - (self.num_columns + count if num_columns is None else num_columns)
-            self.tables = self._lay_out(lengths, to_come if self.num_reserved else -1)
+            self.tables = self.lay_out(lengths, to_come if self.num_reserved else -1)
         return self.tables
 
     def reserve(self) -> None:
@@ -214,7 +214,7 @@ class RowState:
         if self.tables is not None:
             self.make_room(max(self.num_reserved - self.num_columns, 0))
 
-    def _lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
+    def lay_out(self, lengths: Sequence[int], to_come: int) -> PageTables:
         """Return tables for rows of `lengths` and `to_come` tokens; if that is negative, for some more."""
         sizes = self.sink_size, self.ring_size
         if to_come < 0:
@@ -461,46 +461,3 @@ class RowState:
         if not is_same or not self.tables.fits(self.bounds):
             self.tables = PageTables(runs, self.sink_size, self.ring_size)
         return torch.tensor(taken, device="cpu")
-
-    @classmethod
-    def concatenate(
-        cls,
-        parts: Sequence[RowState],
-        batch_sizes: Sequence[int],
-        device: torch.device,
-        num_reserved: int = 0,
-    ) -> RowState:
-        """Return the rows of several states in order; fewer columns than others become left padding.
-
-        Args:
-            parts: States of which all are split, or all pending.
-            batch_sizes: Rows of each.
-            device: Where lengths and padding of the result lie.
-            num_reserved: Columns that memory is to be allocated for; 0 for what is there.
-        """
-        first = parts[0]
-        joined = cls(first.sink_size, first.recent_size, first.flush_size, first.prune)
-        joined.is_pending = first.is_pending
-        if first.is_split:
-            lengths = [part.counters() for part in parts]
-            joined.lengths = torch.cat([counters[0].to(device) for counters in lengths])
-            joined.pruned_lengths = torch.cat([counters[1].to(device) for counters in lengths])
-        joined.num_reserved = num_reserved
-        joined.num_columns = max(part.num_columns for part in parts)
-        if first.is_split:
-            joined.bounds = [length for part in parts for length in part.bounds]
-            joined.tables = joined._lay_out(joined.bounds, max(num_reserved - joined.num_columns, 0))
-        if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
-            joined.padding = torch.cat(
-                [
-                    part._left_padded(joined.num_columns, batch_size, device)
-                    for part, batch_size in zip(parts, batch_sizes, strict=True)
-                ]
-            )
-        return joined
-
-    def _left_padded(self, num_columns: int, batch_size: int, device: torch.device) -> torch.Tensor:
-        padding = self.extended_padding(None, self.num_columns)
-        if padding is None:
-            padding = torch.ones(batch_size, self.num_columns, dtype=torch.bool)
-        return torch.nn.functional.pad(padding.to(device), (num_columns - self.num_columns, 0))

@@ -24,11 +24,11 @@ def dense_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    s_aux: torch.Tensor | None = None,
+    s_aux: torch.Tensor,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by transformers' SDPA, with sinks where the model has some.
+    """Attend by transformers' SDPA, with sinks.
 
     Args:
         module: The attention module, for SDPA's grouped-query settings.
@@ -43,11 +43,6 @@ def dense_attention(
     Returns:
         Output `[B, Q, H, D]` and no attention weights.
     """
-    if s_aux is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return output, None
     num_columns, head_dim = query.shape[2:]
     scaling = head_dim**-0.5 if scaling is None else scaling
     is_square = attention_mask is None and num_columns > 1

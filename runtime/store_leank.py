@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from .constants_leank import Constants, centre
@@ -42,6 +40,7 @@ class ChunkStore:
         groups: In a store of int4, what of every pool has a least number and a step, which lie in pools of
             their own; else empty.
         dtype: Of keys and values as they come.
+        pools: Names of the pools, those of the window apart.
         addresses: A new number whenever one of these becomes another tensor.
     """
 
@@ -91,10 +90,10 @@ class ChunkStore:
         self.values = pool(pages, len(layout.value_heads), head_dim)
         self.window_keys = pool(window_pages, layout.num_dropped_chunks, size)
         self.window_values = pool(window_pages, len(layout.window_heads), head_dim)
-        self._pools: tuple[tuple[str, ...], ...] = _POOLS
+        self.pools: tuple[tuple[str, ...], ...] = _POOLS
         self.groups: dict[str, Groups] = {}
         if in_int4:
-            self._pools = tuple((*names, *(name + _EXTREMES for name in names)) for names in _POOLS)
+            self.pools = tuple((*names, *(name + _EXTREMES for name in names)) for names in _POOLS)
             self.groups = {
                 "kept_keys": group_chunks(layout.kept_chunks, size, device),
                 "values": group_heads(len(layout.value_heads), head_dim, device),
@@ -148,10 +147,8 @@ class ChunkStore:
             return
         in_place = tables is self.tables
         pools = [
-            (name, _taken(getattr(self, name), source))
-            for names, runs, old_runs in zip(
-                self._pools, tables.pool_runs, self.tables.pool_runs, strict=True
-            )
+            (name, take_pages(getattr(self, name), source))
+            for names, runs, old_runs in zip(self.pools, tables.pool_runs, self.tables.pool_runs, strict=True)
             for source in (page_sources(runs, old_runs, rows),)
             for name in names
         ]
@@ -269,32 +266,6 @@ class ChunkStore:
                     self.constants = taken
                     break
 
-    @classmethod
-    def concatenate(
-        cls, stores: Sequence[ChunkStore], index: torch.Tensor, tables: PageTables, constants: Constants
-    ) -> ChunkStore:
-        """Return a store with the rows of several, in order.
-
-        Args:
-            stores: Stores of one layout, window size, dtype and device.
-            index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
-            tables: Tables of the result.
-            constants: Those of the result.
-        """
-        joined = cls(stores[0].layout, index, tables, stores[0].dtype, constants, bool(stores[0].groups))
-        row, first = 0, [0, 0]
-        for store in stores:
-            stop = row + len(store.tables.runs)
-            for pool, names in enumerate(joined._pools):
-                runs = tables.pool_runs[pool][row:stop]
-                source = page_sources(runs, store.tables.pool_runs[pool])
-                pages = slice(first[pool], first[pool] + len(source))
-                for name in names:
-                    as_bytes(getattr(joined, name))[pages] = as_bytes(_taken(getattr(store, name), source))
-                first[pool] = pages.stop
-            row = stop
-        return joined
-
     def count(self, name: str, num_tokens: int, num_channels: int) -> RegionBytes:
         """Count the bytes of a pool, in which so many tokens have so many channels each."""
         pool = getattr(self, name)
@@ -370,7 +341,7 @@ class ChunkStore:
         return taken.masked_fill_(unused[:, :, None, None], 0)
 
 
-def _taken(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def take_pages(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return a pool of these pages of another one, zeros where a page is -1."""
     new = (source < 0).nonzero()[:, 0] if source.device.type == "cpu" else None
     taken = as_bytes(pool).index_select(0, source.clamp(min=0).to(pool.device, non_blocking=True))

@@ -18,7 +18,7 @@ from .constants_leank import Constants
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import KERNEL_DTYPES
 from .layout_leank import ChunkLayout, StoreTensors, head_index
-from .sinks_leank import add_sink_token, sinks_beside
+from .parts_leank import load_part
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
 _MAX_TOKENS = 1 << 18
@@ -75,7 +75,9 @@ def attend_turn(
         beside = None
         if sinks is not None:
             own = Constants(store.key_mean).take(torch.arange(rows.start, rows.stop, device=query.device))
-            beside = sinks_beside(columns.flatten(1, 2), sinks, own.key_mean, softmax_scale)
+            beside = load_part("sinks").sinks_beside(
+                columns.flatten(1, 2), sinks, own.key_mean, softmax_scale
+            )
             beside = beside.view(len(beside), len(layout.widths), -1, beside.shape[2])
         for heads, dense_keys, dense_values in with_new(cached, keys, values, kernels):
             own_sinks = None if beside is None else beside[:, heads].flatten(1, 2)
@@ -109,7 +111,7 @@ def _attend(
     """
     states = query.flatten(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
     if sinks is not None:
-        states = add_sink_token(*states, sinks, softmax_scale)
+        states = load_part("sinks").add_sink_token(*states, sinks, softmax_scale)
     num_new, num_tokens = query.shape[3], states[1].shape[2]
     if query.is_cuda and query.dtype in KERNEL_DTYPES:  # a form that flash attention knows
         mask: torch.Tensor = causal_lower_right(num_new, num_tokens)

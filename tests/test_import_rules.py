@@ -22,12 +22,10 @@ RANKS = [
         "recipe",
         "recipe_problems",
         "head_layout",
-        "whole_cache",
         "safetensors_file",
         "device",
         "progress",
         "held_out",
-        "baselines",
     },
     {
         "checkpoint_io",
@@ -61,7 +59,7 @@ NEVER_EACH_OTHER = [
 ]
 WITHOUT_TORCH = [
     "errors",
-    "baselines",
+    "evaluate/request",
     "files",
     "windows",
     "fields",
@@ -77,7 +75,6 @@ WITHOUT_TORCH = [
     "recipe_listing",
     "methods",
     "head_layout",
-    "whole_cache",
     "safetensors_file",
     "held_out",
     "checkpoint_io",
@@ -91,7 +88,7 @@ WITHOUT_TORCH = [
 ]
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
 # never imports the toolkit. An engine runs no checkpoint's code, so its plugin takes the whole runtime.
-PURE_RUNTIME = {"configuration_leank", "fp8_leank", "windows_leank"}
+PURE_RUNTIME = {"configuration_leank", "fp8_leank", "tools", "windows_leank"}
 IMPORTS_RUNTIME = "vllm"
 RUNTIME_LIBRARIES = {"torch", "transformers", "safetensors"}  # the last comes with transformers
 # May be absent; transformers asks for whatever remote code imports outside `try`.
@@ -99,7 +96,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 27_000, "runtime": 9_150, "tests": 33_200, "bin": 9_350}
+BUDGETS = {"leank_convert": 25_650, "runtime": 9_100, "tests": 32_200, "bin": 7_800}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
@@ -166,6 +163,8 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
     relative = path.relative_to(ROOT).with_suffix("")
     component = _component(".".join(relative.parts).removesuffix(".__init__"))
     for module in _imports(path):
+        if path.stem.startswith("leank_onnx") and module.startswith(".leank_onnx"):
+            continue  # files that travel in every ONNX folder, and import each other there, too
         assert not module.startswith("."), f"relative import of `{module}`"
         assert not module.startswith("bin."), "`bin` is not in the wheel"
         assert not module.startswith("runtime"), "an installed package has it as `leank_convert._runtime`"

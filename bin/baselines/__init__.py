@@ -6,25 +6,64 @@ them. They are plain PyTorch: they show what is lost, and are neither small nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bin.baselines import kivi, snapkv
 from bin.baselines.compared_cache import Compared, ComparedLayer, Prompts
-from bin.baselines.int4 import Int4Layer
+from bin.baselines.int4 import HadamardLayer
 from bin.baselines.kivi import KiviLayer
 from bin.baselines.quest import QuestLayer
 from bin.baselines.snapkv import SnapKVLayer
-from leank_convert.baselines import NAMES
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import EvaluatedModel
+from leank_convert.evaluate.loading import EvaluatedModel
+from leank_convert.evaluate.names import BASELINES
 from leank_convert.evaluate.variants import Variant, rounded_variant
 from leank_convert.windows import Windows
 
-COMPARED = ("fp8", "int4", "int4+hadamard", "kivi", "quest", "snapkv")
+
+class Method(NamedTuple):
+    """A published baseline.
+
+    Attributes:
+        layers: How a layer of each setting that is reported is made, by the setting's name.
+        on_leank: Settings beside these that there are on LeanK's kept channels alone.
+        recent_size: Tokens that stay whole beside the decoded one where the method has all channels.
+        query_window: How many of the prompt's last queries it looks at.
+    """
+
+    layers: Mapping[str, Callable[[Prompts], ComparedLayer]]
+    on_leank: Mapping[str, Callable[[Prompts], ComparedLayer]] = MappingProxyType({})
+    recent_size: int = 0
+    query_window: int = 0
+
+
+METHODS = {
+    "int4+hadamard": Method({"int4+hadamard": HadamardLayer}),
+    "kivi": Method(
+        {"kivi": KiviLayer}, {"kivi+window": partial(KiviLayer, in_window=True)}, kivi.RESIDUAL_LENGTH
+    ),
+    "quest": Method(
+        {
+            f"quest-{size}{suffix}": partial(QuestLayer, page_size=size, per_kv_head=bool(suffix))
+            for size in (16, 64)
+            for suffix in ("", "-kv")
+        }
+    ),
+    "snapkv": Method(
+        {
+            f"snapkv-{snapkv.CAPACITY}": partial(SnapKVLayer, capacity=snapkv.CAPACITY),
+            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(SnapKVLayer, capacity=snapkv.PAPER_SHARE),
+        },
+        query_window=snapkv.QUERY_WINDOW,
+    ),
+}
+COMPARED = ("fp8", "int4", *METHODS)
 
 
 def make_variants(
@@ -39,35 +78,17 @@ def make_variants(
         key_mean: What comes off LeanK's keys, in the same order [L, H_kv, D]; other methods alone are as they
             were published.
     """
-    if name in ("fp8", "int4"):
+    if name not in METHODS:
         return [rounded_variant(name, channel_masks, alone=alone, key_mean=key_mean)]
-    prefix = "" if alone else "leank+"
-    masks = torch.ones_like(channel_masks) if alone else channel_masks
-    key_mean = None if alone else key_mean
-    # Alone, nothing is whole but the token that is decoded; KIVI leaves the last ones as they are.
-    recent_size = kivi.RESIDUAL_LENGTH if name == "kivi" else 0
-    windows = Windows(sink_size=0, recent_size=recent_size, flush_size=1) if alone else None
-    layers: dict[str, Callable[[Prompts], ComparedLayer]]
-    if name == "int4+hadamard":
-        layers = {name: partial(Int4Layer, rotated=True)}
-    elif name == "kivi":
-        layers = {"kivi": KiviLayer} | ({} if alone else {"kivi+window": partial(KiviLayer, in_window=True)})
-    elif name == "quest":
-        layers = {
-            f"quest-{page_size}{'-kv' if per_kv_head else ''}": partial(
-                QuestLayer, page_size=page_size, per_kv_head=per_kv_head
-            )
-            for page_size in (16, 64)
-            for per_kv_head in (False, True)
-        }
-    else:
-        layers = {
-            f"snapkv-{snapkv.CAPACITY}": partial(SnapKVLayer, capacity=snapkv.CAPACITY),
-            f"snapkv-{snapkv.PAPER_SHARE:.0%}": partial(SnapKVLayer, capacity=snapkv.PAPER_SHARE),
-        }
-    query_window = snapkv.QUERY_WINDOW if name == "snapkv" else 0
+    layers, on_leank, recent_size, query_window = METHODS[name]
+    if not alone:
+        return [
+            Compared(f"leank+{label}", make_layer, channel_masks, None, query_window, key_mean)
+            for label, make_layer in {**layers, **on_leank}.items()
+        ]
+    windows = Windows(sink_size=0, recent_size=recent_size, flush_size=1)
     return [
-        Compared(f"{prefix}{label}", make_layer, masks, windows, query_window, key_mean)
+        Compared(label, make_layer, torch.ones_like(channel_masks), windows, query_window)
         for label, make_layer in layers.items()
     ]
 
@@ -91,5 +112,5 @@ def _compare(name: str) -> Callable[[EvaluatedModel], list[Variant]]:
     return find
 
 
-VARIANTS = {name: _compare(name) for name in NAMES}
+VARIANTS = {name: _compare(name) for name in BASELINES}
 """What `--also` takes of these."""

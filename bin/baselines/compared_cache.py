@@ -97,6 +97,14 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         return self.held(seen[:, 0])[:, :, None]
 
+    def enter(self, query: Tensor) -> Tensor:
+        """Bring queries [B, H_kv, G, D] to where keys are."""
+        return query
+
+    def leave(self, out: Tensor) -> Tensor:
+        """Bring outputs [B, H_kv, G, D] back from where values are."""
+        return out
+
     def settle(self) -> None:
         """Do what follows a step's attention."""
 
@@ -154,7 +162,7 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         batch_size, num_heads, _, head_dim = query.shape
         keys, values = self.keys.float(), self.values.float()
         scale = head_dim**-0.5 if scaling is None else scaling
-        grouped = query.float().view(batch_size, keys.shape[1], -1, head_dim) * scale
+        grouped = self.enter(query.float().view(batch_size, keys.shape[1], -1, head_dim)) * scale
         seen, whole = self._regions()
         kept = self.channel_mask[:, None]
         scores = (grouped * kept) @ keys.mT
@@ -162,7 +170,7 @@ class ComparedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             scores = scores + ((grouped * ~kept) @ keys.mT).masked_fill(~whole, 0)
         read = self.chosen(grouped, seen, whole) & seen & (whole | (self.widths > 0)[:, None, None])
         self._read = read.any(2)
-        out = scores.masked_fill(~read, float("-inf")).softmax(-1) @ values
+        out = self.leave(scores.masked_fill(~read, float("-inf")).softmax(-1) @ values)
         self.settle()
         return out.view(batch_size, 1, num_heads, head_dim).to(query.dtype), None
 

@@ -1,4 +1,4 @@
-"""int4 in plain torch: K and V of every token in four bits, rotated before or not.
+"""int4 in plain torch: K and V of every token in four bits, rotated before.
 
 Of each token's K a head's channels lie in chunks of 32, kept and dropped ones in chunks of their own, the
 last of either as small as it comes out; V lies in chunks of 32 channels, too. A chunk has a minimum and a
@@ -22,21 +22,14 @@ BITS, CHUNK_SIZE = 4, 32
 _LARGEST_CODE = (1 << BITS) - 1
 
 
-class Int4Layer(ComparedLayer):  # type: ignore[no-untyped-call]
-    """A layer whose tokens are rounded, all of them.
+class HadamardLayer(ComparedLayer):  # type: ignore[no-untyped-call]
+    """A layer whose tokens are rotated and rounded, all of them."""
 
-    Args:
-        prompts: What it holds.
-        rotated: Whether chunks are rotated before.
-    """
-
-    def __init__(self, prompts: Prompts, rotated: bool = False) -> None:
+    def __init__(self, prompts: Prompts) -> None:
         super().__init__(prompts)
         self._key_chunks = assign_chunks(self.channel_mask)
         self._value_chunks = assign_chunks(torch.ones_like(self.channel_mask))
-        self._rotations = None
-        if rotated:
-            self._rotations = hadamard(self._key_chunks), hadamard(self._value_chunks)
+        self._of_keys, self._of_values = hadamard(self._key_chunks), hadamard(self._value_chunks)
         for keys, values in zip(self.keys, self.values, strict=True):
             rounded = self._rounded(keys[None], values[None])
             keys.copy_(rounded[0][0])
@@ -46,22 +39,13 @@ class Int4Layer(ComparedLayer):  # type: ignore[no-untyped-call]
         """Append one token a row [B, H_kv, 1, D], rounded."""
         super().append(*self._rounded(key_states, value_states))
 
-    def attend(
-        self,
-        module: object,
-        query: Tensor,
-        attention_mask: object,
-        *,
-        scaling: float | None = None,
-        **kwargs: object,
-    ) -> tuple[Tensor, None]:
-        """Attend with the token that was appended [B, H, 1, D]; returns [B, 1, H, D] and no weights."""
-        if self._rotations is None:
-            return super().attend(module, query, attention_mask, scaling=scaling)
-        groups = query.shape[1] // len(self.widths)
-        of_keys, of_values = (matrices.repeat_interleave(groups, 0) for matrices in self._rotations)
-        out, _ = super().attend(module, query.float() @ of_keys, attention_mask, scaling=scaling)
-        return (out.transpose(1, 2) @ of_values).transpose(1, 2).to(query.dtype), None
+    def enter(self, query: Tensor) -> Tensor:
+        """Rotate queries as keys were."""
+        return query @ self._of_keys
+
+    def leave(self, out: Tensor) -> Tensor:
+        """Rotate outputs back, as values were."""
+        return out @ self._of_values
 
     def bits(self) -> tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int]:
         """Bits of a number, with its part of the chunk's minimum and step."""
@@ -76,12 +60,8 @@ class Int4Layer(ComparedLayer):  # type: ignore[no-untyped-call]
         return bits_of(widths), bits_of(head_dim - widths), values, values
 
     def _rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rotations is not None:
-            of_keys, of_values = self._rotations
-            keys, values = (
-                (keys.float() @ of_keys).to(self.dtype),
-                (values.float() @ of_values).to(self.dtype),
-            )
+        keys = (keys.float() @ self._of_keys).to(self.dtype)
+        values = (values.float() @ self._of_values).to(self.dtype)
         return quantise(keys, self._key_chunks), quantise(values, self._value_chunks)
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _Run = Callable[..., Any]
 
 _MASK = click.option("--mask", metavar="FILE|ID|NAME", help="Mask to run with. Default: a synthetic one.")
-_RECIPE = click.option("--recipe", metavar="NAME|FILE", help="Take mask, windows and shape from a recipe.")
 _GEOMETRY = click.option(
     "--geometry",
     type=click.Choice(list(GEOMETRIES)),
@@ -73,8 +72,8 @@ _MOST_TOY_TOKENS = 2**18
 def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
-    The document that the command returns is printed; where a check failed, it exits 1. `masked` adds `--mask`
-    and `--recipe`, `stored` `--kv-dtype`.
+    The document that the command returns is printed; where a check failed, it exits 1. `masked` adds
+    `--mask`, `stored` `--kv-dtype`.
     """
 
     def decorate(run: _Run) -> _Run:
@@ -84,7 +83,6 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
             device: str | None,
             dtype: str,
             mask: str | None = None,
-            recipe: str | None = None,
             kv_dtype: str | None = None,
             **options: Any,
         ) -> None:
@@ -95,10 +93,10 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
             from bin.benchmarks.random_models import choose_setup
 
             chosen = choose_benchmark_device(device)
-            if chosen.type == "cpu" and not (mask or recipe):
+            if chosen.type == "cpu" and not mask:
                 # There, a real model's shape has to be asked for.
                 geometry = geometry or TOY
-            setup = choose_setup(mask, recipe, geometry, chosen, dtype, kv_dtype)
+            setup = choose_setup(mask, geometry, chosen, dtype, kv_dtype)
             for name, values in _DEFAULTS[run.__name__].items():
                 if chosen.type == "cpu":
                     _check_toy(options[name])
@@ -107,7 +105,7 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
 
         decorated: _Run = command
         offered = (_DTYPE, *((_KV_DTYPE,) if stored else ()), _DEVICE, _GEOMETRY)
-        for option in (*offered, *((_RECIPE, _MASK) if masked else ())):
+        for option in (*offered, *((_MASK,) if masked else ())):
             decorated = option(decorated)
         return decorated
 
@@ -167,21 +165,6 @@ def _rounds_option(default: str) -> Callable[[_Run], _Run]:
     return click.option("--rounds", type=click.IntRange(1, MAX_COUNT), help=text)
 
 
-def _read_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    if value == "all" and "all" not in (param.metavar or ""):
-        raise click.BadParameter("a model of all layers would not be one of a few hundred MB; name some")
-    if value is None or value == "all":
-        return None
-    try:
-        layers = [int(part) for part in value.split(",")]
-        if not 0 <= min(layers) <= max(layers) < MAX_COUNT:
-            raise ValueError
-        return layers
-    except ValueError:
-        message = f"`{shorten(value)}` is neither `all` nor layers such as `0,10`"
-        raise click.BadParameter(message) from None
-
-
 @click.group("benchmark", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show tracebacks, and what peers write.")
 def benchmark(debug: bool) -> None:
@@ -203,13 +186,10 @@ def benchmark(debug: bool) -> None:
     further="new",
 )
 @click.option(
-    "--layers", default="all", callback=_read_layers, metavar="all|0,10", help="Layers of the mask."
-)
-@click.option(
     "--peers",
     metavar="NAME,…",
     help="Among leank-own-dtype (with --kv-dtype: ours, its cache in --dtype), leank-all-channels, "
-    "sdpa-cudnn, sdpa-flash, sdpa, flex, flashinfer; or none. Default: those that can run here.",
+    "sdpa-cudnn, sdpa-flash, sdpa; or none. Default: those that can run here.",
 )
 @_rounds_option("21, on the CPU 3")
 def kernel(setup: Setup, **options: Any) -> dict[str, Any]:
@@ -259,21 +239,14 @@ def generate(setup: Setup, **options: Any) -> dict[str, Any]:
     many=True,
 )
 @click.option(
-    "--skip",
-    type=click.Choice(["allocated", "prefill", "largest"]),
-    multiple=True,
-    help="Leave a part out; repeatable.",
-)
-@click.option(
     "--limit",
     type=FiniteRange(0, 1e6, min_open=True),
     help="GB for weights and cache. Default: all there is.",
 )
-def memory(setup: Setup, skip: tuple[str, ...], limit: float | None, **parts: Any) -> dict[str, Any]:
+def memory(setup: Setup, limit: float | None, **parts: Any) -> dict[str, Any]:
     """Bytes of the cache, peak memory of a prefill, and the largest batch, against the dense model."""
     from bin.benchmarks.memory import benchmark_memory
 
-    parts |= dict.fromkeys(skip, ())
     return benchmark_memory(setup, limit=None if limit is None else round(limit * 1e9), **parts)
 
 
@@ -333,15 +306,8 @@ def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
 
 @benchmark.command()
 @_MASK
-@_RECIPE
 @_GEOMETRY
 @_size_option("--length", "tokens", "Cached tokens; repeatable. Default: 4k, 8k, 16k and 32k.", many=True)
-@click.option(
-    "--layers",
-    callback=_read_layers,
-    metavar="0,10",
-    help="Layers of the mask. Default: four that take about the whole mask's share of bytes.",
-)
 @click.option(
     "--weights",
     type=click.Choice(["float32", "int8", "int4"]),
@@ -357,20 +323,18 @@ def train(setup: Setup, length: tuple[int], **options: Any) -> dict[str, Any]:
 @_rounds_option("21, of a toy 3")
 def onnx(
     mask: str | None,
-    recipe: str | None,
     geometry: str | None,
     length: Any,
     weights: str,
     threads: int | None,
     rounds: int | None,
-    **options: Any,
 ) -> None:
     """A decode step on onnxruntime against the same exporter's dense graph, on the CPU."""
     from bin.benchmarks.onnx_step import benchmark_onnx
     from bin.benchmarks.random_models import TOO_LARGE, choose_setup
 
     toy = geometry == TOY
-    setup = choose_setup(mask, recipe, geometry)
+    setup = choose_setup(mask, geometry)
     with out_of_memory(*TOO_LARGE):
         document = benchmark_onnx(
             setup,
@@ -378,7 +342,6 @@ def onnx(
             weights=None if weights == "float32" else weights,
             threads=threads or min(2, os.cpu_count() or 1),
             rounds=rounds or (3 if toy else 21),
-            **options,
         )
     _finish(document)
 

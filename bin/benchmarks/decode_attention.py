@@ -6,7 +6,6 @@ runtime: a pruned token's key counts in its kept channels alone, and a head of w
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from leank_convert._runtime.tools import fill_layer
 from leank_convert.errors import LeanKError
 from leank_convert.windows import Windows
 
@@ -34,8 +34,6 @@ TOLERANCE = 2.0
 # The precision that results are held to.
 EXACT = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _MAX_CHECKED_ROWS = 16
-_FLASHINFER_PAGE = 16
-_FLASHINFER_WORKSPACE = 256 << 20
 
 
 def finite(value: float) -> float | None:
@@ -163,7 +161,7 @@ class FilledLayer:
 
     def __init__(self, model: Any, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         self._cache, num_new = model.build_cache(), query.shape[2]
-        self._cache.fill_layer(layer, keys[:, :, :-num_new], values[:, :, :-num_new])
+        fill_layer(self._cache, layer, keys[:, :, :-num_new], values[:, :, :-num_new])
         filled, scale = self._cache.layers[layer], query.shape[3] ** -0.5
         self._store = filled.store
         new = keys[:, :, -num_new:], values[:, :, -num_new:]
@@ -204,48 +202,6 @@ def _sdpa(backend: SDPBackend | None) -> Prepare:
     return prepare
 
 
-def _flex(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
-    """FlexAttention as its documentation calls it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(query, keys, values, enable_gqa=True)
-
-
-def _flashinfer(query: Tensor, keys: Tensor, values: Tensor) -> Attend:
-    """FlashInfer's paged batch decode on tensor cores, planned for graphs; its plan is made beforehand."""
-    import flashinfer
-
-    batch_size, num_heads, _, head_dim = query.shape
-    num_kv_heads, num_tokens = keys.shape[1:3]
-    if num_tokens % _FLASHINFER_PAGE:
-        raise ValueError(f"{num_tokens} tokens are no whole number of pages of {_FLASHINFER_PAGE}")
-    per_row = num_tokens // _FLASHINFER_PAGE
-
-    def pages(states: Tensor) -> Tensor:
-        split = states.view(batch_size, num_kv_heads, per_row, _FLASHINFER_PAGE, head_dim)
-        return split.transpose(1, 2).flatten(0, 1).contiguous()  # [pages, H_kv, page, D]
-
-    cache = pages(keys), pages(values)
-    device = query.device
-    starts = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * per_row
-    indices = torch.arange(batch_size * per_row, dtype=torch.int32, device=device)
-    last = torch.full((batch_size,), _FLASHINFER_PAGE, dtype=torch.int32, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
-        "HND",
-        use_cuda_graph=True,
-        use_tensor_cores=True,
-        paged_kv_indptr_buffer=starts.clone(),
-        paged_kv_indices_buffer=indices.clone(),
-        paged_kv_last_page_len_buffer=last.clone(),
-    )
-    sizes = (num_heads, num_kv_heads, head_dim, _FLASHINFER_PAGE)
-    wrapper.plan(starts, indices, last, *sizes, q_data_type=query.dtype, kv_data_type=keys.dtype)
-    flat = query.squeeze(2)
-    return lambda: wrapper.run(flat, cache).unsqueeze(2)
-
-
 OWN_DENSE = "leank-all-channels"
 # Those that are called for several new tokens too.
 CAUSAL_PEERS = (OWN_DENSE, "sdpa-flash", "sdpa")
@@ -254,19 +210,14 @@ PEERS: Mapping[str, Prepare] = MappingProxyType(
         "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
         "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
         "sdpa": _sdpa(None),
-        "flex": _flex,
-        "flashinfer": _flashinfer,
     }
 )
 
 
 def default_peers(device: torch.device) -> tuple[str, ...]:
     """The peers that can be expected to run on a device."""
-    if device.type != "cuda":
-        return (OWN_DENSE, "sdpa")
-    # What torch's own dispatch takes is one of its backends, named here on their own.
-    found = ("flashinfer",) if importlib.util.find_spec("flashinfer") else ()
-    return (OWN_DENSE, "sdpa-cudnn", "sdpa-flash", "flex", *found)
+    # What torch's own dispatch takes on a GPU is one of its backends, named here on their own.
+    return (OWN_DENSE, "sdpa-cudnn", "sdpa-flash") if device.type == "cuda" else (OWN_DENSE, "sdpa")
 
 
 def read_peers(names: str, known: Collection[str]) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class _Bench:
         self._setups = {OURS: setup, ALL_CHANNELS: setup.keeping_all(), OWN_DTYPE: setup.in_own_dtype()}
         self._models: dict[str, Any] = {OURS: models.ours}
         self._checks = {OURS: models.check}
-        self._refused = {name: why for name in named if (why := attempt(name in _OWN, self._prepare, name))}
+        self._refused = {name: why for name in named if (why := attempt(self._prepare, name))}
 
     def run_case(self, batch_size: int, num_prompt: int, num_new: int) -> dict[str, Any]:
         """Measure all sides one after the other; a peer that fails has a reason and no figures."""
@@ -122,9 +122,7 @@ class _Bench:
         sides = {OURS: self._measure(OURS, prompt, num_new)}
         for name in self._named:
             release_memory(self._setup.device)
-            sides[name] = self._refused.get(name) or attempt(
-                name in _OWN, self._measure, name, prompt, num_new
-            )
+            sides[name] = self._refused.get(name) or attempt(self._measure, name, prompt, num_new)
         ratios = {name: compare(sides[OURS], sides[name]) for name in self._named}
         sizes = {"batch": batch_size, "prompt": num_prompt, "new": num_new}
         return {**sizes, "sides": sides, "ratios": ratios}

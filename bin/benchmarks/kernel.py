@@ -49,18 +49,17 @@ def benchmark_kernel(
     setup: Setup,
     *,
     cases: Sequence[tuple[int, ...]],
-    layers: list[int] | None,
     peers: str | None,
     rounds: int,
 ) -> dict[str, Any]:
     """Measure and print a table for each case of batch, tokens and perhaps how many of these are new.
 
-    `layers` are None for all of the mask. In the JSON document that is returned a case whose check failed has
+    In the JSON document that is returned a case whose check failed has
     `ok` false and no figures. `byte_ratio` is the ceiling that bytes set, `ratio_to_best` ours against the
     fastest peer.
 
     Raises:
-        LeanKError: If there is no such layer, peer or kernel, all tokens are new, or something of ours does
+        LeanKError: If there is no such peer or kernel, all tokens are new, or something of ours does
             not fit in memory.
     """
     for case in cases:
@@ -69,7 +68,6 @@ def benchmark_kernel(
                 f"of {case[1]} tokens {case[2]} are new, which leaves none in the cache",
                 hint="the second number of a case counts all tokens of a row, such as 4x32kx512",
             )
-    chosen = setup.choose_layers(layers)
     pruned = (OWN_DTYPE,) if setup.kv_dtype else ()
     known = (*pruned, OWN_DENSE, *PEERS)
     named = read_peers(peers, known) if peers else (*pruned, *default_peers(setup.device))
@@ -80,7 +78,7 @@ def benchmark_kernel(
         report.line(f"our attention: {bench.attention}")
         results = []
         for case in cases:
-            results.append(bench.run_case(chosen, named, *case))
+            results.append(bench.run_case(named, *case))
             _print_case(report, results[-1])
             release_memory(setup.device)
     return report.document(
@@ -114,10 +112,11 @@ class _Bench:
             )
 
     def run_case(
-        self, layers: Sequence[int], peers: Sequence[str], batch_size: int, num_tokens: int, num_new: int = 1
+        self, peers: Sequence[str], batch_size: int, num_tokens: int, num_new: int = 1
     ) -> dict[str, Any]:
         """Measure all peers, all layers, and all peers again; a peer's figure is its faster one."""
         facts = self.setup.geometry.facts
+        layers = range(facts.num_hidden_layers)
         query = self._random(batch_size, facts.num_attention_heads, num_new, facts.head_dim)
         keys, values = (
             self._random(batch_size, facts.num_key_value_heads, num_tokens, facts.head_dim) for _ in "kv"
@@ -168,14 +167,11 @@ class _Bench:
 
     def _attempt(self, name: str, measure: Any, *arguments: Any) -> dict[str, Any]:
         """Measure a peer; one that fails has a reason in place of figures."""
-        is_ours = name in (OWN_DENSE, OWN_DTYPE)
-
-        def run() -> Any:
-            if is_ours and not self.setup.is_toy and self._lacks_kernel(name):
-                raise LeanKError("the kernel of this layout cannot be used here")
-            return measure(name, *arguments)
-
-        found: dict[str, Any] = {"milliseconds": None, "check": None, **attempt(is_ours, run)}
+        found: dict[str, Any] = {"milliseconds": None, "check": None}
+        if name in self.models and not self.setup.is_toy and self._lacks_kernel(name):
+            found["why"] = "the kernel of this layout cannot be used here"
+        else:
+            found |= attempt(measure, name, *arguments)
         release_memory(self.setup.device)
         return found
 
@@ -280,8 +276,6 @@ def _print_case(report: Report, case: dict[str, Any]) -> None:
         usual = list(methods.values())[-1]
         notes.append(f"{usual}, medians; of each peer's two the faster")
         notes += [f"{name}: {method}" for name, method in methods.items() if method != usual]
-    if "flex" in case["peers"]:
-        notes.append("flex: called plainly, no settings were searched for")
     if not all(side.get("beyond_l2", True) for side in sides.values()):
         notes.append("inputs are too small to be kept out of L2: GB/s are not those of memory")
     new = f", {case['new']} of them new" if case["new"] > 1 else ""

@@ -6,15 +6,11 @@ And what surrounds a measurement: the device, how fast its memory can be read, p
 from __future__ import annotations
 
 import gc
-import logging
-import os
-import re
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +30,6 @@ _MAX_CALLS = 512
 _TIMES_L2 = 8
 _MAX_COPIES = 16
 _READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 24}
-_STDERR = 2
 
 
 def choose_benchmark_device(device: str | None) -> torch.device:
@@ -90,46 +85,18 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device)
 
 
-def describe_failure(error: Exception) -> str:
-    """Why a peer failed, in one line: a compiler's message begins with a place and names the error later."""
-    reason = first_line(error)
-    named = re.findall(r"^\s*(\w*(?:Error|Exception)\b.*?)\s*$", str(error), re.MULTILINE)
-    return f"{reason} {named[-1]}" if reason.endswith(":") and named else reason
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Drop warnings and whatever is written to stderr, by subprocesses too; `--debug` lets all through."""
-    if logging.getLogger().isEnabledFor(logging.DEBUG):
-        yield
-        return
-    sys.stderr.flush()
-    kept, nowhere = os.dup(_STDERR), os.open(os.devnull, os.O_WRONLY)
-    # Not `sys.stderr` itself: a log handler made meanwhile would keep what stood there.
-    os.dup2(nowhere, _STDERR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, _STDERR)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def attempt(is_ours: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a peer, which may fail in any way: in its compiler, or for want of memory.
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a peer, which may fail in any way: for want of memory, or of a backend.
 
     Returns:
         What it returns, or `why` there is nothing.
     """
     try:
-        # What the runtime says of its own kernel is for the user.
-        with nullcontext() if is_ours else silenced():
+        with warnings.catch_warnings():  # torch warns of each backend that it cannot take
+            warnings.simplefilter("ignore")
             return function(*arguments)
     except Exception as error:
-        return {"why": describe_failure(error)}
+        return {"why": first_line(error)}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from bin.benchmarks.generate import call_generate
 from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert._runtime.tools import concatenate
 from leank_convert.head_layout import count_cache_bytes
 
 OURS, DENSE = "leank", "dense"
@@ -32,7 +33,7 @@ def benchmark_memory(
     largest: Sequence[tuple[int, int]],
     limit: int | None,
 ) -> dict[str, Any]:
-    """Count a row's cache, measure the peak of a prefill and find largest batches; what is empty is left out.
+    """Count a row's cache, measure the peak of a prefill and find largest batches.
 
     Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
     Weights and cache may take `limit` bytes in a search, None for all there are. If decoding is not right,
@@ -43,19 +44,16 @@ def benchmark_memory(
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
-    lengths = [sum(case) for case in largest] + [allocated[0] if allocated else 1]
+    lengths = [sum(case) for case in largest] + [allocated[0]]
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
         label = OURS if models.attention == COMPILED else f"{OURS} ({models.attention})"
         sides = {OURS: models.ours, DENSE: models.dense}
         if models.check["ok"]:
-            if allocated:
-                results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
-            if prefill:
-                results["prefill"] = measure_prefill(report, sides, *prefill)
+            results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
+            results["prefill"] = measure_prefill(report, sides, *prefill)
             results["largest_batch"] = [find_batches(sides, *case, limit=limit) for case in largest]
-            if largest:
-                _print_batches(report, results["largest_batch"], label)
+            _print_batches(report, results["largest_batch"], label)
     return report.document("memory", **models.facts, **results)
 
 
@@ -177,8 +175,8 @@ def prefill_row(model: Any, prompt: torch.Tensor, num_tokens: int) -> Any:
 
 def join_rows(rows: list[Any], num_tokens: int) -> Any:
     """Make one cache of many, ours with room for `num_tokens` tokens a row; they are empty afterwards."""
-    if hasattr(rows[0], "concatenate"):
-        return type(rows[0]).concatenate(rows, num_tokens)
+    if hasattr(rows[0], "reserve"):
+        return concatenate(rows, num_tokens)
     cache = rows[-1]
     for index, layer in enumerate(cache.layers):
         for name in _PARTS:

@@ -30,7 +30,8 @@ from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph
 from leank_convert.onnx.graph import attending
-from leank_convert.onnx.leank_onnx import MODEL_FILE, Cache, Description, Graph, new_integers, new_outputs
+from leank_convert.onnx.leank_onnx_cache import MODEL_FILE, Cache, Description
+from leank_convert.onnx.leank_onnx_session import Step, load_graph
 from leank_convert.onnx.quantize import round_weights
 
 SIDES = ("dense", "leank")
@@ -54,21 +55,20 @@ def benchmark_onnx(
     setup: Setup,
     lengths: Sequence[int],
     *,
-    layers: list[int] | None,
     weights: str | None,
     threads: int,
     rounds: int,
 ) -> dict[str, Any]:
     """Measure a step at each length of the cache, and print a table.
 
-    `layers` of the mask are None for some that stand for all, `weights` of both graphs `int8`, `int4` or None
-    for float32. A case whose check failed has `ok` false in the JSON document, and no figures.
+    `weights` of both graphs are `int8`, `int4` or None for float32. A case whose check failed has `ok` false
+    in the JSON document, and no figures.
 
     Raises:
-        LeanKError: If a library is missing, or there is no such layer.
+        LeanKError: If a library is missing.
     """
     check_available()
-    chosen = choose_layers(setup, layers)
+    chosen = choose_layers(setup)
     measured = take_layers(setup, chosen)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
     report.line(
@@ -87,7 +87,7 @@ def benchmark_onnx(
         hosts = {}
         for side in SIDES:
             folder = export_side(model, measured, side, Path(temporary, side), weights)
-            hosts[side] = Description.read(folder), Graph(folder / MODEL_FILE, threads, settings)
+            hosts[side] = Description(folder), load_graph(folder / MODEL_FILE, threads, settings)
         read = count_weight_bytes(model, folder)
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
         for num_tokens in lengths:
@@ -125,17 +125,11 @@ def benchmark_onnx(
     )
 
 
-def choose_layers(setup: Setup, layers: list[int] | None) -> list[int]:
-    """The layers to measure: those asked for, else one of each quarter of the depth.
+def choose_layers(setup: Setup) -> list[int]:
+    """The layers to measure: one of each quarter of the depth.
 
     Of all such choices the one whose pruned region takes the share that is closest to the whole mask's.
-
-    Raises:
-        LeanKError: If there is no such layer.
     """
-    found = setup.choose_layers(layers)
-    if layers is not None:
-        return found
     head_dim = setup.geometry.facts.head_dim
     counted = [count_cache_bytes([widths], head_dim, 1) for widths in setup.mask.widths]
     taken = [layer.key_pruned + layer.value_pruned for layer in counted]
@@ -226,12 +220,12 @@ class HostStep:
 
     Args:
         description: Of the graph.
-        graph: The graph itself.
+        graph: The graph itself, a session of onnxruntime.
         cached: What is in the cache.
         side: One of `SIDES`; of `leank` the cache is parted as it is while decoding.
     """
 
-    def __init__(self, description: Description, graph: Graph, cached: Cached, side: str) -> None:
+    def __init__(self, description: Description, graph: Any, cached: Cached, side: str) -> None:
         num_tokens = cached[0][0].shape[2]
         order = torch.tensor(description.content["channel_order"])
         prompt = [
@@ -244,25 +238,17 @@ class HostStep:
         if side == "leank":
             self._cache.split()
         self._side, self._buffers = side, _without_reserve(self._cache)
-        self._integers = new_integers(1, 1, 1)
-        self._integers["input_ids"][:] = _TOKEN
-        self._integers["past_lengths"][:] = self._cache.lengths
-        self._integers["pruned_lengths"][:] = self._cache.pruned_lengths
-        self._outputs = new_outputs(description, 1, 1, 1)
-        self._present = [
-            (self._outputs[f"present.{layer}.key"], self._outputs[f"present.{layer}.value"])
-            for layer in range(len(cached))
-        ]
-        self._run = graph.bind({**self._integers, **self._buffers}, self._outputs)
+        self._step = Step(graph, description, self._buffers, 1)
         self.cache_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
 
     def run(self) -> None:
         """Run one step."""
-        self._run()
+        lengths = self._cache.lengths, self._cache.pruned_lengths
+        self._step.run(input_ids=_TOKEN, past_lengths=lengths[0], pruned_lengths=lengths[1])
         if self._side == "leank":
-            self._cache.append(self._present, 0, np.array([True]))
+            self._cache.append(self._step.present, 0, np.array([True]))
         else:
-            self._cache.write_prompt(self._present, np.array([1]), 0)
+            self._cache.write_prompt(self._step.present, np.array([1]), 0)
         self._cache.lengths -= 1  # so that the next one is the same step
 
     def check(self, exact: Tensor, weights: str | None) -> dict[str, Any]:
@@ -270,9 +256,9 @@ class HostStep:
 
         Where the graph's weights are quantized, onnxruntime rounds activations to 8 bits, too.
         """
-        self._outputs["logits"][...] = np.nan  # what is not written does not pass
+        self._step.logits[...] = np.nan  # what is not written does not pass
         self.run()
-        error = relative_error(torch.from_numpy(self._outputs["logits"]).flatten(), exact)
+        error = relative_error(torch.from_numpy(self._step.logits).flatten(), exact)
         tolerance = _TOLERANCE if weights is None else _QUANTIZED_TOLERANCE
         # NaN never is.
         return {"error": finite(error), "tolerance": tolerance, "ok": error <= tolerance}

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
-from bin.benchmarks.geometries import GEOMETRIES, Geometry, find_geometry
+from bin.benchmarks.geometries import Geometry, find_geometry
 from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.rounded_cache import rounded_cache
 from bin.benchmarks.tables import Report
 from leank_convert.checkpoint_io import CONFIG_NAME
-from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.errors import out_of_memory
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
 from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.head_layout import BYTES_PER_ELEMENT, HeadLayout, plan_head_layout
@@ -98,18 +98,6 @@ class Setup:
         """The same with our caches in the dtype of weights."""
         return replace(self, kv_dtype=None)
 
-    def choose_layers(self, layers: list[int] | None) -> list[int]:
-        """The layers asked for, None for all.
-
-        Raises:
-            LeanKError: If there is no such layer.
-        """
-        num_layers = self.geometry.facts.num_hidden_layers
-        for layer in layers or ():
-            if not 0 <= layer < num_layers:
-                raise LeanKError(f"there is no layer {layer}: `{self.geometry.name}` has {num_layers}")
-        return list(range(num_layers)) if layers is None else layers
-
     def describe(self, *, masked: bool = True) -> dict[str, Any]:
         """JSON-ready facts."""
         keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -125,7 +113,6 @@ def _window_sizes(windows: Windows) -> dict[str, int]:
 
 def choose_setup(
     mask: str | None,
-    recipe: str | None,
     geometry: str | None,
     device: torch.device = _CPU,
     dtype: str = "float32",
@@ -133,28 +120,19 @@ def choose_setup(
 ) -> Setup:
     """Put together what to measure.
 
-    The mask is a file, a folder that holds one, or a hub id; None for the recipe's, else a synthetic one. The
-    geometry is a key of `GEOMETRIES`; None for the one that the mask fits.
+    The mask is a file, a folder that holds one, or a hub id; None for a synthetic one. The geometry is a key
+    of `GEOMETRIES`; None for the one that the mask fits.
 
     Raises:
         LeanKError: If they do not go together.
     """
-    windows = None
-    if recipe is not None:
-        from leank_convert.recipe_file import load_recipe
-
-        loaded = load_recipe(recipe)
-        windows = loaded.windows
-        mask = mask or loaded.mask
-        geometry = geometry or _geometry_of_model(loaded.model.id)
     if mask is None:
         shape = find_geometry(geometry, None)
         made, origin = synthetic_mask(shape), "synthetic (widths as learned)"
     else:
         made = load_mask(resolve_mask(mask))
         shape, origin = find_geometry(geometry, tuple(made.channel_mask.shape)), Path(mask).name
-    # Those that the mask was learned with count most.
-    known: Any = made.provenance or windows or shape.windows
+    known: Any = made.provenance or shape.windows  # those that the mask was learned with
     sizes = Windows(known.sink_size, known.recent_size, known.flush_size)
     return Setup(shape, made, origin, sizes, device, getattr(torch, dtype), kv_dtype)
 
@@ -171,16 +149,6 @@ def synthetic_mask(geometry: Geometry) -> ChannelMask:
             kept = torch.randperm(facts.head_dim, generator=generator)[: quarters * facts.head_dim // 4]
             mask[layer, head, kept] = True
     return ChannelMask(mask)
-
-
-def _geometry_of_model(model_id: str | None) -> str:
-    for geometry in GEOMETRIES.values():
-        if geometry.model_id == model_id:
-            return geometry.name
-    raise LeanKError(
-        f"no geometry has the shape of the recipe's model `{model_id}`",
-        hint="name one: `--geometry " + "|".join(GEOMETRIES) + "`",
-    )
 
 
 def build_model(setup: Setup, device: torch.device | None = None) -> Any:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 FORMAT_VERSION = 1
-_PACKAGES = ("torch", "transformers", "tilelang", "triton", "flashinfer-python", "leank-convert")
+_PACKAGES = ("torch", "transformers", "tilelang", "triton", "leank-convert")
 _WIDTH = 100
 _MISSING = "-"
 _ROOT = Path(__file__).resolve().parents[2]

@@ -23,10 +23,9 @@ from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.random_models import Setup, build_dense, random_prompt, stock_config
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import Question, TrainingSample
-from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.attention import ATTENTION_NAME, Student
 from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.graphs import Gradients
-from leank_convert.train.passes import Student
 
 # Higher precision needs twice the weights, and attention that forms its scores; and every further layer's
 # rounding blurs what is compared.

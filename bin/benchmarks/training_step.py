@@ -24,8 +24,9 @@ from bin.benchmarks.training_check import (
 )
 from leank_convert.data import TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
+from leank_convert.train.attention import Student
 from leank_convert.train.graphs import Gradients
-from leank_convert.train.passes import Student, run_context_pass
+from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06

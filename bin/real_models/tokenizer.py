@@ -7,16 +7,14 @@ normalization of `qwen2`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from leank_convert.errors import LeanKError, cut, first_line
-
 # Kinds of tokens in `tokenizer.ggml.token_type`. Unused ones fill the vocabulary up to the embedding's rows.
-_KINDS = _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 class Form(NamedTuple):
@@ -54,44 +52,14 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-def build_tokenizer(
-    gguf: Path,
-    form: Form,
-    tokens: list[str],
-    kinds: list[int],
-    merges: list[str],
-    special: Mapping[str, int],
-    **settings: Any,
-) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF; a token that is unused is none of its tokens.
-
-    Args:
-        gguf: The file, for messages.
-        form: How text is split.
-        tokens: By id.
-        kinds: Of each token.
-        merges: In their order, as `left right`.
-        special: Ids of special tokens by the tokenizer's names for them, such as `eos_token`.
-        settings: Further ones of the tokenizer.
-
-    Raises:
-        LeanKError: If tokens and merges make no tokenizer.
-    """
-    if unknown := [kind for kind in kinds if kind not in _KINDS]:
-        raise LeanKError(
-            f"`{gguf}`: {cut(unknown[0])} in `tokenizer.ggml.token_type` is no kind of token that is known",
-            hint="the files that bin/real_models/models.py names are those that are converted",
-        )
+def build_tokenizer(metadata: Mapping[str, Any], max_length: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF by its metadata; a token that is unused is none of its tokens."""
+    form = FORMS[metadata["tokenizer.ggml.pre"]]
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     used = [(index, token) for index, token in enumerate(tokens) if kinds[index] != _UNUSED]
-    try:
-        vocabulary = {token: index for index, token in used}
-        pairs = (pair.partition(" ") for pair in merges)
-        tokenizer = Tokenizer(models.BPE(vocabulary, [(left, right) for left, _, right in pairs]))
-    except Exception as error:  # the library knows no kinds of errors
-        raise LeanKError(
-            f"`{gguf}`: its tokens and merges make no tokenizer: {first_line(error)}",
-            hint="download it again",
-        ) from error
+    pairs = (pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"])
+    vocabulary = {token: index for index, token in used}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(left, right) for left, _, right in pairs]))
     if form.normalizer is not None:
         tokenizer.normalizer = form.normalizer
     tokenizer.pre_tokenizer = form.pre_tokenizer
@@ -103,8 +71,13 @@ def build_tokenizer(
             if kinds[index] in (_CONTROL, _USER_DEFINED)
         ]
     )
-    names: dict[str, str | None] = {
-        "unk_token": None,
-        **{name: tokens[index] for name, index in special.items()},
-    }
-    return form.tokenizer_class(tokenizer_object=tokenizer, **names, **settings)
+    names: dict[str, str | None] = {"unk_token": None}
+    for ours, theirs in _SPECIAL.items():
+        if (key := f"tokenizer.ggml.{theirs}_token_id") in metadata:
+            names[f"{ours}_token"] = tokens[metadata[key]]
+    return form.tokenizer_class(
+        tokenizer_object=tokenizer,
+        **names,
+        chat_template=metadata["tokenizer.chat_template"],
+        model_max_length=max_length,
+    )

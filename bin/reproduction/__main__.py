@@ -1,4 +1,4 @@
-"""`python -m bin.reproduction`: the paper's experiments on one model, in one command."""
+"""`python -m bin.reproduction`: the experiments on one model, in one command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from leank_convert.errors import LeanKError
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
-    help="Of qwen2.5-coder: begin no piece of work after so many. Default: do all.",
+    help="Begin no piece of work after so many. Default: do all.",
 )
 @click.option(
     "--quick", is_flag=True, help="A few steps and prompts of everything; its figures mean nothing."
@@ -56,40 +56,29 @@ def main(
     minutes: float | None,
     quick: bool,
 ) -> None:
-    """Make masks by every method, measure them on the same prompts, and write OUT/report.html.
+    """Make masks, let their caches answer the same prompts, and write what was found to OUT/tables.md.
 
-    Of qwen2.5-coder: LeanK's masks and rounded caches, keys centred and not, as tables in OUT/tables.md.
+    Of testbed and smollm2: the paper's experiments, masks by every method. Of qwen2.5-coder: LeanK's masks
+    and rounded caches, keys centred and not. How long it takes is said before it begins.
 
     OUT (default: out/reproduce, for others out/reproduce-MODEL) keeps masks and answers: run the same
     command again, and it goes on where it was. Several at once share the work.
     """
     from bin.reproduction.experiment import reproduce
-    from bin.reproduction.plan import ON_CPU, ON_GPU, QUICK, QUICK_SMOLLM2, SMOLLM2
+    from bin.reproduction.plans import make_plan
     from bin.reproduction.workers import count_gpus
     from leank_convert.device import choose_device
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         on_gpu = choose_device(device).type == "cuda"
-        folder = None
         if workers is None:
             workers = max(1, count_gpus()) if device is None else 1
-        if model != "testbed":
-            folder = str(_find_model(model, model_folder))
+        folder = None if model == "testbed" else str(_find_model(model, model_folder))
         out = out or Path("out/reproduce" if folder is None else f"out/reproduce-{model}")
-        if model == "qwen2.5-coder":
-            assert folder is not None
-            from bin.reproduction.centred import QUICK_CENTRED, CentredSizes, reproduce_centred
-
-            chosen = QUICK_CENTRED if quick else CentredSizes()
-            options = {"texts": texts, "device": device, "num_workers": workers, "minutes": minutes}
-            click.echo(reproduce_centred(out, chosen, folder, **options))  # type: ignore[arg-type]
-            return
-        if model == "smollm2":
-            sizes = QUICK_SMOLLM2 if quick else SMOLLM2
-        else:
-            sizes = QUICK if quick else ON_GPU if on_gpu else ON_CPU
-        click.echo(reproduce(out, sizes, model=folder, texts=texts, device=device, num_workers=workers))
+        options = {"texts": texts, "device": device, "num_workers": workers, "minutes": minutes}
+        plan = make_plan(model, quick=quick, on_gpu=on_gpu)
+        click.echo(reproduce(out, plan, model=folder, **options))  # type: ignore[arg-type]
     except LeanKError as error:
         ended = error.exit_code >= 128  # by a signal
         hint = "run the same command again: it goes on from there" if ended else error.hint

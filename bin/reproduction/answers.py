@@ -1,20 +1,21 @@
 """Answers of a plan's entries: all of them answer the prompts of a cell, from one prefill a batch.
 
 A cell is a task at a length. Its answers are written down as each entry gives them, and asked for once; its
-scores are written when all are there. An entry's answers go by the digest of its mask: where a mask was made
-anew, it is measured anew.
+scores are written when all of a round are there. They go by the entry's name: whoever removes a mask removes
+the folders of its answers, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.plan import Cell, Entry
+from bin.reproduction.plan import DENSE_NAME, Cell, Entry
 from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import answer_prompts
 from leank_convert.evaluate.comparison import Difference, compare
@@ -22,117 +23,50 @@ from leank_convert.evaluate.prompt import Prompt, held_out_prompts
 from leank_convert.evaluate.ruler import RULER_TASKS, draw_prompts
 from leank_convert.files import read_json, write_atomically
 
-
-class Scores(NamedTuple):
-    """One entry's scores on the prompts of one part, in an order that all entries share."""
-
-    cells: tuple[tuple[str, int], ...]  # task and length of each prompt
-    values: tuple[float, ...]  # from 0 to 1, of each prompt
-
-    @property
-    def mean(self) -> float:
-        """Over all prompts; every task and length has as many."""
-        return sum(self.values) / len(self.values)
-
-    def where(self, tasks: Collection[str] | None = None, lengths: Collection[int] | None = None) -> Scores:
-        """The prompts of some tasks and lengths alone; None is all."""
-        chosen = [
-            (cell, value)
-            for cell, value in zip(self.cells, self.values, strict=True)
-            if (tasks is None or cell[0] in tasks) and (lengths is None or cell[1] in lengths)
-        ]
-        return Scores(tuple(cell for cell, _ in chosen), tuple(value for _, value in chosen))
-
-    @property
-    def tasks(self) -> list[str]:
-        """Each task once, in order."""
-        return list(dict.fromkeys(task for task, _ in self.cells))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Each length once, in order."""
-        return list(dict.fromkeys(length for _, length in self.cells))
-
-    def minus(self, others: Scores) -> Difference:
-        """The paired difference to another entry's scores on the same prompts."""
-        return compare([own - other for own, other in zip(self.values, others.values, strict=True)])
-
-
-Asked = Mapping[Entry | None, int]
-"""How many prompts of every cell each entry answers, the first ones; None is the dense model."""
+Scores = dict[Cell, list[float]]
+"""From 0 to 1, of the first prompts of each cell."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Prompts of one seed, and who has answered them.
+class Answers:
+    """Prompts of one seed, and what was found on them.
 
     Attributes:
         bench: The model and the masks.
         folder: Where answers are kept.
-        cells: Which tasks at which lengths.
         seed: Of the prompts.
+        cells: Which tasks at which lengths.
+        floor: A cell is left out once the dense model scores no more.
         batch_tokens: Tokens of prompts that are answered together.
     """
 
     bench: Bench
     folder: Path
-    cells: tuple[Cell, ...]
     seed: int
+    cells: tuple[Cell, ...]
+    floor: float
     batch_tokens: int
 
-    def is_done(self, cell: Cell, asked: Asked) -> bool:
-        """Whether all have answered."""
-        kept = self._read(cell)
-        return all(len(kept.get(self.bench.label(entry), ())) >= count for entry, count in asked.items())
+    def is_done(self, cell: Cell, count: int, entries: Sequence[Entry]) -> bool:
+        """Whether all have answered so many, or need not, as the dense model cannot."""
+        kept = self.read(cell)
+        return self._is_weak(kept) or all(len(kept.get(entry.name, ())) >= count for entry in entries)
 
-    def ask(self, cell: Cell, asked: Asked) -> None:
-        """Let all answer what they have not answered yet, and write their scores down."""
-        bench = self.bench
-        prompts = self.draw(cell, max(asked.values()))
-        log = AnswerLog(
-            self._folder(cell),
-            {
-                "data": bench.recipe.data.model_dump(
-                    mode="json", exclude={"tasks", "min_length", "max_length"}
-                ),
-                "cell": cell._asdict(),
-                "seed": self.seed,
-                "windows": bench.recipe.windows.model_dump(),
-                "dtype": str(bench.evaluated.model.dtype),
-            },
-        )
-        variants = [(bench.variant(entry), count) for entry, count in asked.items()]
-        size, first = max(1, self.batch_tokens // cell.length), 0
-        for end in sorted(set(asked.values())):
-            here = [variant for variant, count in variants if count >= end]
-            left = log.missing(prompts[first:end], [variant.name for variant in here])
-            for start in range(0, len(left), size):
-                batch = left[start : start + size]
-                # Where a plan has grown, its new entries answer alone.
-                waiting = [variant for variant in here if log.missing(batch, [variant.name])]
-                for answers in answer_prompts(bench.evaluated, batch, waiting, batch_size=size):
-                    log.add(answers)
-            first = end
-        scores = {}
-        for variant, count in variants:
-            outcomes = [log.outcome(prompt, [variant.name]) for prompt in prompts[:count]]
-            scores[variant.name] = [outcome.scores[variant.name] for outcome in outcomes]
-        write_atomically(self._scores(cell), json.dumps({**self._read(cell), **scores}).encode())
-
-    def scores(self, entry: Entry | None, num_prompts: int | None = None) -> Scores:
-        """What an entry was found to score; None is the dense model.
-
-        Args:
-            entry: One that has answered.
-            num_prompts: How many prompts of each cell; None for all that it has answered.
-        """
-        cells: list[tuple[str, int]] = []
-        values: list[float] = []
-        for cell in self.cells:
-            kept = self._read(cell)[self.bench.label(entry)][:num_prompts]
-            cells += [(cell.task, cell.length)] * len(kept)
-            values += kept
-        return Scores(tuple(cells), tuple(values))
+    def ask(self, cell: Cell, count: int, entries: Sequence[Entry]) -> None:
+        """Let entries answer what they have not answered yet, and write their scores down."""
+        prompts, names = self.draw(cell, count), [entry.name for entry in entries]
+        log = AnswerLog(self.folder / cell.name, self._settings(cell))
+        variants = [self.bench.variant(entry) for entry in entries]
+        size = max(1, self.batch_tokens // cell.length)
+        left = log.missing(prompts, names)
+        for start in range(0, len(left), size):
+            batch = left[start : start + size]
+            # Where a plan has grown, its new entries answer alone.
+            waiting = [variant for variant in variants if log.missing(batch, [variant.name])]
+            for answers in answer_prompts(self.bench.evaluated, batch, waiting, batch_size=size):
+                log.add(answers)
+        scores = {name: [log.outcome(prompt, [name]).scores[name] for prompt in prompts] for name in names}
+        write_atomically(self._path(cell), json.dumps({**self.read(cell), **scores}).encode())
 
     def draw(self, cell: Cell, num_prompts: int) -> Sequence[Prompt]:
         """Prompts of a cell, independent of the other cells, so that more of them change nothing."""
@@ -147,14 +81,53 @@ class Part:
             return prompts
         return [replace(p, max_new_tokens=min(p.max_new_tokens, cell.most_tokens)) for p in prompts]
 
-    def _folder(self, cell: Cell) -> Path:
-        return self.folder / f"{cell.task}-{cell.length}"
-
-    def _scores(self, cell: Cell) -> Path:
-        return self._folder(cell) / "scores.json"
-
-    def _read(self, cell: Cell) -> dict[str, list[float]]:
-        """Scores that were written down, by label."""
-        path = self._scores(cell)
+    def read(self, cell: Cell) -> dict[str, list[float]]:
+        """Scores that were written down, by entry's name."""
+        path = self._path(cell)
         kept: dict[str, list[float]] = read_json(path) if path.exists() else {}
         return kept
+
+    def scores(self, name: str) -> Scores:
+        """What an entry was found to score in cells that the dense model can answer."""
+        found = {cell: self.read(cell) for cell in self.cells}
+        return {
+            cell: kept[name] for cell, kept in found.items() if kept.get(name) and not self._is_weak(kept)
+        }
+
+    def weak_cells(self) -> dict[Cell, float]:
+        """Cells that are left out, and the dense model's score there."""
+        found = {cell: self.read(cell) for cell in self.cells}
+        return {cell: fmean(kept[DENSE_NAME]) for cell, kept in found.items() if self._is_weak(kept)}
+
+    def _is_weak(self, kept: dict[str, list[float]]) -> bool:
+        return bool(kept.get(DENSE_NAME)) and fmean(kept[DENSE_NAME]) <= self.floor
+
+    def _path(self, cell: Cell) -> Path:
+        return self.folder / cell.name / "scores.json"
+
+    def _settings(self, cell: Cell) -> dict[str, Any]:
+        """What answers depend on beside the cell's name."""
+        recipe = self.bench.recipe
+        settings: dict[str, Any] = {"seed": self.seed, "windows": recipe.windows.model_dump()}
+        if cell.task not in RULER_TASKS:
+            excluded = {"tasks", "min_length", "max_length"}
+            settings["data"] = recipe.data.model_dump(mode="json", exclude=excluded)
+        if cell.most_tokens is not None:
+            settings["most_tokens"] = cell.most_tokens
+        return settings
+
+
+def take(scores: Scores, cells: Collection[Cell] | None = None) -> list[float]:
+    """The scores of some cells, None for all, one after the other."""
+    return [score for cell, found in scores.items() if cells is None or cell in cells for score in found]
+
+
+def subtract(scores: Scores, others: Scores, cells: Collection[Cell] | None = None) -> Difference | None:
+    """The paired difference on the prompts that both answered; None if there are none."""
+    pairs = [
+        own - other
+        for cell, found in scores.items()
+        if cell in others and (cells is None or cell in cells)
+        for own, other in zip(found, others[cell], strict=False)
+    ]
+    return compare(pairs) if pairs else None

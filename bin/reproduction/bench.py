@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,45 +12,35 @@ import torch
 from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
-from bin.reproduction.plan import Entry, Run, Sizes
+from bin.reproduction.plan import EVERY_CHANNEL, Entry, Plan
+from bin.reproduction.rounded import RoundedPrompt
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated
-from leank_convert.evaluate.variants import (
-    THINK_WINDOWS,
-    Dense,
-    Masked,
-    ThinK,
-    Variant,
-    in_checkpoint_order,
-)
+from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
+from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.export import export_checkpoint
 from leank_convert.hub import resolve_model
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
 from leank_convert.methods.make import train_masks
+from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.state import TrainingDirectory
-
-_DENSE = "dense"
 
 
 class Masks(Mapping[str, Mapping[float, ChannelMask]]):
     """Masks by run and pruning ratio, in a folder each; read once.
 
     Args:
-        runs: What is made.
-        sizes: The recipe that runs change.
+        plan: The runs, and the recipe that they change.
         model: What they are made for.
         folder: Where they lie.
         device: Where they are made.
     """
 
-    def __init__(
-        self, runs: Mapping[str, Run], sizes: Sizes, model: str, folder: Path, device: torch.device
-    ) -> None:
-        self._runs, self._sizes, self._model, self._folder, self._device = runs, sizes, model, folder, device
+    def __init__(self, plan: Plan, model: str, folder: Path, device: torch.device) -> None:
+        self._plan, self._model, self._folder, self._device = plan, model, folder, device
         self._recipes: dict[str, Recipe] = {}
         self._read: dict[str, dict[float, ChannelMask]] = {}
 
@@ -63,10 +52,10 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._runs)
+        return iter(self._plan.runs)
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._plan.runs)
 
     def are_made(self, name: str) -> bool:
         """Whether a run has left all its masks.
@@ -99,11 +88,11 @@ class Masks(Mapping[str, Mapping[float, ChannelMask]]):
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
-            run = self._runs[name]
+            run = self._plan.runs[name]
             ratios = f"pruning_ratio=[{', '.join(map(str, run.ratios))}]"
             # No trackers: a run's log says enough of it.
-            overrides = [*self._sizes.overrides, *run.overrides, ratios, "trackers=[]"]
-            self._recipes[name] = load_recipe(self._sizes.recipe, overrides)
+            overrides = [*self._plan.overrides, *run.overrides, ratios, "trackers=[]"]
+            self._recipes[name] = load_recipe(self._plan.recipe, overrides)
         return self._recipes[name]
 
     def _results(self, name: str) -> dict[float, TrainingDirectory]:
@@ -121,21 +110,22 @@ class Bench:
     """A model with all of its channels, which any mask can be tried on.
 
     Args:
-        recipe: The main setting.
+        plan: What is tried.
         model: A folder, a hub id, or `testbed`.
-        masks: Of all entries.
+        out: Where masks and scales are kept.
         device: Where it is measured.
     """
 
-    def __init__(self, recipe: Recipe, model: str, masks: Masks, device: torch.device) -> None:
-        self.recipe = recipe
-        self.model = model
-        self.masks = masks
-        self.device = device
+    def __init__(self, plan: Plan, model: str, out: Path, device: torch.device) -> None:
+        self.recipe = load_recipe(plan.recipe, plan.overrides)
+        self.model, self.device = model, device
+        self.masks = Masks(plan, model, out / "masks", device)
+        self.scales_file = out / "constants.pt"
+        self._main_ratio = plan.main_ratio
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
-        """The model, exported with all of its channels and loaded as a user would."""
+        """The model, exported with all of its channels and loaded as a user would; heads stay in order."""
         config = read_config(resolve_model(self.model))
         mask = all_channels_mask(read_model_facts(config, origin=self.model))
         with tempfile.TemporaryDirectory() as folder:
@@ -143,54 +133,43 @@ class Bench:
             export_checkpoint(self.model, mask, checkpoint, **self.recipe.windows.model_dump())
             return load_evaluated(checkpoint, self.device)
 
-    def variant(self, entry: Entry | None) -> Variant:
-        """What answers as an entry does; None is the dense model."""
-        name = self.label(entry)
-        if entry is None:
-            return Dense(self.evaluated.dense, name)
-        if entry.compared:
-            return self._compared(entry, name)
-        windows = THINK_WINDOWS if entry.own_windows else None
-        if entry.run is None:
-            return ThinK(entry.ratio, windows, name=name)
-        mask = self._ordered_mask(entry)
-        if entry.dynamic:
-            return ThinK(mask.sum(-1), windows, name=name)
-        key_mean = self._ordered_mean(entry)
-        return Masked(name, mask, constants=None if key_mean is None else {"key_mean": key_mean})
-
-    def label(self, entry: Entry | None) -> str:
-        """An entry's name with its mask's digest."""
-        if entry is None:
-            return _DENSE
-        if entry.run is None:
-            return entry.name
-        mask = self._mask(entry)
-        content = mask.channel_mask.to(torch.uint8).cpu().numpy().tobytes()
-        if mask.key_mean is not None:
-            content += mask.key_mean.cpu().numpy().tobytes()
-        return f"{entry.name} @ {hashlib.sha256(content).hexdigest()[:8]}"
-
-    def _compared(self, entry: Entry, name: str) -> Variant:
-        alone = entry.run is None
-        mask = self.evaluated.channel_masks if alone else self._ordered_mask(entry)
-        mean = None if alone else self._ordered_mean(entry)
-        found = (
-            variant
-            for method in COMPARED
-            for variant in make_variants(method, mask, alone=alone, key_mean=mean)
-        )
-        variant = next(variant for variant in found if variant.name == entry.method)
-        variant.name = name
-        return variant
-
-    def _ordered_mask(self, entry: Entry) -> Tensor:
-        return in_checkpoint_order(self._mask(entry).channel_mask, self.evaluated.leank["head_permutation"])
-
-    def _ordered_mean(self, entry: Entry) -> Tensor | None:
-        mean = self._mask(entry).key_mean
-        return None if mean is None else in_checkpoint_order(mean, self.evaluated.leank["head_permutation"])
-
-    def _mask(self, entry: Entry) -> ChannelMask:
+    def mask(self, entry: Entry) -> ChannelMask:
+        """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
         assert entry.run is not None
-        return self.masks[entry.run][entry.ratio]
+        return self.masks[entry.run][entry.ratio or self._main_ratio]
+
+    def measure_scales(self, run: str) -> None:
+        """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
+        scales = measure_cache(self.model, self.recipe, device=self.device).scales(
+            self.masks[run][self._main_ratio]
+        )
+        torch.save({"key_scale": scales.keys, "value_scale": scales.values}, self.scales_file)
+
+    def variant(self, entry: Entry) -> Variant:
+        """What answers as an entry does."""
+        if entry.kind == "dense":
+            return Dense(self.evaluated.dense, entry.name)
+        mask = self.evaluated.channel_masks if entry.run is None else self.mask(entry).channel_mask
+        if entry.kind == "think":
+            budget = entry.ratio if entry.run is None else mask.sum(-1)
+            return ThinK(budget, THINK_WINDOWS if entry.own_windows else None, name=entry.name)
+        if entry.kind == "beside":
+            alone = entry.run is None
+            mean = None if alone else self.mask(entry).key_mean
+            found = (
+                variant
+                for method in COMPARED
+                for variant in make_variants(method, mask, alone=alone, key_mean=mean)
+            )
+            return next(variant for variant in found if variant.name == entry.name)
+        kept = torch.ones_like(mask) if entry.ratio == EVERY_CHANNEL else mask
+        mean = torch.zeros(mask.shape) if entry.mean == "none" else self.mask(entry).key_mean
+        if entry.rounded:
+            assert mean is not None and entry.kv_dtype is not None
+            return RoundedPrompt(entry.name, kept, mean, entry.kv_dtype, keys=entry.rounded == "K")
+        constants: dict[str, Tensor] | None = None
+        if entry.mean != "prompt" and mean is not None:
+            constants = {"key_mean": mean}
+            if entry.kv_dtype == "fp8" and entry.mean == "model":
+                constants |= torch.load(self.scales_file)
+        return Masked(entry.name, kept, kv_dtype=entry.kv_dtype, constants=constants)

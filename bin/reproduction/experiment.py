@@ -1,175 +1,278 @@
-"""The experiments: masks, validation, test, report. Killed at any time, they go on where they were."""
+"""The driver of every plan: masks, answers, text, report. Killed at any time, it goes on where it was."""
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from bin.reproduction.answers import Asked, Part
-from bin.reproduction.bench import Bench, Masks
-from bin.reproduction.findings import Chosen, choose_entries, collect_findings
-from bin.reproduction.plan import MAIN, Cell, Entry, Sizes, list_cells, make_plan
-from bin.reproduction.real import RealModel
-from bin.reproduction.report import write_report
-from bin.reproduction.units import Unit, work_off
+from bin.reproduction.answers import Answers, take
+from bin.reproduction.bench import Bench
+from bin.reproduction.plan import MAIN, VALIDATION, Cell, Entry, Part, Plan, Round, Row
+from bin.reproduction.texts import Texts, find_kinds
+from bin.reproduction.units import Unit, forecast, work_off
 from bin.reproduction.workers import run_workers
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.answering import fill_caches
+from leank_convert.evaluate.used_bytes import used_bytes
+from leank_convert.files import read_json, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name
 from leank_convert.mask import package_versions
-from leank_convert.recipe import Recipe
-from leank_convert.recipe_file import load_recipe
 
-# Apart from each other and from the seeds of training, which are small.
-VALIDATION_SEED, TEST_SEED = 2_000_000, 3_000_000
+REPORT_NAME = "tables.md"
 
 
 def reproduce(
     out: Path,
-    sizes: Sizes,
+    plan: Plan,
     *,
     model: str | None = None,
     texts: Path | None = None,
     device: str | torch.device | None = None,
     num_workers: int = 1,
+    minutes: float | None = None,
 ) -> Path:
-    """Make every mask of the plan, measure them all on the same prompts, and write the report.
+    """Do what is left of a plan, or as much as there is time for, and write the report of what is there.
 
     Masks and answers stay in `out`; nothing is made twice, by however many processes.
 
     Args:
         out: The folder; one of an earlier run is gone on with.
-        sizes: How much is done.
+        plan: What is done.
         model: A folder, a hub id, or `testbed`; default: the recipe's.
-        texts: The folder that `bin/fetch-texts` wrote, for a real model; None: one kind of text is all.
+        texts: The folder that `bin/fetch-texts` wrote; None: one kind of text is all.
         device: Default: CUDA if there is any, else the CPU.
         num_workers: Processes that do the work, each on one GPU; 1 is this one.
+        minutes: After so many no piece of work is begun; None for all.
 
     Returns:
-        The report's page.
+        The report.
 
     Raises:
         LeanKError: As training and evaluation; also if `out` holds masks or answers of other settings.
     """
     check_folder(out)
-    experiment = Experiment(out, sizes, model, texts, device)
+    deadline = None if minutes is None else time.time() + 60 * minutes
+    experiment = Experiment(out, plan, model, texts, device, deadline)
+    told = forecast(experiment.list_units(), out, num_workers)
+    Console(stderr=True).print(told, highlight=False, soft_wrap=True)
     if num_workers > 1:
-        run_workers(_work, (out, sizes, model, texts, device), num_workers)
-    experiment.work(Console(stderr=True))
+        run_workers(_work, (out, plan, model, texts, device, deadline), num_workers)
+    experiment.work()
     return experiment.report()
 
 
-def _work(
-    out: Path, sizes: Sizes, model: str | None, texts: Path | None, device: str | None, number: int
-) -> None:
-    Experiment(out, sizes, model, texts, device).work(Console(stderr=True), f"worker {number}: ")
+def _work(*arguments: Any) -> None:
+    *of_experiment, number = arguments
+    Experiment(*of_experiment).work(f"worker {number}: ")
 
 
 class Experiment:
-    """All units of a plan and their results, for the arguments of `reproduce`."""
+    """All units of a plan and their results, for the arguments of `reproduce`; `deadline` is in Unix time."""
 
     def __init__(
         self,
         out: Path,
-        sizes: Sizes,
-        model: str | None,
-        texts: Path | None,
-        device: str | torch.device | None,
+        plan: Plan,
+        model: str | None = None,
+        texts: Path | None = None,
+        device: str | torch.device | None = None,
+        deadline: float | None = None,
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._out, self._sizes, self._device = out, sizes, choose_device(device)
-        self._recipe = load_recipe(sizes.recipe, sizes.overrides)
-        self._model = _name_model(self._recipe) if model is None else model
-        self._plan = make_plan(sizes, self._recipe)
-        self._masks = Masks(self._plan.runs, sizes, self._model, out / "masks", self._device)
-        self._bench = Bench(self._recipe, self._model, self._masks, self._device)
-        lengths = sizes.validation_lengths or sizes.lengths
-        cells = list_cells(sizes, self._recipe, lengths)
-        self._validation = self._part("validation", cells, VALIDATION_SEED)
-        cells = list_cells(sizes, self._recipe, sizes.lengths)
-        self._test = self._part("test", cells, TEST_SEED)
-        self._real = None
-        if sizes.real is not None:
-            self._real = RealModel(self._plan, self._bench, out, texts, lambda: self._chosen)
+        self.out, self.plan, self._deadline = out, plan, deadline
+        self.bench = Bench(plan, model or _name_model(plan), out, choose_device(device))
+        self.parts: dict[str, Answers] = {}
+        for part in plan.parts:
+            self.parts[part.name] = Answers(
+                self.bench, out / part.name, part.seed, part.cells, part.floor, plan.batch_tokens
+            )
+        kinds = [] if plan.text is None else find_kinds(texts)
+        self.texts = [Texts(self.bench, kind, texts, out / "text", plan.text) for kind in kinds if plan.text]
+        self._chosen: dict[Row, tuple[Entry, dict[str, float]]] = {}
 
-    def work(self, console: Console, prefix: str = "") -> None:
-        """Do what no other process does, until all is done."""
-        self._out.mkdir(parents=True, exist_ok=True)
-        units = self._list_units()
-
-        def note(line: str) -> None:
-            console.print(f"{prefix}{line}", highlight=False)
-
-        work_off([replace(unit, make=partial(_make, unit)) for unit in units], self._out, note)
+    def work(self, prefix: str = "") -> None:
+        """Do what no other process does, until all is done or time is up."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        console = Console(stderr=True)
+        units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
+        deadline = self._deadline
+        work_off(
+            units,
+            self.out,
+            lambda line: console.print(f"{prefix}{line}", highlight=False, soft_wrap=True),
+            lambda: deadline is not None and time.time() > deadline,
+        )
 
     def report(self) -> Path:
-        """Write the report of what is done; returns its page."""
-        environment = self._describe_environment()
-        findings = collect_findings(self._plan, self._chosen, self._test, self._masks, environment)
-        return write_report(findings, self._out, None if self._real is None else self._real.results())
+        """Write the report of what is there by now."""
+        from bin.reproduction.tables import render
 
-    def _part(self, name: str, cells: tuple[Cell, ...], seed: int) -> Part:
-        return Part(self._bench, self._out / name, cells, seed, self._sizes.batch_tokens)
+        path = self.out / REPORT_NAME
+        write_atomically(path, render(self).encode())
+        return path
 
-    def _list_units(self) -> list[Unit]:
-        masks = {
-            name: Unit(f"masks/{name}", partial(self._masks.are_made, name), partial(self._masks.make, name))
-            for name in self._plan.runs
-        }
-        needed = {entry.run for entry in self._asked_for_choice if entry is not None and entry.run}
-        validation = _list_answers(
-            self._validation, lambda: self._asked_for_choice, [masks[name] for name in needed]
-        )
-        test = _list_answers(self._test, lambda: self._asked_for_test, [*masks.values(), *validation])
-        units = [*masks.values(), *validation, *test]
-        if self._real is not None:
-            units += self._real.list_units(masks[MAIN], [masks[name] for name in needed], validation)
+    def choose(self, row: Row) -> tuple[Entry, dict[str, float]] | None:
+        """A row's entry and what each setting scored; of several the best, of equal ones the first.
+
+        None where not all have answered the validation prompts yet.
+        """
+        if len(row) == 1:
+            return row[0], {}
+        if row not in self._chosen:
+            means = {entry: take(self.parts[VALIDATION].scores(entry.name)) for entry in row}
+            if not all(means.values()):
+                return None
+            best = max(row, key=lambda entry: fmean(means[entry]))
+            self._chosen[row] = best, {entry.setting: fmean(scores) for entry, scores in means.items()}
+        return self._chosen[row]
+
+    def list_units(self) -> list[Unit]:
+        """All units, in the order in which they are begun."""
+        plan, masks = self.plan, self.bench.masks
+        units = [
+            Unit(f"masks/{run}", partial(masks.are_made, run), partial(masks.make, run), (), plan.pace.mask)
+            for run in masks
+        ]
+        if plan.has_scales:
+            measure = partial(self.bench.measure_scales, MAIN)
+            done = self.bench.scales_file.exists
+            units.append(Unit("constants", done, measure, (f"masks/{MAIN}",), plan.pace.mask))
+        units += self._list_text_units()
+        last: dict[str, tuple[int, str]] = {}
+        for part in plan.parts:
+            units += self._list_rounds(part, last)
+        if plan.weighed:
+            needs = self._needs([(entry,) for entry in plan.weighed])
+            units.append(Unit("bytes", self._is_weighed, self._weigh, needs))
         return units
 
-    @cached_property
-    def _asked_for_choice(self) -> Asked:
-        rows = [row for table in self._plan.tables.values() for row in table.rows.values() if len(row) > 1]
-        entries: list[Entry | None] = [None, *(entry for row in rows for entry in row)]
-        return dict.fromkeys(entries, self._sizes.num_validation)
+    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterable[Unit]:
+        """A unit for every cell and round of a part; notes each cell's last one."""
+        answers, pace = self.parts[part.name], self.plan.pace
 
-    @cached_property
-    def _chosen(self) -> Chosen:
-        return choose_entries(self._plan, self._validation)
+        def call(function: Callable[..., Any], cell: Cell, each: Round) -> Any:
+            return function(cell, each.num_prompts, self._pick(each.rows))
 
-    @cached_property
-    def _asked_for_test(self) -> Asked:
-        entries: list[Entry | None] = [None, *(entry for entry, _ in self._chosen.values())]
-        return dict.fromkeys(entries, self._sizes.num_prompts)
+        for each in part.rounds:
+            needs = self._needs(each.rows)
+            for cell in part.cells:
+                place = f"{part.name}/{cell.name}"
+                before, *needed = last.get(place, (0,))
+                seconds = pace.of_prompt(cell.length) + sum(pace.of(row[0]) for row in each.rows)
+                unit = Unit(
+                    _name_unit(part, cell, each),
+                    partial(call, answers.is_done, cell, each),
+                    partial(call, answers.ask, cell, each),
+                    (*needs, *map(str, needed)),
+                    (each.num_prompts - before) * seconds,
+                )
+                last[place] = each.num_prompts, unit.name
+                yield unit
 
-    def _describe_environment(self) -> dict[str, str]:
-        recipe, device = self._recipe, self._device
+    def _list_text_units(self) -> list[Unit]:
+        text, pace = self.plan.text, self.plan.pace
+        if text is None:
+            return []
+
+        def call(function: Callable[..., Any], rows: Sequence[Row], *arguments: Any) -> Any:
+            return function(*arguments, self._pick(rows))
+
+        whole, units = self.out / "text.json", []
+        for texts in self.texts:
+            for length in text.lengths:
+                is_fed = partial(_any_exists, whole, texts.fed_file(length))
+                feed = partial(call, texts.feed, text.rows, length)
+                needs, seconds = self._needs(text.rows), pace.text * len(text.rows)
+                units.append(Unit(f"text/{texts.kind}-{length}", is_fed, feed, needs, seconds))
+        units.append(Unit("text", whole.exists, self._join_texts, tuple(unit.name for unit in units)))
+        for texts in self.texts if text.answering else ():
+            has, answer = (partial(call, each, text.answering) for each in (texts.has_answered, texts.answer))
+            needs, seconds = self._needs(text.answering), pace.text * len(text.answering)
+            units.append(Unit(f"text/{texts.kind}-answers", has, answer, needs, seconds))
+        return units
+
+    def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Units that make what these rows answer by."""
+        runs = {entry.run for row in rows for entry in row}
+        needs = [f"masks/{run}" for run in self.plan.runs if run in runs]
+        needs += ["constants"] if self.plan.has_scales else []
+        if any(len(row) > 1 for row in rows):
+            parts = [part for part in self.plan.parts if part.name == VALIDATION]
+            needs += [
+                _name_unit(part, cell, each) for part in parts for each in part.rounds for cell in part.cells
+            ]
+        return tuple(needs)
+
+    def _pick(self, rows: Sequence[Row]) -> list[Entry]:
+        """Each row's entry, once validation is done."""
+        found = [self.choose(row) for row in rows]
+        return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
+
+    def _join_texts(self) -> None:
+        assert self.plan.text is not None
+        found = {
+            f"{texts.kind}, {length}": read_json(texts.fed_file(length))
+            for texts in self.texts
+            for length in self.plan.text.lengths
+        }
+        write_atomically(self.out / "text.json", json.dumps(found, indent=1).encode())
+
+    @property
+    def bytes_file(self) -> Path:
+        """What `_weigh` leaves."""
+        return self.out / "bytes.json"
+
+    def _is_weighed(self) -> bool:
+        kept = read_json(self.bytes_file) if self.bytes_file.exists() else {}
+        return all(entry.name in kept for entry in self.plan.weighed)
+
+    def _weigh(self) -> None:
+        """Count the bytes of every cache after a prompt of the longest length."""
+        answers = self.parts[self.plan.weighed_on]
+        prompt = answers.draw(max(answers.cells, key=lambda cell: cell.length), 1)[0]
+        variants = [self.bench.variant(entry) for entry in self.plan.weighed]
+        filled = fill_caches(self.bench.evaluated, prompt, variants)
+        kept: dict[str, Any] = {name: asdict(used_bytes(cache)) for name, cache in filled}
+        kept["tokens"] = len(prompt.input_ids) + 1
+        write_atomically(self.bytes_file, json.dumps(kept).encode())
+
+    def describe(self) -> list[str]:
+        """Where it was measured, and how."""
+        recipe, device = self.bench.recipe, self.bench.device
         computed_on = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         windows = recipe.windows
-        return {
-            "model": model_name(recipe.model.id or self._model),
-            "windows": f"sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
-            "main setting": f"{recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
-            f"{recipe.stage1.l1_weight:g}, widths in multiples of {recipe.width_multiple}, "
-            f"seed {recipe.seed}",
-            "seeds of prompts": f"{TEST_SEED} and, where settings are chosen, {VALIDATION_SEED}, each plus "
-            "the length",
-            "measured on": f"{device.type} ({computed_on})",
-            "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
-        }
+        seeds = ", ".join(f"{name} {answers.seed}" for name, answers in self.parts.items())
+        return [
+            f"model: {model_name(recipe.model.id or self.bench.model)}",
+            f"windows: sink {windows.sink_size}, recent {windows.recent_size}, flush {windows.flush_size}",
+            f"main setting: {recipe.stage1.steps} + {recipe.stage2.steps} steps, lambda "
+            f"{recipe.stage1.l1_weight:g}, width multiple {recipe.width_multiple}, seed {recipe.seed}",
+            f"seeds of prompts, each plus the length: {seeds}",
+            f"told on: {device.type} ({computed_on})",
+            "versions: " + ", ".join(f"{name} {version}" for name, version in package_versions().items()),
+        ]
 
 
-def _name_model(recipe: Recipe) -> str:
-    if recipe.model.id is None:
+def _name_model(plan: Plan) -> str:
+    from leank_convert.recipe_file import load_recipe
+
+    model = load_recipe(plan.recipe, plan.overrides).model.id
+    if model is None:
         raise LeanKError("the recipe names no model", hint="add `model.id` to it")
-    return recipe.model.id
+    return model
 
 
 def _make(unit: Unit) -> None:
@@ -177,12 +280,10 @@ def _make(unit: Unit) -> None:
     torch.cuda.empty_cache()  # another worker on this GPU may need it
 
 
-def _list_answers(part: Part, asked: Callable[[], Asked], needed: Sequence[Unit]) -> list[Unit]:
-    """A unit for each cell of a part; `asked` is called when all that is needed is done."""
-    needs = tuple(unit.name for unit in needed)
+def _name_unit(part: Part, cell: Cell, each: Round) -> str:
+    """Name a round of a cell; two rounds may ask as many prompts, of other caches."""
+    return f"{part.name}/{cell.name}-{len(each.rows)}x{each.num_prompts}"
 
-    def unit(cell: Cell) -> Unit:
-        name = f"{part.folder.name}/{cell.task}-{cell.length}"
-        return Unit(name, lambda: part.is_done(cell, asked()), lambda: part.ask(cell, asked()), needs)
 
-    return [unit(cell) for cell in part.cells]
+def _any_exists(*paths: Path) -> bool:
+    return any(path.exists() for path in paths)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bin.reproduction.bench import Bench
-from bin.reproduction.plan import Entry, RealSizes
+from bin.reproduction.plan import Entry, TextPlan
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import decode_greedily, end_tokens
@@ -58,65 +58,61 @@ class Texts:
         kind: Which.
         folder: Where text of the fetched kinds lies.
         out: Where results are kept.
-        sizes: How much is measured.
+        plan: How much is measured.
     """
 
     bench: Bench
     kind: str
     folder: Path | None
     out: Path
-    sizes: RealSizes
+    plan: TextPlan
 
-    def is_fed(self, entries: Sequence[Entry]) -> bool:
-        """Whether `feed` has left its result."""
-        return self._has(self._fed, entries)
+    def fed_file(self, length: int) -> Path:
+        """What `feed` leaves."""
+        return self.out / f"{self.kind}-{length}.json"
 
-    def feed(self, entries: Sequence[Entry]) -> None:
-        """Compare next-token predictions from entries' caches with the dense model's, text by text."""
-        sizes, bench = self.sizes, self.bench
-        taken = self._take(sizes.num_texts, sizes.text_tokens + sizes.num_fed + 1)
+    def feed(self, length: int, entries: Sequence[Entry]) -> None:
+        """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
+        plan, bench = self.plan, self.bench
+        taken = self._take(plan.num_texts, length + plan.num_fed + 1)
         variants = [bench.variant(entry) for entry in entries]
-        found = measure_rows(bench.evaluated, taken, variants, prefix_tokens=sizes.text_tokens)
-        dense = found.dense_nll.double().mean(-1)
+        found = measure_rows(bench.evaluated, taken, variants, prefix_tokens=length)
+        change = (found.nll - found.dense_nll).double().mean(-1)
         results = {
             variant.name: {
-                "kl": found.divergence[place].double().mean(-1).tolist(),
-                "agreement": found.agrees[place].double().mean(-1).tolist(),
-                "nll": found.nll[place].double().mean(-1).tolist(),
-                "dense_nll": dense.tolist(),
+                "kl": float(found.divergence[place].double().mean()),
+                "agreement": float(found.agrees[place].double().mean()),
+                "nll": float(found.nll[place].double().mean()),
+                "dense_nll": float(found.dense_nll.double().mean()),
+                "nll_changes": change[place].tolist(),  # of each text
             }
             for place, variant in enumerate(variants)
         }
-        self._write(self._fed, results)
-
-    def fed(self, entry: Entry) -> dict[str, list[float]]:
-        """Means of each text, by name, in nats but `agreement`, a share."""
-        means: dict[str, list[float]] = self._read(self._fed)[self.bench.label(entry)]
-        return means
+        self._write(self.fed_file(length), results)
 
     def has_answered(self, entries: Sequence[Entry]) -> bool:
         """Whether `answer` has left its results."""
-        return self._has(self._answered, [None, *entries])
+        return self.answered().keys() >= {entry.name for entry in entries}
 
     def answer(self, entries: Sequence[Entry]) -> None:
-        """Let the dense model and entries answer long prompts at length; go on where that was killed.
+        """Let entries answer long prompts at length; go on where that was killed.
 
         Beside each answer stands its likelihood under the dense model.
         """
-        sizes, evaluated = self.sizes, self.bench.evaluated
+        evaluated = self.bench.evaluated
         prompts = self._ask()
-        variants = [self.bench.variant(entry) for entry in (None, *entries)]
+        variants = [self.bench.variant(entry) for entry in entries]
         window = max(variant.query_window for variant in variants)
         ids = pad_left([torch.tensor(prompt) for prompt in prompts], evaluated.model.device)
         prefill = run_prefill(evaluated.model, *ids, query_window=window)
         ends = end_tokens(evaluated.dense)
         for variant in variants:
-            kept = self._read(self._answered)
+            kept = self.answered()
             if variant.name in kept:
                 continue
             model, cache = variant.start(prefill)
             rows = decode_greedily(
-                model, cache, prefill.next_token, prefill.attention_mask, sizes.answer_tokens
+                model, cache, prefill.next_token, prefill.attention_mask, self.plan.answer_tokens
             )
             # With the token that ends the turn, which is a prediction like the others.
             answers = [
@@ -130,31 +126,18 @@ class Texts:
             kept[variant.name] = {"answers": answers, "log_likelihood": likelihoods}
             self._write(self._answered, kept)
 
-    def answered(self, entry: Entry | None) -> dict[str, Any]:
-        """Tokens of each answer, and their log-likelihood per token under the dense model, in nats."""
-        found: dict[str, Any] = self._read(self._answered)[self.bench.label(entry)]
-        return found
-
-    @property
-    def _fed(self) -> Path:
-        return self.out / f"{self.kind}-predictions.json"
+    def answered(self) -> dict[str, Any]:
+        """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
+        kept: dict[str, Any] = read_json(self._answered) if self._answered.exists() else {}
+        return kept
 
     @property
     def _answered(self) -> Path:
         return self.out / f"{self.kind}-answers.json"
 
-    def _has(self, path: Path, entries: Sequence[Entry | None]) -> bool:
-        kept = self._read(path)
-        return all(self.bench.label(entry) in kept for entry in entries)
-
     def _write(self, path: Path, results: Mapping[str, Any]) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(results).encode())
-
-    @staticmethod
-    def _read(path: Path) -> dict[str, Any]:
-        kept: dict[str, Any] = read_json(path) if path.exists() else {}
-        return kept
 
     def _take(self, count: int, num_tokens: int) -> Tensor:
         """Pieces of the text, as far apart as it allows [count, num_tokens]."""
@@ -175,7 +158,7 @@ class Texts:
 
     def _ask(self) -> list[list[int]]:
         tokenizer = self.bench.evaluated.tokenizer
-        pieces = tokenizer.batch_decode(self._take(self.sizes.num_answers, self.sizes.text_tokens))
+        pieces = tokenizer.batch_decode(self._take(self.plan.num_answers, self.plan.lengths[0]))
         return encode_prompts(
             tokenizer,
             [
@@ -211,7 +194,6 @@ def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dic
         "equal_tokens": equal / places,
         "tokens": statistics.fmean(len(answer) for answer in answers["answers"]),
         "log_likelihood": statistics.fmean(answers["log_likelihood"]),
-        "dense_log_likelihood": statistics.fmean(dense["log_likelihood"]),
     }
 
 

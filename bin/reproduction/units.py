@@ -15,6 +15,7 @@ from pathlib import Path
 
 from leank_convert.folders import BusyError, locked
 
+_TIMES = "times.jsonl"
 _WAIT_SECONDS = 0.5  # until a look at what others have finished meanwhile
 
 
@@ -27,12 +28,14 @@ class Unit:
         is_done: Whether its result is there, whole. Asked only where all that it needs is done.
         make: Leaves the result; a second time it goes on from what the first left, if it was killed.
         needs: Names of units that have to be done before.
+        seconds: How long it takes, roughly.
     """
 
     name: str
     is_done: Callable[[], bool]
     make: Callable[[], None]
     needs: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 def work_off(
@@ -50,13 +53,7 @@ def work_off(
         is_up: Whether no further one is to be begun.
     """
     done: set[str] = set()
-
-    def is_done(unit: Unit) -> bool:
-        if unit.name not in done and done.issuperset(unit.needs) and unit.is_done():
-            done.add(unit.name)
-        return unit.name in done
-
-    while waiting := [unit for unit in units if not is_done(unit)]:
+    while waiting := _find_waiting(units, done):
         if is_up():
             return
         for unit in waiting:
@@ -64,6 +61,44 @@ def work_off(
                 break
         else:
             time.sleep(_WAIT_SECONDS)
+
+
+def forecast(units: Sequence[Unit], out: Path, num_workers: int) -> str:
+    """How long what is left takes, in one line: by rough figures, or `times.jsonl` once it has some.
+
+    A kind of units, which is what stands before the slash of their names, that was done here goes by its own
+    pace, the others by that of all.
+    """
+    times, by_name = out / _TIMES, {unit.name: unit for unit in units}
+    lines = times.read_text(encoding="utf-8").splitlines() if times.exists() else []
+    taken = [
+        (by_name[found["unit"]], found["seconds"])
+        for found in map(json.loads, lines)
+        if found["unit"] in by_name
+    ]
+    waiting = _find_waiting(units, set())
+
+    def pace(kind: str | None) -> float | None:
+        done = [(unit, took) for unit, took in taken if kind in (None, _kind(unit)) and unit.seconds]
+        return sum(took for _, took in done) / sum(unit.seconds for unit, _ in done) if done else None
+
+    overall = pace(None) or 1.0
+    seconds = sum(unit.seconds * (pace(_kind(unit)) or overall) for unit in waiting) / num_workers
+    basis = "the pace measured here" if taken else "rough figures of one H200, not of this machine"
+    shared = f", shared by {num_workers} workers" if num_workers > 1 else ""
+    return f"{len(waiting)} of {len(units)} units left: about {seconds / 60:,.0f} minutes{shared}, by {basis}"
+
+
+def _kind(unit: Unit) -> str:
+    return unit.name.partition("/")[0]
+
+
+def _find_waiting(units: Sequence[Unit], done: set[str]) -> list[Unit]:
+    """Units that are left; adds the others to `done`."""
+    for unit in units:
+        if unit.name not in done and done.issuperset(unit.needs) and unit.is_done():
+            done.add(unit.name)
+    return [unit for unit in units if unit.name not in done]
 
 
 def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
@@ -80,7 +115,7 @@ def _claim(unit: Unit, out: Path, note: Callable[[str], None]) -> bool:
         began = time.monotonic()
         unit.make()
         seconds = round(time.monotonic() - began, 1)
-        with (out / "times.jsonl").open("a", encoding="utf-8") as file:
+        with (out / _TIMES).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"unit": unit.name, "seconds": seconds}) + "\n")
         note(f"{unit.name}: {seconds:.1f} s")
     return True

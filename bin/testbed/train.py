@@ -39,7 +39,6 @@ from transformers import (
 
 from bin.testbed.held_out import exact_match, measure_all, render_table
 from bin.testbed.tokenizer import save_tokenizer
-from bin.testbed.windowed import ATTENTION_NAME
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import (
     ASSISTANT,
@@ -218,7 +217,6 @@ def _build_model(plan: TrainingPlan) -> PreTrainedModel:
         "layer_types": plan.layer_types,
         "use_sliding_window": True,
         "sliding_window": plan.sliding_window,
-        "attn_implementation": ATTENTION_NAME,
     }
     return Qwen3ForCausalLM(Qwen3Config(**config))
 

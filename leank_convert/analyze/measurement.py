@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from leank_convert.device import choose_device
 from leank_convert.mask import ChannelMask, check_mask_fits
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.progress import progress_bar
-from leank_convert.recipe import DataSection
-from leank_convert.recipe_choice import require_recipe
+from leank_convert.recipe import DataSection, Recipe
 from leank_convert.train.model import find_model, load_model
 
 _MOST_LENGTHS = 4
@@ -69,9 +67,8 @@ def measure(
     mask: ChannelMask,
     artifact: str,
     model: str,
+    recipe: Recipe,
     *,
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
     num_samples: int = 2,
     seed: int = 1_000_000,
     device: str | torch.device | None = None,
@@ -83,9 +80,7 @@ def measure(
         mask: The mask.
         artifact: What the user called it.
         model: Hub id or folder.
-        recipe: Tasks, lengths, dtype and overrides of the model's config, by name or file; None for that of
-            the training run in `artifact`, or else of the model.
-        overrides: Changes to the recipe, `key=value`.
+        recipe: Tasks, lengths, dtype and overrides of the model's config.
         num_samples: Prompts of each task at each length.
         seed: Of the prompts.
         device: Default: CUDA if there is any, else the CPU.
@@ -94,13 +89,12 @@ def measure(
     Raises:
         LeanKError: If the mask is not the model's, or anything cannot be loaded, drawn or measured.
     """
-    chosen = require_recipe(recipe, model, run=Path(artifact).expanduser(), overrides=overrides)
     chosen_device = choose_device(device)
-    files = find_model(model, chosen)
+    files = find_model(model, recipe)
     check_mask_fits(mask, files.facts, mask_origin=artifact, model_origin=model)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    loaded = load_model(files, chosen, chosen_device)
-    prompts = draw_prompts(loaded.tokenizer, chosen.data, num_samples=num_samples, seed=seed)
+    loaded = load_model(files, recipe, chosen_device)
+    prompts = draw_prompts(loaded.tokenizer, recipe.data, num_samples=num_samples, seed=seed)
     with progress_bar(progress, "measuring", len(prompts)) as advance:
         return measure_model(loaded.model, mask, prompts, advance=lambda: advance(1))
 

@@ -14,7 +14,9 @@ import click
 
 from leank_convert.cli.analyze import analyze
 from leank_convert.cli.evaluate import evaluate
+from leank_convert.cli.evaluate_text import evaluate_text
 from leank_convert.cli.export import export
+from leank_convert.cli.export_onnx import export_onnx
 from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
 from leank_convert.cli.masks import masks
@@ -107,5 +109,7 @@ def configure_logging(debug: bool) -> None:
     logging.getLogger("leank_convert").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, export, verify, inspect, evaluate, analyze, recipes, masks, warmup):
+for _command in (
+    train, export, export_onnx, verify, inspect, evaluate, evaluate_text, analyze, recipes, masks, warmup
+):  # fmt: skip
     main.add_command(_command)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from leank_convert.cli.options import (
     MAX_COUNT,
+    SEED,
     device_option,
-    held_out_seed_option,
     json_option,
+    print_result,
     recipe_option,
+    results_option,
     set_option,
 )
 
@@ -28,16 +29,11 @@ from leank_convert.cli.options import (
     show_default=True,
     help="Prompts of each task at each of four lengths.",
 )
-@held_out_seed_option
+@click.option("--seed", type=SEED, default=1_000_000, show_default=True, help="Held-out prompts.")
 @recipe_option
 @set_option
 @device_option
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Folder to write: a page that opens offline, its figures as PNG, the numbers as JSON.",
-)
+@results_option("Folder to write: a page that opens offline, its figures as PNG, the numbers as JSON.")
 @json_option
 def analyze(
     artifact: str,
@@ -62,8 +58,7 @@ def analyze(
             if given:
                 raise click.UsageError(f"{name} goes with --model")
     from leank_convert.analyze.distribution import analyze_mask, load_artifact
-    from leank_convert.analyze.output import check_writable, write_analysis
-    from leank_convert.report.analysis_report import AnalysisReport
+    from leank_convert.analyze.report import AnalysisReport, check_writable
 
     if out is not None:
         check_writable(out)
@@ -71,23 +66,15 @@ def analyze(
     measured = None
     if model is not None:
         from leank_convert.analyze.measurement import measure
+        from leank_convert.recipe_choice import require_recipe
 
+        run = Path(artifact).expanduser()
+        recipe = require_recipe(recipe_name, model, run=run, overrides=overrides)
         measured = measure(
-            mask,
-            artifact,
-            model,
-            recipe=recipe_name,
-            overrides=overrides,
-            num_samples=num_samples,
-            seed=seed,
-            device=device,
-            progress=True,
+            mask, artifact, model, recipe, num_samples=num_samples, seed=seed, device=device, progress=True
         )
     report = AnalysisReport(mask, analyze_mask(mask, element_bytes), measured, artifact)
     if out is not None:
-        for path in write_analysis(report, out):
+        for path in report.write(out):
             click.echo(path, err=True)
-    if as_json:
-        click.echo(json.dumps(report.to_dict()))
-    else:
-        click.echo(report.to_text(), nl=False)
+    print_result(report, AnalysisReport.to_text, None, as_json=as_json)

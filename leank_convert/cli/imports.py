@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dis
+import linecache
 import re
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
-from types import FrameType, TracebackType
+from traceback import walk_tb
 
 from leank_convert.errors import LeanKError, first_line
 
@@ -33,29 +32,14 @@ def restate_import(error: Exception) -> LeanKError | None:
 def _library_of(error: Exception) -> str | None:
     """The library of the import statement of ours during which an error came; None outside of one."""
     own = [
-        (frame.f_code, instruction)
-        for frame, instruction in _frames(error.__traceback__)
+        linecache.getline(frame.f_code.co_filename, line).split()
+        for frame, line in walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__", "")).split(".")[0] == _OWN
     ]
-    if not own:
+    if not own or own[-1][:1] not in (["import"], ["from"]):
         return None
-    code, last = own[-1]
-    library = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            library = str(instruction.argval).split(".")[0]
-        if instruction.offset == last:
-            # What is imported from a module may be made, or imported, only then.
-            is_import = instruction.opname in ("IMPORT_NAME", "IMPORT_FROM")
-            return library if is_import and library != _OWN else None
-    return None
-
-
-def _frames(place: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Frames of a traceback from the outermost one, each with the offset of its instruction."""
-    while place is not None:
-        yield place.tb_frame, place.tb_lasti
-        place = place.tb_next
+    library = own[-1][1].split(".")[0]
+    return library if library != _OWN else None
 
 
 def _version_of(library: str) -> str | None:

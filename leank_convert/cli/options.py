@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from leank_convert.evaluate.names import ALSO
 from leank_convert.methods import METHODS, Budget
 from leank_convert.windows import MAX_WINDOW
 
@@ -34,6 +36,7 @@ class FiniteRange(click.FloatRange):
 out_option = click.option(
     "-o", "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write."
 )
+checkpoint_argument = click.argument("checkpoint", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
 recipe_option = click.option(
     "--recipe", "recipe_name", metavar="NAME|FILE", help="Packaged recipe or YAML file. Default: the model's."
@@ -45,12 +48,27 @@ device_option = click.option("--device", help="Device to run on. Default: cuda i
 trust_option = click.option(
     "--trust", is_flag=True, help="Run the checkpoint's Python files even where no release wrote them."
 )
-held_out_seed_option = click.option(
-    "--seed", type=SEED, default=1_000_000, show_default=True, help="Held-out prompts."
-)
 overwrite_option = click.option(
     "--overwrite", is_flag=True, help="Replace a checkpoint that lies in --out; files of your own there stay."
 )
+
+
+def results_option(text: str) -> Callable[[_Command], _Command]:
+    """`--out`, a folder that may be left out."""
+    return click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help=text)
+
+
+def also_option(default: str = "") -> Callable[[_Command], _Command]:
+    """`--also`; `default` says what is meant without it."""
+    return click.option(
+        "--also",
+        type=click.Choice(ALSO),
+        multiple=True,
+        help="Answer in other ways, too: from the window alone; by ThinK, which chooses channels for every "
+        "prompt; with the checkpoint's widths and ThinK's choice; by FP8 or int4 (4 bits), alone or on the "
+        "kept channels. In a checkout of leank-convert alone: by rotated int4, KIVI (2 bits), Quest (chosen "
+        f"pages) or SnapKV (chosen tokens). {default}".rstrip(),
+    )
 
 
 def method_options(command: _Command) -> _Command:
@@ -82,6 +100,32 @@ def window_options(command: _Command) -> _Command:
     return command
 
 
+def mask_options(command: _Command) -> _Command:
+    """`--mask`, `--pruning-ratio`, `--all-channels`, and what gives an export its windows."""
+    for option in (
+        window_options,
+        set_option,
+        recipe_option,
+        click.option(
+            "--all-channels", is_flag=True, help="Keep every channel: the dense model in a LeanK cache."
+        ),
+        click.option(
+            "--pruning-ratio",
+            type=FiniteRange(0, 1, max_open=True),
+            help="Which of several packaged masks. Default: the only one, else that for 0.7.",
+        ),
+        click.option(
+            "--mask",
+            "mask_path",
+            metavar="FILE|ID|NAME",
+            help="Mask: .safetensors, .npy, .pth, a hub id, or a packaged one's name (`leank-convert "
+            "masks`).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def kv_dtype_option(command: _Command) -> _Command:
     """`--kv-dtype`."""
     return click.option(
@@ -103,3 +147,10 @@ def hub_options(command: _Command) -> _Command:
     return click.option(
         "--push-to-hub", "repo_id", metavar="OWNER/NAME", help="Upload the checkpoint when it is written."
     )(command)
+
+
+def print_result(result: Any, render: Callable[[Any], str], out: Path | None, *, as_json: bool) -> None:
+    """Print a result to stdout, and to stderr the folder where its files are, if there is one."""
+    if out is not None:
+        click.echo(out, err=True)
+    click.echo(json.dumps(result.to_dict()) if as_json else render(result), nl=as_json)

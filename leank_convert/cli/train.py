@@ -16,6 +16,7 @@ from leank_convert.cli.options import (
     kv_dtype_option,
     method_options,
     recipe_option,
+    results_option,
     set_option,
     window_options,
 )
@@ -23,12 +24,7 @@ from leank_convert.cli.options import (
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to write. Needed unless --dry-run.",
-)
+@results_option("Folder to write. Needed unless --dry-run.")
 @recipe_option
 @set_option
 @method_options
@@ -100,10 +96,11 @@ def train(
         "seed": seed,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    from leank_convert.train.choice import choose_training_recipe
+    from leank_convert.train.choice import choose_recipe
 
-    recipe = choose_training_recipe(
-        model, recipe_name, out, overrides, flags=given, resume=resume, device=device
+    run = out if resume else None
+    recipe = choose_recipe(
+        recipe_name, model, run=run, overrides=overrides, flags=given, training=True, device=device
     )
     if recipe.derivation and os.environ.get("RANK", "0") == "0":
         click.echo(recipe.to_yaml(), err=True)

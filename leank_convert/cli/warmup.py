@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from leank_convert.cli.options import json_option, trust_option
+from leank_convert.cli.options import checkpoint_argument, json_option, trust_option
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@checkpoint_argument
 @click.option("--device", help="CUDA device to compile for. Default: the current one.")
 @trust_option
 @json_option

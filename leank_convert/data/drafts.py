@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import count, islice
 
 from leank_convert.data.grammar import CODE_WORDS, FIRST_NAMES, LAST_NAMES
 from leank_convert.data.haystack import Haystack
@@ -17,146 +17,103 @@ _NUM_TELEGRAMS = 10
 _WORDS_PER_TELEGRAM = (16, 32)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A document with independent questions on it.
+@dataclass
+class Draft:
+    """Facts, independent questions on them, and answers; how much stands between the facts is open.
 
     Attributes:
-        document: What every prompt begins with.
-        questions: What follows it, each in a prompt of its own.
+        opening: What the document begins with.
+        facts: Each with its place, as a fraction of the way through the filler.
+        questions: What follows the document, each in a prompt of its own.
         answers: One a question.
+        filler: Lines or sentences to strew the facts over, without end.
+        separator: What stands between these.
     """
 
-    document: str
-    questions: tuple[str, ...]
-    answers: tuple[str, ...]
+    opening: str
+    facts: Sequence[tuple[float, str]]
+    questions: Sequence[str]
+    answers: Sequence[str]
+    filler: Iterator[str]
+    separator: str = " "
+    _taken: list[str] = field(default_factory=list)
 
-    def prompts(self) -> list[str]:
-        """One a question, each with the whole document."""
-        return [self.document + question for question in self.questions]
+    def prompts(self, num_lines: int) -> list[str]:
+        """Write out a prompt for each question, with this many lines or sentences beside the facts."""
+        self._taken += islice(self.filler, max(0, num_lines - len(self._taken)))
+        document = self.opening + self.separator.join(strew(self._taken[:num_lines], self.facts))
+        return [document + question for question in self.questions]
 
 
-class Draft(Protocol):
-    """Facts, questions and answers; how much stands between the facts is open."""
-
-    def render(self, num_lines: int) -> Text:
-        """Write it out with this many lines, or sentences, beside the facts."""
-
-
-class RetrievalDraft:
+def _draw_retrieval(rng: random.Random, num_questions: int) -> Draft:
     """Lines of lockers and codes; some lockers are asked for."""
 
-    def __init__(self, rng: random.Random, num_questions: int) -> None:
-        self._rng = random.Random(rng.getrandbits(64))
-        self._asked = [(self._draw_pair(), self._rng.random()) for _ in range(num_questions)]
-        self._others: list[str] = []
-
-    def _draw_pair(self) -> tuple[str, str]:
-        digits = f"{self._rng.getrandbits(144):036x}"
+    def draw_pair() -> tuple[str, str]:
+        digits = f"{rng.getrandbits(144):036x}"
         key = "-".join(digits[i : i + 4] for i in (0, 4, 8))
         return key, "-".join(digits[i : i + 6] for i in (12, 18, 24, 30))
 
-    def render(self, num_lines: int) -> Text:
-        """Write it out with this many lines beside the asked ones."""
-        while len(self._others) < num_lines:
-            self._others.append(self._line(*self._draw_pair()))
-        lines = strew(self._others[:num_lines], [(place, self._line(*pair)) for pair, place in self._asked])
-        return Text(
-            "Here is the register of a storage hall. Each line names a locker and the code that opens it.\n\n"
-            + "\n".join(lines),
-            tuple(
-                f"\n\nWhich code opens locker {key}? Answer with the code alone."
-                for (key, _), _ in self._asked
-            ),
-            tuple(value for (_, value), _ in self._asked),
-        )
-
-    @staticmethod
-    def _line(key: str, value: str) -> str:
+    def write(key: str, value: str) -> str:
         return f"Locker {key} opens with code {value}."
 
-
-class _RunningTextDraft:
-    """Facts that are strewn over running text."""
-
-    def __init__(self, sentences: Iterator[str]) -> None:
-        self._sentences = sentences
-        self._taken: list[str] = []
-
-    def _hide(self, facts: Iterable[tuple[float, str]], num_sentences: int) -> str:
-        while len(self._taken) < num_sentences:
-            self._taken.append(next(self._sentences))
-        return " ".join(strew(self._taken[:num_sentences], facts))
+    asked = [(draw_pair(), rng.random()) for _ in range(num_questions)]
+    return Draft(
+        "Here is the register of a storage hall. Each line names a locker and the code that opens it.\n\n",
+        [(place, write(*pair)) for pair, place in asked],
+        [f"\n\nWhich code opens locker {key}? Answer with the code alone." for (key, _), _ in asked],
+        [value for (_, value), _ in asked],
+        (write(*draw_pair()) for _ in count()),
+        separator="\n",
+    )
 
 
-class MultiValueDraft(_RunningTextDraft):
+def _draw_multi_value(rng: random.Random, num_questions: int, haystack: Haystack) -> Draft:
     """A text that mentions, here and there, a parcel for somebody; all parcels of one are asked for."""
-
-    def __init__(self, rng: random.Random, num_questions: int, haystack: Haystack) -> None:
-        rng = random.Random(rng.getrandbits(64))
-        people = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-        if num_questions + _NUM_OTHER_NAMES > len(people):
-            raise LeanKError(
-                f"`multi_value` has {len(people)} names, too few for {num_questions} questions a context",
-                hint=f"set `data.questions_per_context` to {len(people) - _NUM_OTHER_NAMES} or less",
-            )
-        names = rng.sample(people, num_questions + _NUM_OTHER_NAMES)
-        self._asked, others = names[:num_questions], names[num_questions:]
-        counts = [_VALUES_PER_NAME] * num_questions + [rng.randint(1, _VALUES_PER_NAME) for _ in others]
-        parcels = iter(rng.sample(range(10**6, 10**7), sum(counts)))
-        self._facts = sorted(
-            (rng.random(), name, next(parcels))
-            for name, count in zip(names, counts, strict=True)
-            for _ in range(count)
+    people = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    if num_questions + _NUM_OTHER_NAMES > len(people):
+        raise LeanKError(
+            f"`multi_value` has {len(people)} names, too few for {num_questions} questions a context",
+            hint=f"set `data.questions_per_context` to {len(people) - _NUM_OTHER_NAMES} or less",
         )
-        super().__init__(haystack.read(rng))
+    names = rng.sample(people, num_questions + _NUM_OTHER_NAMES)
+    asked, others = names[:num_questions], names[num_questions:]
+    counts = [_VALUES_PER_NAME] * num_questions + [rng.randint(1, _VALUES_PER_NAME) for _ in others]
+    parcels = iter(rng.sample(range(10**6, 10**7), sum(counts)))
+    facts = sorted(
+        (rng.random(), name, next(parcels))
+        for name, number in zip(names, counts, strict=True)
+        for _ in range(number)
+    )
+    return Draft(
+        "Read the following text with care.\n\n",
+        [(place, f"That day the courier left parcel {parcel} for {name}.") for place, name, parcel in facts],
+        [
+            f"\n\nWhich parcels did the courier leave for {name}? Give the numbers of all of them "
+            "in the order of the text, separated by commas, and nothing else."
+            for name in asked
+        ],
+        [", ".join(str(parcel) for _, owner, parcel in facts if owner == name) for name in asked],
+        haystack.read(rng),
+    )
 
-    def render(self, num_lines: int) -> Text:
-        """Write it out with this many sentences beside those that mention parcels."""
-        mentions = [
-            (place, f"That day the courier left parcel {parcel} for {name}.")
-            for place, name, parcel in self._facts
-        ]
-        return Text(
-            "Read the following text with care.\n\n" + self._hide(mentions, num_lines),
-            tuple(
-                f"\n\nWhich parcels did the courier leave for {asked}? Give the numbers of all of them "
-                "in the order of the text, separated by commas, and nothing else."
-                for asked in self._asked
-            ),
-            tuple(
-                ", ".join(str(parcel) for _, name, parcel in self._facts if name == asked)
-                for asked in self._asked
-            ),
-        )
 
-
-class PasskeyDraft(_RunningTextDraft):
+def _draw_passkey(rng: random.Random, num_questions: int, haystack: Haystack) -> Draft:
     """DuoAttention's task: long sequences of words hidden in a text, and all words of one are asked for."""
-
-    def __init__(self, rng: random.Random, num_questions: int, haystack: Haystack) -> None:
-        rng = random.Random(rng.getrandbits(64))
-        self._telegrams = [
-            (rng.random(), number, " ".join(rng.choices(CODE_WORDS, k=rng.randint(*_WORDS_PER_TELEGRAM))))
-            for number in range(1, max(_NUM_TELEGRAMS, num_questions) + 1)
-        ]
-        self._asked = rng.sample(self._telegrams, num_questions)
-        super().__init__(haystack.read(rng))
-
-    def render(self, num_lines: int) -> Text:
-        """Write it out with this many sentences beside the telegrams."""
-        telegrams = [
-            (place, f"Telegram number {number} read: {words}.") for place, number, words in self._telegrams
-        ]
-        return Text(
-            "Several telegrams are hidden in the following text. Remember their words.\n\n"
-            + self._hide(telegrams, num_lines),
-            tuple(
-                f"\n\nWhat did telegram number {number} read? Answer with its words alone, in their order."
-                for _, number, _ in self._asked
-            ),
-            tuple(words for _, _, words in self._asked),
-        )
+    telegrams = [
+        (rng.random(), number, " ".join(rng.choices(CODE_WORDS, k=rng.randint(*_WORDS_PER_TELEGRAM))))
+        for number in range(1, max(_NUM_TELEGRAMS, num_questions) + 1)
+    ]
+    asked = rng.sample(telegrams, num_questions)
+    return Draft(
+        "Several telegrams are hidden in the following text. Remember their words.\n\n",
+        [(place, f"Telegram number {number} read: {words}.") for place, number, words in telegrams],
+        [
+            f"\n\nWhat did telegram number {number} read? Answer with its words alone, in their order."
+            for _, number, _ in asked
+        ],
+        [words for _, _, words in asked],
+        haystack.read(rng),
+    )
 
 
 def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Haystack) -> Draft:
@@ -165,11 +122,11 @@ def draw_draft(task: str, rng: random.Random, num_questions: int, haystack: Hays
     Raises:
         LeanKError: If the task has not as many questions.
     """
+    own = random.Random(rng.getrandbits(64))
     if task == "retrieval":
-        return RetrievalDraft(rng, num_questions)
-    if task == "multi_value":
-        return MultiValueDraft(rng, num_questions, haystack)
-    return PasskeyDraft(rng, num_questions, haystack)
+        return _draw_retrieval(own, num_questions)
+    draw = _draw_multi_value if task == "multi_value" else _draw_passkey
+    return draw(own, num_questions, haystack)
 
 
 def strew(filler: Sequence[str], facts: Iterable[tuple[float, str]]) -> list[str]:
@@ -186,10 +143,7 @@ def fit(render: Callable[[int], list[int]], shortest: list[int], budget: int) ->
     Tokens grow almost linearly with lines, so interpolation needs a few renderings where counting up would
     need one per line.
 
-    Args:
-        render: The prompt with as many lines.
-        shortest: The prompt without lines, no longer than `budget`.
-        budget: Tokens of the longest prompt that fits.
+    `shortest` is the prompt without lines, no longer than `budget`, the tokens of the longest that fits.
 
     Returns:
         The number of lines and the prompt.

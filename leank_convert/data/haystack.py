@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,41 +33,24 @@ _SENTENCE_END = re.compile(
 _SUFFIXES = (".txt", ".json", ".jsonl")
 
 
-class Haystack(Protocol):
-    """Running text without end."""
+class Haystack:
+    """Running text without end: the sentences of a text in their order, or those that a grammar draws.
 
-    @property
-    def digest(self) -> str:
-        """Of all text that can come out of it."""
-
-    def read(self, rng: random.Random) -> Iterator[str]:
-        """Sentences, for ever."""
-
-
-class GrammarHaystack:
-    """Sentences of the built-in grammar, each drawn."""
-
-    digest = "grammar"
-
-    def read(self, rng: random.Random) -> Iterator[str]:
-        """Sentences, for ever."""
-        while True:
-            yield draw_sentence(rng)
-
-
-class TextHaystack:
-    """Sentences of a text, in its order.
-
-    Args:
-        sentences: One or more.
+    Attributes:
+        digest: Of all text that can come out of it.
     """
 
-    def __init__(self, sentences: Sequence[str]) -> None:
+    def __init__(self, sentences: Sequence[str] | None = None) -> None:
         self._sentences = sentences
-        self.digest = hashlib.sha256("\n".join(sentences).encode()).hexdigest()
+        self.digest = "grammar"
+        if sentences is not None:
+            self.digest = hashlib.sha256("\n".join(sentences).encode()).hexdigest()
 
     def read(self, rng: random.Random) -> Iterator[str]:
-        """Sentences from a random place on, for ever."""
+        """Sentences for ever; those of a text from a random place on."""
+        if self._sentences is None:
+            while True:
+                yield draw_sentence(rng)
         place = rng.randrange(len(self._sentences))
         while True:
             yield self._sentences[place % len(self._sentences)]
@@ -86,7 +69,7 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
         LeanKError: If the file or dataset is missing, cannot be read, or holds no text.
     """
     if section.source is None:
-        return GrammarHaystack()
+        return Haystack()
     control = re.compile("|".join(map(re.escape, control_tokens)) or r"(?!)")
     sentences = [
         sentence
@@ -99,7 +82,7 @@ def open_haystack(section: HaystackSection, control_tokens: Collection[str]) -> 
             f"haystack `{section.source}` holds no text",
             hint="see `data.haystack.source` and `data.haystack.column`",
         )
-    return TextHaystack(sentences)
+    return Haystack(sentences)
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

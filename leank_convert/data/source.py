@@ -16,7 +16,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.data.drafts import Draft, draw_draft, fit
+from leank_convert.data.drafts import draw_draft, fit
 from leank_convert.data.haystack import Haystack, control_tokens, open_haystack
 from leank_convert.data.sample import (
     TrainingSample,
@@ -94,7 +94,7 @@ class SampleSource:
             rng = random.Random(self.seed)
             for _ in range(_NUM_DRAWS):
                 try:
-                    self._check_shortest(task, rng, self.data.min_length)
+                    self._draw(task, rng, self.data.min_length, shortest=True)
                 except _NoRoomError as error:
                     worst = error if worst is None or error.excess > worst.excess else worst
         if worst is not None:
@@ -118,28 +118,18 @@ class SampleSource:
         """
         return open_haystack(self.data.haystack, control_tokens(self.tokenizer))
 
-    def _draw(self, task: str, rng: random.Random, budget: int) -> TrainingSample:
+    def _draw(self, task: str, rng: random.Random, budget: int, *, shortest: bool = False) -> TrainingSample:
+        """Draw a sample as long as the budget allows, or in its shortest form."""
         if self.data.wording == "testbed":
-            return self._draw_testbed(task, rng, budget)
-        return self._fill(task, self._draft(task, rng), budget)
-
-    def _check_shortest(self, task: str, rng: random.Random, budget: int) -> None:
-        if self.data.wording == "testbed":
-            self._draw_testbed(task, rng, budget, _NUM_CHECKED_DOCUMENTS)
-        else:
-            self._fill(task, self._draft(task, rng), budget, longer=False)
-
-    def _draft(self, task: str, rng: random.Random) -> Draft:
-        return draw_draft(task, rng, self.data.questions_per_context, self.haystack)
-
-    def _fill(self, task: str, draft: Draft, budget: int, *, longer: bool = True) -> TrainingSample:
-        """Write a draft out in its shortest form, or as long as the budget allows."""
-        text = draft.render(0)
-        answers = [encode_answer(self.tokenizer, answer) for answer in text.answers]
-        prompts = encode_prompts(self.tokenizer, text.prompts())
+            return self._draw_testbed(
+                task, rng, budget, _NUM_CHECKED_DOCUMENTS if shortest else _NUM_DOCUMENTS
+            )
+        draft = draw_draft(task, rng, self.data.questions_per_context, self.haystack)
+        answers = [encode_answer(self.tokenizer, answer) for answer in draft.answers]
+        prompts = encode_prompts(self.tokenizer, draft.prompts(0))
         sample = join_questions(task, prompts, answers)
         _check_room(sample, budget)
-        if not longer:
+        if shortest:
             return sample
 
         # The longest question decides how much text fits; the others are tokenised for that text alone.
@@ -147,12 +137,12 @@ class SampleSource:
         longest = lengths.index(max(lengths))
 
         def render(num_lines: int) -> list[int]:
-            return encode_prompts(self.tokenizer, [draft.render(num_lines).prompts()[longest]])[0]
+            return encode_prompts(self.tokenizer, [draft.prompts(num_lines)[longest]])[0]
 
         room = budget - len(answers[longest])
         while True:
             num_lines, prompt = fit(render, prompts[longest], room)
-            others = draft.render(num_lines).prompts()
+            others = draft.prompts(num_lines)
             del others[longest]
             written = encode_prompts(self.tokenizer, others)
             written.insert(longest, prompt)
@@ -162,9 +152,7 @@ class SampleSource:
             # At the border to the document another question may merge into more tokens than it did before.
             room -= sample.num_positions - budget
 
-    def _draw_testbed(
-        self, task: str, rng: random.Random, budget: int, max_documents: int = _NUM_DOCUMENTS
-    ) -> TrainingSample:
+    def _draw_testbed(self, task: str, rng: random.Random, budget: int, max_documents: int) -> TrainingSample:
         from leank_convert.testbed.tasks import build_samples
 
         try:

@@ -6,7 +6,8 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from contextlib import contextmanager
+from itertools import islice
 
 from leank_convert.data.sample import TrainingSample
 from leank_convert.data.source import SampleSource
@@ -15,52 +16,32 @@ from leank_convert.data.source import SampleSource
 _MOST_THREADS = 4
 
 
-class SampleStream:
+@contextmanager
+def stream_samples(
+    source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS
+) -> Iterator[Iterator[TrainingSample]]:
     """Samples in the order of their indices, of which the next few are drawn while one is used.
 
-    A context manager: within it, the stream is its own iterator. A sample that cannot be drawn raises where
-    it would have come; leaving waits for no more than the draws under way.
-
-    Args:
-        source: Draws them.
-        indices: Which, in order; may be without end.
-        ahead: How many are drawn, or being drawn, beside the one in use.
+    A sample that cannot be drawn raises where it would have come; leaving waits for no more than the draws
+    under way. Indices may be without end; so many draws go ahead of the sample in use.
     """
+    left, waiting = iter(indices), deque[Future[TrainingSample]]()
+    # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
 
-    def __init__(self, source: SampleSource, indices: Iterable[int], ahead: int = 2 * _MOST_THREADS) -> None:
-        self._source = source
-        self._indices = iter(indices)
-        self._ahead = ahead
-        self._waiting: deque[Future[TrainingSample]] = deque()
-        # Nine tenths of a draw are the tokenizer's, which works outside Python's lock.
-        threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="samples")
+    def draw_ahead(count: int) -> None:
+        waiting.extend(pool.submit(source.draw, index) for index in islice(left, count - len(waiting)))
 
-    def __enter__(self) -> SampleStream:
-        self._draw_ahead(self._ahead)
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def __iter__(self) -> Iterator[TrainingSample]:
-        return self
-
-    def __next__(self) -> TrainingSample:
-        self._draw_ahead(self._ahead + 1)
-        if not self._waiting:
-            raise StopIteration
-        return self._waiting.popleft().result()
-
-    def _draw_ahead(self, count: int) -> None:
-        while len(self._waiting) < count:
-            try:
-                index = next(self._indices)
-            except StopIteration:
+    def take() -> Iterator[TrainingSample]:
+        while True:
+            draw_ahead(ahead + 1)
+            if not waiting:
                 return
-            self._waiting.append(self._threads.submit(self._source.draw, index))
+            yield waiting.popleft().result()
+
+    try:
+        draw_ahead(ahead)
+        yield take()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

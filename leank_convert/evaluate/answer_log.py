@@ -8,14 +8,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from leank_convert.errors import LeanKError, shorten
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.comparison import Outcome
 from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.request import ANSWERS_NAME, SETTINGS_NAME
 from leank_convert.files import read_json, write_atomically
 
-SETTINGS_NAME = "settings.json"
-ANSWERS_NAME = "answers.jsonl"
+_ANSWER = TypeAdapter(Answer)
 
 
 class AnswerLog:
@@ -67,8 +69,8 @@ class AnswerLog:
         *lines, rest = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
             try:
-                answer = Answer(**json.loads(line))
-            except (ValueError, TypeError):
+                answer = _ANSWER.validate_json(line)
+            except ValueError:
                 names = ", ".join(field.name for field in fields(Answer))
                 raise LeanKError(
                     f"`{path}`, line {number}: not an answer with {names}",

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 from transformers import Cache
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, load_model
-from leank_convert.evaluate.prefill import decode_token, pad_left, prefill_stock, run_prefill
+from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, load_model
+from leank_convert.evaluate.prefill import Prefill, decode_token, pad_left, prefill_stock, run_prefill
 from leank_convert.evaluate.prompt import Prompt, score
-from leank_convert.evaluate.used_bytes import UsedBytes, used_bytes
 from leank_convert.evaluate.variants import Masked, Variant
 from leank_convert.hub import resolve_model
-from leank_convert.onnx.description import host_errors
+from leank_convert.onnx.description import host_errors, read_description
 from leank_convert.onnx.libraries import check_available
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code, check_config
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
     from leank_convert.onnx.leank_onnx import LeanKOnnx
 
 AGAINST = "against"
+Response = tuple[str, Collection[int], Sequence[Sequence[int]]]
+"""What answered a batch, the tokens that end a turn, and the tokens after each prompt."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """What one variant made of one prompt."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     task: str
     length: int  # tokens that were asked for
@@ -42,7 +47,7 @@ class Answer:
     num_tokens: int  # tokens of the prompt
     variant: str  # what answered
     text: str  # the answer, up to the end of the turn
-    score: float  # from 0 to 1
+    score: Annotated[float, Field(ge=0, le=1)]
 
 
 def answer_prompts(
@@ -62,29 +67,33 @@ def answer_prompts(
     Raises:
         LeanKError: If memory does not suffice.
     """
-    for batch in _batches(prompts, batch_size):
-        with out_of_memory_for(batch):
-            yield from _answer(evaluated, batch, variants)
+
+    def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
+        prefill = _prefill(evaluated, batch, variants)
+        # One after the other, so that no more than two whole caches exist at a time.
+        for variant in variants:
+            model, cache = variant.start(prefill)
+            num_steps = _most_tokens(batch)
+            rows = decode_greedily(model, cache, prefill.next_token, prefill.attention_mask, num_steps)
+            yield variant.name, end_tokens(model), rows
+
+    yield from _answer(prompts, evaluated.tokenizer, batch_size, respond)
 
 
-def measure_bytes(
+def fill_caches(
     evaluated: EvaluatedModel, prompt: Prompt, variants: Sequence[Variant]
-) -> dict[str, UsedBytes]:
-    """Count, by variant, K and V of one prompt and its first answer token.
+) -> Iterator[tuple[str, Any]]:
+    """Yield each variant's cache when one prompt and its first answer token have been fed, by its name.
 
     Raises:
         LeanKError: If memory does not suffice.
     """
-    used = {}
     with out_of_memory_for([prompt]):
-        ids = pad_left([prompt.input_ids], evaluated.model.device)
-        window = max(variant.query_window for variant in variants)
-        prefill = run_prefill(evaluated.model, *ids, query_window=window)
+        prefill = _prefill(evaluated, [prompt], variants)
         for variant in variants:
             model, cache = variant.start(prefill)
             decode_token(model, cache, prefill.next_token, prefill.attention_mask)
-            used[variant.name] = used_bytes(cache)
-    return used
+            yield variant.name, cache
 
 
 def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
@@ -102,10 +111,8 @@ def find_opponent(name: str, tokenizer: Any, *, trust: bool = False) -> Path:
     folder = resolve_model(name)
     if _is_graph(folder):
         check_available()
-        from leank_convert.onnx.leank_onnx import Description
-
         with host_errors():
-            Description.read(folder)
+            read_description(folder).check_graph()
     elif "leank" in read_config(folder):
         check_code(folder, trust=trust)
     else:
@@ -144,31 +151,27 @@ def answer_against(
         yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
     else:
         model = load_model(folder, device, trust_remote_code=False)
-        yield from answer_densely(model, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
 
-
-def answer_densely(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
-) -> Iterator[list[Answer]]:
-    """Answer prompts by a stock model of transformers with its own dense cache, as `answer_prompts` does."""
-    for batch in _batches(prompts, batch_size):
-        with out_of_memory_for(batch):
-            input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], model.device)
+        def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
+            input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], device)
             token, cache = prefill_stock(model, input_ids, attention_mask)
             rows = decode_greedily(model, cache, token, attention_mask, _most_tokens(batch))
-        yield _score_rows(end_tokens(model), tokenizer, batch, name, rows)
+            yield AGAINST, end_tokens(model), rows
+
+        yield from _answer(prompts, tokenizer, batch_size, respond)
 
 
 def answer_by_graph(
     graph: LeanKOnnx, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
 ) -> Iterator[list[Answer]]:
     """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does."""
-    ends = graph.description.eos_token_ids
-    for batch in _batches(prompts, batch_size):
+
+    def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
         inputs = [prompt.input_ids.tolist() for prompt in batch]
-        with out_of_memory_for(batch):
-            rows = graph.generate(inputs, max_new_tokens=_most_tokens(batch))
-        yield _score_rows(ends, tokenizer, batch, name, rows)
+        rows = graph.generate(inputs, max_new_tokens=_most_tokens(batch))
+        yield name, graph.description.eos_token_ids, rows
+
+    yield from _answer(prompts, tokenizer, batch_size, respond)
 
 
 def decode_greedily(
@@ -203,12 +206,6 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset(end if isinstance(end, list) else [] if end is None else [end])
 
 
-def cut_at_end(row: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Cut a row before its first token that ends the turn."""
-    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
-    return list(row[:stop])
-
-
 def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
     """Say that memory does not suffice for these prompts, of which the last is the longest."""
     return out_of_memory(
@@ -218,53 +215,46 @@ def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
 
 
 def _answer(
-    evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    batch_size: int,
+    respond: Callable[[Sequence[Prompt]], Iterator[Response]],
 ) -> Iterator[list[Answer]]:
-    ids = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
-    window = max((variant.query_window for variant in variants), default=0)
-    prefill = run_prefill(evaluated.model, *ids, query_window=window)
-    # One after the other, so that no more than two whole caches exist at a time.
-    for variant in variants:
-        model, cache = variant.start(prefill)
-        num_steps = _most_tokens(batch)
-        rows = decode_greedily(model, cache, prefill.next_token, prefill.attention_mask, num_steps)
-        yield _score_rows(end_tokens(model), evaluated.tokenizer, batch, variant.name, rows)
-
-
-def _batches(prompts: Sequence[Prompt], batch_size: int) -> Iterator[Sequence[Prompt]]:
-    """Prompts of similar length together, the shortest first."""
+    """Let `respond` answer prompts of similar length together, the shortest first."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))
     for start in range(0, len(ordered), batch_size):
-        yield ordered[start : start + batch_size]
+        batch = ordered[start : start + batch_size]
+        with out_of_memory_for(batch):
+            for name, ends, rows in respond(batch):
+                yield [
+                    _read(row, ends, tokenizer, prompt, name) for prompt, row in zip(batch, rows, strict=True)
+                ]
+
+
+def _read(row: Sequence[int], ends: Collection[int], tokenizer: Any, prompt: Prompt, name: str) -> Answer:
+    """Read the answer to a prompt from the tokens after it, and score it."""
+    text = tokenizer.decode(list(takewhile(lambda token: token not in ends, row[: prompt.max_new_tokens])))
+    return Answer(
+        task=prompt.task,
+        length=prompt.length,
+        index=prompt.index,
+        prompt=prompt.digest,
+        num_tokens=len(prompt.input_ids),
+        variant=name,
+        text=text,
+        score=score(text, prompt),
+    )
+
+
+def _prefill(evaluated: EvaluatedModel, batch: Sequence[Prompt], variants: Sequence[Variant]) -> Prefill:
+    """Run prompts once for all variants."""
+    ids = pad_left([prompt.input_ids for prompt in batch], evaluated.model.device)
+    window = max((variant.query_window for variant in variants), default=0)
+    return run_prefill(evaluated.model, *ids, query_window=window)
 
 
 def _is_graph(folder: Path) -> bool:
     return (folder / ONNX_DESCRIPTION_NAME).is_file()
-
-
-def _score_rows(
-    ends: Collection[int],
-    tokenizer: Any,
-    batch: Sequence[Prompt],
-    variant: str,
-    rows: Sequence[Sequence[int]],
-) -> list[Answer]:
-    answers = []
-    for prompt, row in zip(batch, rows, strict=True):
-        text = tokenizer.decode(cut_at_end(row[: prompt.max_new_tokens], ends))
-        answers.append(
-            Answer(
-                task=prompt.task,
-                length=prompt.length,
-                index=prompt.index,
-                prompt=prompt.digest,
-                num_tokens=len(prompt.input_ids),
-                variant=variant,
-                text=text,
-                score=score(text, prompt),
-            )
-        )
-    return answers
 
 
 def _most_tokens(batch: Sequence[Prompt]) -> int:

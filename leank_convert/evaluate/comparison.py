@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leank_convert.evaluate.request import CSV_NAME, JSON_NAME, PLOT_NAME
 from leank_convert.files import write_atomically
 from leank_convert.report.figures import BLUE, GREEN, ORANGE
 from leank_convert.report.page import figure_png
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from leank_convert.evaluate.used_bytes import UsedBytes
 
-RESULT_NAMES = JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
 _COLOURS = (BLUE, ORANGE, GREEN, "#8a63b5", "#b0413e")  # of variants, the baseline's first
 _HATCHES = ("", "//", "..")  # where there are more variants than colours
 _Z_95 = 1.959963984540054
@@ -65,6 +65,12 @@ class CacheBytes:
     key_pruned: int
     value_dense: int
     value_pruned: int
+
+    @classmethod
+    def of(cls, memory: Any, num_tokens: int) -> CacheBytes:
+        """Count by what a LeanK cache of one row says of its memory."""
+        keys, values = memory.keys.used, memory.values.used
+        return cls(num_tokens, memory.dense_keys, keys, memory.dense_values, values)
 
 
 @dataclass(frozen=True)

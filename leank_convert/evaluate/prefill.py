@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from leank_convert._runtime.tools import concatenate, fork
 from leank_convert.windows import Windows
 
 # Of a padded batch, lest the feed-forward layers' intermediate results take more than the cache does.
@@ -40,7 +41,7 @@ class Prefill:
 
     def fork(self, windows: Windows | None = None) -> Any:
         """A LeanK cache that goes on from the prompts, with the model's windows or others."""
-        return self.cache.fork(**({} if windows is None else windows.sizes))
+        return fork(self.cache, **({} if windows is None else windows.sizes))
 
     @property
     def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
@@ -63,7 +64,7 @@ def run_prefill(model: Any, input_ids: Tensor, attention_mask: Tensor, *, query_
     # Padding needs a mask of S x S for every row, which fills the memory and which flash attention does not
     # take. Rows of one length by themselves need none.
     parts = [_run(model, ids, query_window) for ids in _without_padding(input_ids, attention_mask)]
-    cache = type(parts[0].cache).concatenate([part.cache for part in parts])
+    cache = concatenate([part.cache for part in parts])
     next_token = torch.cat([part.next_token for part in parts])
     queries = tuple(
         _stack_left_padded(layer) for layer in zip(*(part.queries for part in parts), strict=True)

@@ -27,7 +27,6 @@ Scoring = Literal[
     "final_number",
     "variables",
 ]
-HELD_OUT_MEASURE = "exact match"
 # Room to be wrong in: a right answer ends here at the latest.
 _EXTRA_TOKENS = 4
 

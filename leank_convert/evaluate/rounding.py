@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leank_convert._runtime.tools import fork
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.evaluated import load_model
+from leank_convert.evaluate.loading import load_model
 from leank_convert.recipe import Recipe
 from leank_convert.tokenizer import load_tokenizer
 
@@ -100,7 +101,7 @@ def _log_probabilities(model: Any, prompt: Tensor, answer: Tensor, kv_dtype: str
     model(input_ids=prompt[None], past_key_values=prefilled, logits_to_keep=1)
     found = []
     for dtype in ("auto", kv_dtype):
-        cache = prefilled.fork()
+        cache = fork(prefilled)
         cache.kv_dtype = dtype
         for token in answer:  # one by one, as decoding does
             logits = model(input_ids=token.view(1, 1), past_key_values=cache).logits[0].double()

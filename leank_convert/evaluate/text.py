@@ -21,9 +21,10 @@ from transformers import Cache
 
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, out_of_memory
-from leank_convert.evaluate.evaluated import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, warn_of_positions
+from leank_convert.evaluate.names import PRUNED, check_names
 from leank_convert.evaluate.prefill import run_prefill
-from leank_convert.evaluate.variants import PRUNED, Dense, Masked, Variant, find_variants
+from leank_convert.evaluate.variants import Dense, Masked, Variant, find_variants
 from leank_convert.files import open_file, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.progress import progress_bar
@@ -161,6 +162,7 @@ def evaluate_text(
         LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, or as
             `compare_text`.
     """
+    check_names(also)
     out = None if out is None else Path(out)
     if out is not None:
         check_folder(out)
@@ -179,7 +181,7 @@ def evaluate_text(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / JSON_NAME, json.dumps(result.to_dict()).encode())
-        write_atomically(out / FIGURE_NAME, figure_png(lambda: _draw(result)))
+        write_atomically(out / FIGURE_NAME, figure_png(lambda: draw_text_comparison(result)))
     return result
 
 
@@ -376,7 +378,7 @@ def _count_whole(variant: Variant, windows: Windows, prefix_tokens: int, num_tok
     return num_whole
 
 
-def _draw(result: TextComparison) -> Figure:
+def draw_text_comparison(result: TextComparison) -> Figure:
     """Divergence, agreement and likelihood along the text."""
     from matplotlib.figure import Figure
 

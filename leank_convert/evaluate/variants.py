@@ -18,15 +18,20 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from leank_convert.baselines import NAMES, load_baselines
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import EvaluatedModel
+from leank_convert.evaluate.loading import EvaluatedModel
+from leank_convert.evaluate.names import (
+    DENSE,
+    PER_HEAD_BUDGET,
+    ROUNDED,
+    THINK,
+    WINDOW,
+    check_names,
+    load_baselines,
+)
 from leank_convert.evaluate.prefill import Prefill
 from leank_convert.windows import Windows
 
-DENSE, PRUNED, WINDOW, THINK, PER_HEAD_BUDGET = (
-    "dense", "pruned", "window", "think", "per-head-budget-dynamic"
-)  # fmt: skip
 QUERY_WINDOW = 32  # as many as ThinK's code takes
 # ThinK's own: no sink, the prompt's last 32 tokens, and what is decoded, here up to 128 tokens of it.
 THINK_WINDOWS = Windows(sink_size=0, recent_size=32, flush_size=128)
@@ -95,18 +100,9 @@ class Masked:
     constants: Mapping[str, Tensor] | None = None
 
     def start(self, prefill: Prefill) -> tuple[Any, Cache]:
-        """A fork of the prefill's cache with these channels.
-
-        Raises:
-            LeanKError: If the checkpoint is older than caches of another dtype.
-        """
+        """A fork of the prefill's cache with these channels."""
         cache = prefill.fork(self.windows)
         if self.kv_dtype is not None:
-            if not hasattr(cache, "kv_dtype"):
-                raise LeanKError(
-                    f"`{self.name}`: the checkpoint's own code is older than `kv_dtype`",
-                    hint="export it again from its source and its mask",
-                )
             cache.kv_dtype = self.kv_dtype
         if self.channel_masks is not None:
             for layer, mask in zip(cache.pruned_layers, self.channel_masks, strict=True):
@@ -185,11 +181,8 @@ def find_variants(names: Sequence[str], evaluated: EvaluatedModel) -> list[Varia
     Raises:
         LeanKError: If there is no such name, or a baseline is asked for without a checkout.
     """
+    check_names(names)
     factories = {**OTHERS, **load_baselines(names)}
-    for name in names:
-        if name not in factories:
-            known = ", ".join((*OTHERS, *NAMES))
-            raise LeanKError(f"`{name}`: no variant to compare with", hint=f"take one of {known}")
     return [variant for name in dict.fromkeys(names) for variant in factories[name](evaluated)]
 
 
@@ -223,7 +216,7 @@ OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
     WINDOW: lambda evaluated: [Masked(WINDOW, torch.zeros_like(evaluated.channel_masks))],
     THINK: lambda evaluated: [ThinK(evaluated.leank["pruning_ratio"], THINK_WINDOWS)],
     PER_HEAD_BUDGET: lambda evaluated: [ThinK(torch.tensor(evaluated.leank["widths"]), name=PER_HEAD_BUDGET)],
-    **{name: _round(name) for name in ("fp8", "leank+fp8", "int4", "leank+int4")},
+    **{name: _round(name) for name in ROUNDED},
 }
 """What `--also` takes, beside the baselines of a checkout."""
 

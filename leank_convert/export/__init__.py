@@ -42,9 +42,9 @@ from leank_convert.export.request import (
     refuse_to_lose_mask,
     resolve_export,
 )
-from leank_convert.export.runtime_files import copy_runtime_files
+from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
 from leank_convert.export.source_card import find_base_model, read_licence
-from leank_convert.export.stock_config import check_stock_config
+from leank_convert.families import attention_tensor
 from leank_convert.files import sha256_of, sync_path, write_atomically
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.hub import model_name
@@ -107,8 +107,7 @@ def check_exportable(
     Raises:
         LeanKError: If the source cannot be converted, or `out` not be written.
     """
-    checkpoint, config, facts = open_source(model, out, config_overrides)
-    check_stock_config(config, facts.architecture, origin=str(checkpoint.folder / CONFIG_NAME))
+    checkpoint, _, facts = open_source(model, out, config_overrides)
     plan_export(checkpoint, all_channels_mask(facts), facts)
     check_replaceable(out, overwrite=overwrite)
 
@@ -224,17 +223,12 @@ def write_export(
     leank = build_leank_facts(mask, known, plan.layout, windows, choice.config_overrides, cache)
     try:
         with staged_folder(export.out, overwrite=export.overwrite) as partial:
-            # Importing transformers and loading a tokenizer is processor time, writing weights is the disk's.
+            # Loading a tokenizer is processor time, writing weights is the disk's.
             with ThreadPoolExecutor(max_workers=1) as copier:
-                source_config = str(checkpoint.folder / CONFIG_NAME)
-                checked = copier.submit(
-                    check_stock_config, export.config, facts.architecture, origin=source_config
-                )
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
                 hashed = _write_weights(checkpoint, plan, leank, partial)
-                checked.result()
                 companions.result()
-            files = copy_runtime_files(partial)
+            files = copy_runtime_files(partial, needed_parts(facts.architecture, leank))
             save_mask(mask, partial / MASK_FILE_NAME)
             digests = {file: sha256_of(partial / file) for file in (*files, MASK_FILE_NAME)}
             config = build_config(export.config, facts.architecture, leank, digests)
@@ -292,7 +286,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
     checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
     assert known is not None
     name = model_name(export.model)
-    output = checkpoint.find(facts.architecture.attention_tensor(0, "o_proj.weight"))
+    output = checkpoint.find(attention_tensor(0, "o_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
     return build_model_card(
         name,

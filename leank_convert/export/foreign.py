@@ -1,29 +1,22 @@
-"""Preserve unrelated files when an export overwrites a folder."""
+"""Tell the files of an export from a user's own in one folder."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
 from collections.abc import Set
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from leank_convert.checkpoint_io import (
-    CONFIG_NAME,
-    DIGESTS_NAME,
-    ONNX_DESCRIPTION_NAME,
-    TRAINING_FOLDER,
-)
+from leank_convert.checkpoint_io import CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME
 from leank_convert.digests import find_unlisted
-from leank_convert.errors import LeanKError, first_line
+from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of, sync_path
-from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import MASK_FILE_NAME
 
-# Marks a folder that is part of a swap, see `export.publish`.
+# Marks a folder that an export is being written to, see `export.publish`.
 MARKER_NAME = ".leank-export"
 README_NAME = "README.md"
 
@@ -35,13 +28,42 @@ def is_export(folder: Path) -> bool:
     return "leank" in _read(folder / CONFIG_NAME) or "channel_order" in _read(folder / ONNX_DESCRIPTION_NAME)
 
 
+def find_own(out: Path) -> Set[str]:
+    """The names in a folder that are the tool's: those of the export in it, and a training's mask."""
+    names = {MASK_FILE_NAME}
+    if not is_export(out):
+        return names
+    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME}
+    for listing in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME):
+        files = _read(out / listing).get("files")
+        names.update(filter(_is_within, files) if isinstance(files, dict) else ())
+    return names
+
+
+def find_gone(out: Path, names: Set[str]) -> list[str]:
+    """The tool's files that an export of these names leaves out; none behind a user's links."""
+    return [
+        name
+        for name in sorted(find_own(out) - names)
+        if os.path.lexists(place := out / name)
+        and (place.is_symlink() or not place.is_dir())
+        and not any(parent.is_symlink() for parent in place.parents if out in parent.parents)
+    ]
+
+
+def _is_within(name: str) -> bool:
+    """Whether a listed name is that of a file in the folder: a list that others wrote may name any place."""
+    path = PurePosixPath(name)
+    return str(path) == name != "." and not path.is_absolute() and ".." not in path.parts
+
+
 def refuse_mistakable(out: Path) -> None:
     """Refuse a folder with foreign files that would count as parts of a checkpoint in it.
 
     Raises:
         LeanKError: If it has some.
     """
-    own = _find_own(out)
+    own = find_own(out)
     mistakable = find_unlisted(out, own)
     if README_NAME not in own and os.path.lexists(out / README_NAME):
         mistakable.append(README_NAME)
@@ -49,92 +71,40 @@ def refuse_mistakable(out: Path) -> None:
         raise _mistakable(out / name)
 
 
-def carry_along(out: Path, target: Path) -> None:
-    """Give a new folder everything of the old one that is not part of the export in it: links, or copies.
-
-    A model card that was edited since is kept under another name.
-
-    Args:
-        out: The old folder.
-        target: The new one, complete but for this.
+def refuse_collisions(out: Path, names: Set[str]) -> None:
+    """Refuse a folder where a file of a new export would take the place of a foreign one.
 
     Raises:
-        LeanKError: If something cannot be copied, or bears the name of a file of the new export.
-        OSError: If no space is left.
+        LeanKError: If it would.
     """
-    try:
-        _carry(out, target, "", _find_own(out))
-        _keep_edited_card(out, target)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise LeanKError(
-            f"`{error.filename or out}` cannot be carried along into the new `{out}`: "
-            f"{error.strerror or first_line(error)}",
-            hint="move it elsewhere",
-        ) from error
+    own = find_own(out)
+    for name in sorted(names):
+        place = out / name
+        # A link to a folder is a foreign file, too: nothing is written where it leads.
+        for parent in (path for path in place.parents if out in path.parents):
+            if os.path.lexists(parent) and (parent.is_symlink() or not parent.is_dir()):
+                raise _mistakable(parent)
+        if os.path.lexists(place) and (name not in own or (place.is_dir() and not place.is_symlink())):
+            raise _mistakable(place)
 
 
-def _keep_edited_card(out: Path, target: Path) -> None:
+def keep_edited_card(out: Path, partial: Path) -> None:
+    """Keep a model card that was edited since it was written, under another name in the new folder."""
     card, listed = out / README_NAME, _read(out / DIGESTS_NAME).get("files")
     written = listed.get(README_NAME) if isinstance(listed, dict) else None
     if written is None or not card.is_file() or (digest := sha256_of(card)) == written:
         return
     kept = f"README.{digest[:8]}.md"
-    if not os.path.lexists(target / kept):
-        _link_or_copy(card, target / kept)
+    if not os.path.lexists(out / kept):
+        shutil.copy2(card, partial / kept)
+        sync_path(partial / kept)
     _logger.warning("`%s` was edited since it was written; it is kept as `%s`", card, kept)
-
-
-def _find_own(out: Path) -> Set[str]:
-    """The names in a folder that are the tool's: of the export in it, and of what marks and locks it."""
-    names = {MASK_FILE_NAME, MARKER_NAME, f"{TRAINING_FOLDER}/{LOCK_NAME}"}
-    if not is_export(out):
-        return names
-    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME}
-    lists = [_read(out / name).get("files") for name in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME)]
-    for files in lists:
-        names.update(files if isinstance(files, dict) else ())
-    return names
 
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(LeanKError):
         return read_json(path)
     return {}
-
-
-def _carry(source: Path, target: Path, prefix: str, own: Set[str]) -> None:
-    """Carry the entries of a folder; `prefix` stands before their names in the output folder."""
-    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-        name, place = prefix + entry.name, target / entry.name
-        if name in own:
-            continue
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if os.path.lexists(place) and not (is_folder and place.is_dir()):
-            raise _mistakable(Path(entry.path))
-        if not is_folder:
-            _link_or_copy(Path(entry.path), place)
-        elif place.exists():
-            _carry(Path(entry.path), place, f"{name}/", own)
-        else:
-            place.mkdir()
-            _carry(Path(entry.path), place, f"{name}/", own)
-            if any(place.iterdir()) or not any(Path(entry).iterdir()):
-                shutil.copystat(entry, place)
-                sync_path(place)
-            else:  # all of it was the export's
-                place.rmdir()
-
-
-def _link_or_copy(source: Path, place: Path) -> None:
-    """Put a file, or a link as it is, at a second place."""
-    try:
-        os.link(source, place, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, place, follow_symlinks=False)
-        if not place.is_symlink():
-            sync_path(place)
 
 
 def _mistakable(path: Path) -> LeanKError:

@@ -9,11 +9,10 @@ from typing import Any
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.families import Architecture
-from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, plan_head_layout
+from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
 from leank_convert.mask import ChannelMask, MaskProvenance
-from leank_convert.whole_cache import describe_layers
 from leank_convert.windows import Windows
 
 _CARD = """\
@@ -189,7 +188,7 @@ def _describe_key_mean(mask: ChannelMask, known: MaskProvenance) -> str:
 
 def _describe_stock(family: Architecture) -> str:
     """How the stock class loads the checkpoint."""
-    if family.experts is None:
+    if not family.experts:
         return f"`{family.causal_lm_class}.from_pretrained(path)`"
     # By the name in config.json transformers does not find how experts lie in files, and makes new ones up.
     return (

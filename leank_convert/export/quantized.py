@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from leank_convert.checkpoint_io import CONFIG_NAME, Checkpoint
 from leank_convert.errors import LeanKError, cut, shorten
+from leank_convert.families import attention_tensor
 
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _BYTE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
@@ -59,15 +60,16 @@ def check_quantization(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_cache_scales(checkpoint: Checkpoint, attention: str) -> None:
-    """Refuse scales for a quantized cache beside a layer's attention, named by its path.
+def check_cache_scales(checkpoint: Checkpoint, layer: int) -> None:
+    """Refuse scales for a quantized cache beside a layer's attention.
 
     Raises:
         LeanKError: If there are any.
     """
     for name in _CACHE_SCALES:
-        if checkpoint.find(f"{attention}.{name}") is not None:
-            raise _of_another_cache(f"`{checkpoint.folder}`: tensor `{attention}.{name}`")
+        tensor = attention_tensor(layer, name)
+        if checkpoint.find(tensor) is not None:
+            raise _of_another_cache(f"`{checkpoint.folder}`: tensor `{tensor}`")
 
 
 def _of_another_cache(what: str) -> LeanKError:

@@ -20,7 +20,7 @@ from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
 from leank_convert.export.packaged import describe_packaged, find_packaged, suggest_packaged
 from leank_convert.export.plan import plan_export
-from leank_convert.export.publish import check_replaceable
+from leank_convert.export.publish import check_replaceable, recover
 from leank_convert.folders import check_folder
 from leank_convert.hub import check_base_model, resolve_model
 from leank_convert.mask import (
@@ -113,6 +113,7 @@ def resolve_export(request: ExportRequest) -> Export:
     """
     check_folder(request.out)
     check_base_model(request.base_model)
+    recover(request.out)  # a training's mask may be among what is left to move
     choice = choose(request)
     checkpoint, config, facts = open_source(request.model, request.out, choice.config_overrides)
     check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(request.model))

@@ -1,20 +1,39 @@
-"""Runtime files of a checkpoint: found as data, copied flat, never imported."""
+"""Runtime files of a checkpoint: those that its config needs, found as data, copied flat, never imported."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.files import write_atomically
+from leank_convert.leank_block import LAYERS_KEY
 
 CONFIGURATION_FILE = "configuration_leank.py"
 MODELING_FILE = "modeling_leank.py"
+_PARTS_FILE = "parts_leank.py"
+# Files that only some checkpoints carry.
+_FP8_KERNELS, _MIXED_CACHE, _SINKS = PARTS = ("kernel_fp8_leank.py", "mixed_cache_leank.py", "sinks_leank.py")
 
 
-def read_runtime_files() -> dict[str, bytes]:
-    """Read every file of the runtime that travels with a checkpoint, by name.
+def needed_parts(architecture: Architecture, leank: Mapping[str, Any]) -> set[str]:
+    """Names of the files among `PARTS` that a checkpoint of this family with this `leank` block needs."""
+    needed = {
+        _FP8_KERNELS: leank.get("kv_dtype") == "fp8",
+        _MIXED_CACHE: LAYERS_KEY in leank,
+        _SINKS: architecture.sinks,
+    }
+    return {name for name, is_needed in needed.items() if is_needed}
+
+
+def read_runtime_files(parts: Collection[str] = PARTS) -> dict[str, bytes]:
+    """Read the files of the runtime that travel with a checkpoint, by name.
+
+    Args:
+        parts: Those of `PARTS` that are among them.
 
     Raises:
         LeanKError: If this installation lacks them.
@@ -24,23 +43,28 @@ def read_runtime_files() -> dict[str, bytes]:
         for entry in sorted(files("leank_convert._runtime").iterdir(), key=lambda entry: entry.name)
         if entry.name.endswith("_leank.py")
     }
-    for name in (CONFIGURATION_FILE, MODELING_FILE):
+    for name in (CONFIGURATION_FILE, MODELING_FILE, _PARTS_FILE, *PARTS):
         if name not in found:
             raise LeanKError(
                 f"this installation of leank-convert lacks the runtime file `{name}`",
                 hint="install it again",
                 exit_code=1,
             )
-    return found
+    left_out = set(PARTS) - set(parts)
+    # The runtime reads in this file what it has, and transformers what to copy.
+    lines = found[_PARTS_FILE].decode().splitlines(keepends=True)
+    absent = tuple(f"from .{name.removesuffix('.py')} import " for name in left_out)
+    found[_PARTS_FILE] = "".join(line for line in lines if not line.startswith(absent)).encode()
+    return {name: content for name, content in found.items() if name not in left_out}
 
 
-def copy_runtime_files(folder: Path) -> list[str]:
-    """Copy the runtime's files into a folder.
+def copy_runtime_files(folder: Path, parts: Collection[str] = PARTS) -> list[str]:
+    """Copy the runtime's files into a folder, of those that not all checkpoints carry these `parts`.
 
     Returns:
         Their names.
     """
-    contents = read_runtime_files()
+    contents = read_runtime_files(parts)
     for name, content in contents.items():
         write_atomically(folder / name, content)
     return list(contents)

@@ -18,14 +18,7 @@ from leank_convert.train.model import LoadedModel, ModelFiles, load_model
 
 
 class Calibration:
-    """A model and the prompts of a recipe, the first of what training would take.
-
-    Args:
-        files: The model.
-        recipe: Its data, and how many prompts are measured, unless the method's row says so.
-        device: Where the model goes.
-        progress: Whether to draw a progress bar to stderr.
-    """
+    """A model and the prompts of a recipe, the first of what training would take."""
 
     def __init__(
         self, files: ModelFiles, recipe: Recipe, device: torch.device, *, progress: bool = False

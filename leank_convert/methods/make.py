@@ -18,16 +18,15 @@ from leank_convert.held_out import HeldOut
 from leank_convert.mask import ChannelMask
 from leank_convert.methods.calibration import Calibration
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_problems import check_training
-from leank_convert.train.choice import choose_training_recipe
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.gates import load_pattern, save_pattern
 from leank_convert.train.held_out import check_held_out
 from leank_convert.train.log import LOG_NAME, append_held_out, read_log
-from leank_convert.train.loop import refuse_foreign_masks, train, write_result
+from leank_convert.train.loop import prepare, train, write_result
 from leank_convert.train.model import find_model
 from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks, join_ranks
-from leank_convert.train.run import describe_origin
+from leank_convert.train.run import build_mask
 from leank_convert.train.selection import select_for
 from leank_convert.train.state import TrainingDirectory
 
@@ -48,7 +47,7 @@ def train_mask(
     Raises:
         LeanKError: As `train_masks`; also if the recipe asks for several ratios.
     """
-    chosen = choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
+    chosen = choose_recipe(recipe, model, run=out if resume else None, training=True, device=device)
     if len(chosen.pruning_ratios) > 1:
         raise LeanKError(
             f"the recipe asks for {len(chosen.pruning_ratios)} masks, by `pruning_ratio` "
@@ -101,19 +100,19 @@ def train_masks(
             Ctrl-C or SIGTERM ends a training run, after the step under way and with its state saved (exit
             code 130 or 143). Processes but the first exit where that one raises.
     """
-    chosen = choose_training_recipe(model, recipe, Path(out), resume=resume, device=device)
+    chosen = choose_recipe(recipe, model, run=out if resume else None, training=True, device=device)
     directory = TrainingDirectory(Path(out))
     results = directory.results(chosen)
     with ExitStack() as stack:
         with join_ranks(device) as ranks:
             ranks.on_first(lambda: _enter(stack, directory))
+            saved = ranks.on_first(lambda: prepare(chosen, directory, ranks.num_ranks, resume=resume))
             if chosen.trains:
-                run = train(model, chosen, directory, ranks, resume=resume, progress=progress)
+                run = train(model, chosen, directory, ranks, saved, progress=progress)
                 masks, gates = run.masks(), run.gates
                 records = ranks.on_first(lambda: read_log(directory.folder / LOG_NAME))
                 checked = check_held_out(run.loaded, chosen, masks, ranks, records, progress=progress)
             else:
-                ranks.on_first(lambda: _check(chosen, ranks, directory, resume))
                 masks, gates, checked = _measure(model, chosen, ranks, progress)
             is_first = ranks.is_first
         masks = {ratio: _add_held_out(mask, checked.get(ratio)) for ratio, mask in masks.items()}
@@ -132,17 +131,6 @@ def _enter(stack: ExitStack, directory: TrainingDirectory) -> None:
     """Keep other runs out of the folder until the stack is left."""
     check_folder(directory.out)
     stack.enter_context(lock_training(directory.out))
-
-
-def _check(recipe: Recipe, ranks: Ranks, directory: TrainingDirectory, resume: bool) -> None:
-    if ranks.num_ranks > 1:
-        raise LeanKError(
-            f"`method: {recipe.method}` trains nothing that {ranks.num_ranks} processes could share",
-            hint="start one process; `--set model.device_map=auto` spreads a large model over all GPUs",
-        )
-    check_training(recipe)
-    directory.check_usable(recipe, resume=resume)
-    refuse_foreign_masks(recipe, directory)
 
 
 def _add_held_out(mask: ChannelMask, held_out: HeldOut | None) -> ChannelMask:
@@ -186,12 +174,13 @@ def _measure(
             )
     keys = calibration.keys
     masks = {
-        ratio: ChannelMask(
+        ratio: build_mask(
+            recipe,
+            ratio,
+            files,
             select_for(recipe, scores, ratio),
-            provenance=describe_origin(
-                recipe, ratio, files.name, files.facts, None if keys is None else keys.num_tokens
-            ),
             key_mean=None if keys is None else keys.mean,
+            key_mean_tokens=None if keys is None else keys.num_tokens,
         )
         for ratio in recipe.pruning_ratios
     }

@@ -13,8 +13,7 @@ from leank_convert.device import choose_device
 from leank_convert.kv_scales import KVScales
 from leank_convert.mask import ChannelMask
 from leank_convert.recipe import Recipe
-from leank_convert.recipe_choice import find_recipe
-from leank_convert.train.derive import derive_recipe
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.key_mean import KeyStatistics, measure_keys
 from leank_convert.train.model import load_model, open_model
 from leank_convert.train.passes import check_layers
@@ -52,8 +51,7 @@ class MeasuredCache:
     def scales(self, mask: ChannelMask) -> KVScales:
         """Scales for FP8 of values, and of keys less the mask's mean."""
         found = self.statistics
-        mean = torch.zeros(()) if mask.key_mean is None else mask.key_mean.float()
-        largest = torch.maximum(found.highest - mean, mean - found.lowest)
+        largest = found.largest_key(mask.key_mean)
         return KVScales.of_largest(
             largest, found.largest_value, num_tokens=found.num_tokens, tasks=self.tasks, seed=self.seed
         )
@@ -79,7 +77,7 @@ def measure_cache(
         LeanKError: If the model or the recipe cannot be read, memory does not suffice, or a number is not
             finite.
     """
-    chosen = choose_cache_recipe(model, recipe, out, device)
+    chosen = choose_recipe(recipe, model, run=out, device=device)
     files = open_model(model, chosen.model)
     check_layers(files.facts, files.name)
     loaded = load_model(files, chosen, choose_device(device))
@@ -87,15 +85,3 @@ def measure_cache(
     samples.check()
     statistics = measure_keys(loaded, samples, NUM_CONTEXTS, offload=chosen.offload_context)
     return MeasuredCache(statistics, tuple(chosen.data.tasks), chosen.seed)
-
-
-def choose_cache_recipe(
-    model: str | Path,
-    recipe: Recipe | str | Path | None,
-    out: str | Path | None,
-    device: str | torch.device | None,
-    overrides: Sequence[str] = (),
-) -> Recipe:
-    """Find the recipe whose data a cache is measured on, as `measure_cache` takes it."""
-    found = find_recipe(recipe, model, run=None if out is None else Path(out), overrides=overrides)
-    return derive_recipe(model, overrides, device=device) if found is None else found

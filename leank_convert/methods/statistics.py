@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,54 +46,47 @@ class AttentionStatistics:
     product_magnitudes: Tensor
 
 
-@dataclass
 class _Measurement:
-    """Statistics of the layers that have run, one tensor a layer; of keys less their mean if it is given."""
+    """Statistics of each layer that has run; of keys less their mean if it is given."""
 
-    channel_norms: list[Tensor] = field(default_factory=list)
-    high_frequency_ratio: list[Tensor] = field(default_factory=list)
-    product_magnitudes: list[Tensor] = field(default_factory=list)
-    key_mean: Tensor | None = None
+    def __init__(self, key_mean: Tensor | None) -> None:
+        self._key_mean = key_mean
+        self.layers: list[AttentionStatistics] = []
 
     def add(self, query: Tensor, key: Tensor, high: Tensor) -> None:
         """Measure a layer by its queries [H, N, D], keys [H_kv, N, D] and fast channels, bool [D]."""
-        if self.key_mean is not None:
-            key = centre_keys(key, self.key_mean[len(self.channel_norms)])
+        if self._key_mean is not None:
+            key = centre_keys(key, self._key_mean[len(self.layers)])
         # By KV head: the products of a long prompt, in float32, are the largest thing there is.
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
         high = high.to(key.device)
         measured = [
             _measure_head(queries, keys.float(), high) for queries, keys in zip(grouped, key, strict=True)
         ]
-        norms, ratios, products = (torch.stack(values).cpu() for values in zip(*measured, strict=True))
-        self.channel_norms.append(norms)
-        self.high_frequency_ratio.append(ratios)
-        self.product_magnitudes.append(products)
+        self.layers.append(
+            AttentionStatistics(*(torch.stack(found).cpu() for found in zip(*measured, strict=True)))
+        )
+
+
+def _stack(measured: Sequence[AttentionStatistics]) -> Iterator[Tensor]:
+    """Each statistic of several measurements, in the order of the fields."""
+    return (torch.stack(found) for found in zip(*(vars(one).values() for one in measured), strict=True))
 
 
 @torch.no_grad()
 def measure_attention(
     model: PreTrainedModel, input_ids: Tensor, key_mean: Tensor | None = None
 ) -> AttentionStatistics:
-    """Measure queries and keys of one dense pass over a prompt.
-
-    Args:
-        model: A causal language model, as `train.model.load_model` loads it.
-        input_ids: The prompt [N].
-        key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
+    """Measure queries and keys, less their mean [L, H_kv, D] if given, of a dense pass over a prompt [N].
 
     Raises:
         LeanKError: If a statistic is not finite.
     """
-    measurement = _Measurement(key_mean=key_mean)
+    measurement = _Measurement(key_mean)
     device = next(model.parameters()).device
     with attention_of(model, MEASURING_ATTENTION_NAME), uncompiled():
         model.base_model(input_ids=input_ids[None].to(device), use_cache=False, leank_measurement=measurement)
-    statistics = AttentionStatistics(
-        torch.stack(measurement.channel_norms),
-        torch.stack(measurement.high_frequency_ratio),
-        torch.stack(measurement.product_magnitudes),
-    )
+    statistics = AttentionStatistics(*_stack(measurement.layers))
     for name, values in vars(statistics).items():
         if not bool(torch.isfinite(values).all()):
             raise LeanKError(
@@ -106,12 +99,7 @@ def measure_attention(
 
 def mean_statistics(measured: Sequence[AttentionStatistics]) -> AttentionStatistics:
     """The mean over prompts, each of which weighs the same whatever its length."""
-    return AttentionStatistics(
-        *(
-            torch.stack(values).mean(0)
-            for values in zip(*(vars(one).values() for one in measured), strict=True)
-        )
-    )
+    return AttentionStatistics(*(found.mean(0) for found in _stack(measured)))
 
 
 def high_frequency_channels(

@@ -1,7 +1,7 @@
 """ONNX: a graph of a pruned model that onnxruntime runs, its description, and the program that runs it.
 
 `export_onnx` writes a whole folder, `export_graph` the graph of a checkpoint or of a model in memory (`graph`
-names its tensors). `leank_onnx.py` is the host that travels with a folder.
+names its tensors). `leank_onnx.py` and its two siblings are the host that travels with a folder.
 """
 
 from leank_convert.onnx.export import export_graph, export_onnx

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.onnx.graph import cache_shapes, run_in_torch, trial_sizes
-from leank_convert.onnx.leank_onnx import Graph, LeanKOnnxError
+from leank_convert.onnx.leank_onnx_session import load_graph
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import round_weights
 
@@ -66,55 +66,39 @@ def make_trials(pruned: PrunedModel, weights: str | None = None) -> list[Trial]:
     return [replace(trial, rounded=other.logits) for trial, other in zip(trials, rounded, strict=True)]
 
 
-def check_graph(trials: Sequence[Trial], path: Path) -> None:
-    """Check a graph of a model.
-
-    Args:
-        trials: What `make_trials` made of the model.
-        path: The graph, its weights in the same folder.
-
-    Raises:
-        LeanKError: If the graph breaks ONNX's rules, or onnxruntime's answers are not PyTorch's.
-    """
-    # Without a copy of its own onnxruntime reads the weights where the file is mapped.
-    for trial, logits in zip(trials, _run(trials, path, prepack=False), strict=True):
-        difference = largest_difference(logits, trial.logits)
-        if not difference < _TOLERANCES[trial.inputs[-1].dtype]:
-            raise _fault(
-                f"`{path.name}`: logits of {trial.name} differ from PyTorch's by {difference:.1e} of the "
-                "largest"
-            )
-
-
-def measure_quantized(trials: Sequence[Trial], path: Path, weights: str) -> float:
-    """Measure how far the logits of a graph with quantized weights are from the model's.
+def check_graph(trials: Sequence[Trial], path: Path, weights: str | None = None) -> float:
+    """Check a graph of a model, and measure how far its logits are from the model's.
 
     Args:
         trials: What `make_trials` made of the model and these weights.
         path: The graph, its weights in the same folder.
-        weights: A key of `quantize.SCHEMES`.
+        weights: A key of `quantize.SCHEMES`, or None for the model's own.
 
     Returns:
         ‖graph's - model's‖ / ‖model's‖, of a prompt of random tokens or of a decode step on a random cache,
         whichever is more.
 
     Raises:
-        LeanKError: If the graph breaks ONNX's rules, cannot be run, or does not compute with the rounded
-            weights.
+        LeanKError: If the graph breaks ONNX's rules, cannot be run, or its answers are not PyTorch's with the
+            same weights.
     """
     differences = []
-    # Packed, since unpacked blocks are multiplied by other code than the runner's.
-    for trial, logits in zip(trials, _run(trials, path, prepack=True), strict=True):
-        assert trial.rounded is not None
-        error = distance(logits, trial.rounded)
-        if not error < _ROUNDED_TOLERANCE:
-            raise _fault(
-                f"`{path.name}`: with {weights} weights logits of {trial.name} differ by {error:.2f} of "
-                "their norm from PyTorch's with the same weights"
+    for trial, logits in zip(trials, _run(trials, path, weights), strict=True):
+        if weights is None:
+            error, limit = largest_difference(logits, trial.logits), _TOLERANCES[trial.inputs[-1].dtype]
+            told = f"logits of {trial.name} differ from PyTorch's by {error:.1e} of the largest"
+        else:
+            assert trial.rounded is not None
+            error, limit = distance(logits, trial.rounded), _ROUNDED_TOLERANCE
+            told = (
+                f"with {weights} weights logits of {trial.name} differ by {error:.2f} of their norm from "
+                "PyTorch's with the same weights"
             )
+        if not error < limit:
+            raise _fault(f"`{path.name}`: {told}")
         differences.append(distance(logits, trial.logits))
     difference = max(differences)
-    if difference > _MUCH:
+    if weights is not None and difference > _MUCH:
         _logger.warning(
             "with %s weights logits differ by %.2f of their norm from the model's, on random tokens; where "
             "answers suffer take more bits, or leave `--weights` out",
@@ -148,16 +132,21 @@ def check_rules(path: Path) -> None:
         raise LeanKError(f"`{path.name}` breaks the rules of ONNX: {first_line(error)}") from error
 
 
-def _run(trials: Sequence[Trial], path: Path, *, prepack: bool) -> list[Tensor]:
+def _run(trials: Sequence[Trial], path: Path, weights: str | None) -> list[Tensor]:
     """Logits of every trial by onnxruntime, in float32."""
-    settings = {} if prepack else {"session.disable_prepacking": "1"}
+    # Without a copy of its own onnxruntime reads weights where the file is mapped. Unpacked blocks of
+    # quantized ones are multiplied by other code than the runner's.
+    settings = {"session.disable_prepacking": "1"} if weights is None else {}
     try:
         check_rules(path)
-        graph = Graph(path, settings=settings)
-        outputs = [graph.run([value.numpy() for value in trial.inputs]) for trial in trials]
-    except (LeanKError, LeanKOnnxError) as error:
+        graph = load_graph(path, settings=settings)
+        names = [tensor.name for tensor in graph.get_inputs()]
+        feeds = [
+            {name: value.numpy() for name, value in zip(names, trial.inputs, strict=True)} for trial in trials
+        ]
+        return [torch.from_numpy(graph.run(["logits"], feed)[0]).float() for feed in feeds]
+    except Exception as error:  # onnxruntime's errors share no class of their own
         raise _fault(first_line(error)) from error
-    return [torch.from_numpy(each["logits"]).float() for each in outputs]
 
 
 def _prompt(pruned: PrunedModel) -> Trial:

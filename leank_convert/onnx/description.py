@@ -1,19 +1,37 @@
-"""leank_onnx.json: what a program must know to run the graph. Written here, read by `leank_onnx.py`."""
+"""leank_onnx.json: what a program must know to run the graph, written, and checked against the mask file.
+
+`leank_onnx_cache.py` reads it, and takes on trust whatever decoding does not depend on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
-from leank_convert.errors import LeanKError
+import torch
+
+from leank_convert.errors import LeanKError, cut
+from leank_convert.head_layout import plan_head_layout
+from leank_convert.mask import ChannelMask
 from leank_convert.onnx.graph import cache_shapes
-from leank_convert.onnx.leank_onnx import FORMAT_VERSION, Description, LeanKOnnxError
+from leank_convert.onnx.leank_onnx_cache import FORMAT_VERSION, Description, LeanKOnnxError
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
+from leank_convert.windows import Windows
+
+# Of keys that neither the mask nor the graph gives: what their values are.
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "opset": int,
+    "weights": str,
+    "quantization": (dict, type(None)),
+    "model": dict,
+    "bos_token_id": (int, type(None)),
+}
+_MODEL_TYPES = {"name": str, "model_type": str, "num_attention_heads": int}
+# Keys by which a host finds the cache among the tensors; where one is too much, it finds what is none.
+_PLACE = ("layer", "region", "width", "part")
 
 
 @contextmanager
@@ -36,7 +54,7 @@ def read_description(folder: Path) -> Description:
         LeanKError: If it cannot be read, is of another format version, or keys are missing or make no sense.
     """
     with host_errors():
-        return Description.parse(folder / ONNX_DESCRIPTION_NAME)
+        return Description(folder)
 
 
 def describe(
@@ -54,24 +72,21 @@ def describe(
         opset: Its version of the ONNX operators.
         files: SHA-256 by file name.
         weights: A key of `quantize.SCHEMES`, or None for the model's own type.
-        difference: Of quantized weights, what `check.measure_quantized` returned.
+        difference: Of quantized weights, what `check.check_graph` returned.
     """
-    scheme = None if weights is None else SCHEMES[weights]
     config = pruned.model.config
     num_layers, kv_heads, head_dim = pruned.channel_masks.shape
+    quantization = None
+    if weights is not None:
+        scheme = SCHEMES[weights]
+        quantization = {"operator": OPERATOR, "bits": scheme.bits, "block_size": scheme.block_size}
+        quantization["difference"] = difference
     return {
         "format_version": FORMAT_VERSION,
         "opset": opset,
         "dtype": pruned.dtype,
         "weights": weights or pruned.dtype,
-        "quantization": None
-        if scheme is None
-        else {
-            "operator": OPERATOR,
-            "bits": scheme.bits,
-            "block_size": scheme.block_size,
-            "difference": difference,
-        },
+        "quantization": quantization,
         "model": {
             "name": pruned.name,
             "model_type": config.model_type,
@@ -87,12 +102,7 @@ def describe(
         "sink_size": pruned.sink_size,
         "recent_size": pruned.recent_size,
         "flush_size": pruned.flush_size,
-        "widths": pruned.widths,
-        "buckets": [_buckets(layer) for layer in pruned.buckets],
-        "channel_order": pruned.channel_order.tolist(),
-        "head_permutation": pruned.head_permutation,
-        "inputs": describe_inputs(pruned, pruned.dtype),
-        "outputs": describe_outputs(pruned, pruned.dtype, config.vocab_size),
+        **describe_cache(pruned, pruned.dtype, config.vocab_size),
         "files": dict(sorted(files.items())),
     }
 
@@ -106,6 +116,42 @@ def _token_ids(pruned: PrunedModel, key: str) -> list[int]:
     return []
 
 
+def describe_cache(pruned: PrunedModel, dtype: str, vocab_size: int) -> dict[str, Any]:
+    """Describe heads, lanes, inputs and outputs; of `pruned` masks, head order and windows are looked at."""
+    num_layers, heads, head_dim = pruned.channel_masks.shape
+    integers: dict[str, list[int | str]] = {
+        "input_ids": ["batch", "new_tokens"],
+        "past_lengths": ["batch"],
+        "pruned_lengths": ["batch"],
+        "logits_index": ["batch", "logits"],
+    }
+    inputs: list[dict[str, Any]] = [
+        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
+    ]
+    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
+        _, layer, region, *width, part = name.split(".")
+        place = {"layer": int(layer), "region": region, "width": int(width[0]) if width else None}
+        inputs.append({"name": name, "dtype": dtype, "shape": shape, **place, "part": part})
+    outputs: list[dict[str, Any]] = [
+        {"name": "logits", "dtype": dtype, "shape": ["batch", "logits", vocab_size]}
+    ]
+    shapes = [("key", ["batch", heads, "new_tokens", head_dim])]
+    shapes.append(("value", ["batch", heads, head_dim, "new_tokens"]))
+    outputs += [
+        {"name": f"present.{layer}.{part}", "dtype": dtype, "shape": shape, "layer": layer, "part": part}
+        for layer in range(num_layers)
+        for part, shape in shapes
+    ]
+    return {
+        "widths": pruned.widths,
+        "buckets": [_buckets(layer) for layer in pruned.buckets],
+        "channel_order": pruned.channel_order.tolist(),
+        "head_permutation": pruned.head_permutation,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+
+
 def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
     described, first = [], 0
     for width, count in layer:
@@ -114,96 +160,55 @@ def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return described
 
 
-def describe_inputs(pruned: PrunedModel, dtype: str) -> list[dict[str, Any]]:
-    """Describe a graph's inputs, its cache of `dtype`; of `pruned` masks and window sizes are looked at."""
-    integers: dict[str, list[int | str]] = {
-        "input_ids": ["batch", "new_tokens"],
-        "past_lengths": ["batch"],
-        "pruned_lengths": ["batch"],
-        "logits_index": ["batch", "logits"],
-    }
-    described: list[dict[str, Any]] = [
-        {"name": name, "dtype": "int64", "shape": shape} for name, shape in integers.items()
-    ]
-    for name, shape in cache_shapes(pruned, "batch", "window_slots", "pruned_slots").items():
-        _, layer, region, *width, part = name.split(".")
-        place = {
-            "layer": int(layer),
-            "region": region,
-            "width": int(width[0]) if width else None,
-            "part": part,
-        }
-        described.append({"name": name, "dtype": dtype, "shape": shape, **place})
-    return described
-
-
-def describe_outputs(pruned: PrunedModel, dtype: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Describe a graph's outputs, logits and new keys and values of `dtype`; only masks are looked at."""
-    num_layers, heads, head_dim = pruned.channel_masks.shape
-    described: list[dict[str, Any]] = [
-        {"name": "logits", "dtype": dtype, "shape": ["batch", "logits", vocab_size]}
-    ]
-    shapes: dict[str, list[int | str]] = {
-        "key": ["batch", heads, "new_tokens", head_dim],
-        "value": ["batch", heads, head_dim, "new_tokens"],
-    }
-    for layer in range(num_layers):
-        for part, shape in shapes.items():
-            name = f"present.{layer}.{part}"
-            described.append({"name": name, "dtype": dtype, "shape": shape, "layer": layer, "part": part})
-    return described
-
-
-def pruning_ratio_of(description: Description) -> float:
+def pruning_ratio_of(mask: ChannelMask) -> float:
     """The fraction of channels removed, over the whole model."""
-    widths = description.content["widths"]
-    return 1 - sum(map(sum, widths)) / (sum(map(len, widths)) * description.head_dim)
+    return 1 - float(mask.channel_mask.double().mean())
 
 
-def check_heads(description: Description) -> None:
-    """Check that widths, buckets, lanes and the heads' order fit one another and the model's sizes.
+def check_description(description: Description, mask: ChannelMask) -> None:
+    """Check that a description is of the graph that is made with a mask, and that it lacks nothing.
 
     Raises:
-        LeanKError: If they do not.
+        LeanKError: If a key is missing or has a value of another type, or windows make no sense, or shapes,
+            heads, lanes, inputs or outputs are not those that the mask gives.
     """
     content = description.content
-    num_layers = content["model"]["num_hidden_layers"]
-    for key in ("widths", "buckets", "channel_order", "head_permutation"):
-        if content[key] is not None and len(content[key]) != num_layers:
-            raise LeanKError(f"`{key}` has {len(content[key])} layers, the model {num_layers}")
-    for layer, row in enumerate(content["widths"]):
-        if len(row) != description.num_heads or row != sorted(row) or row[-1] > description.head_dim:
-            raise LeanKError(
-                f"`widths[{layer}]` is {row}: not {description.num_heads} numbers ascending within 0 and "
-                f"{description.head_dim}"
-            )
-        counts = [(width, row.count(width)) for width in sorted(set(row))]
-        if content["buckets"][layer] != _buckets(counts):
-            raise LeanKError(f"`buckets[{layer}]` is {content['buckets'][layer]}; the widths are {row}")
-        _check_lanes(content["channel_order"][layer], row, layer, description.head_dim)
-        if content["head_permutation"] is not None:
-            _check_permutation(content["head_permutation"][layer], row, layer)
+    for origin, values, types in (("", content, _TYPES), ("model.", content["model"], _MODEL_TYPES)):
+        for key, kind in types.items():
+            if not isinstance(values.get(key, ...), kind):
+                found = f"is {cut(values[key])}" if key in values else "is missing"
+                raise LeanKError(f"`{origin}{key}` {found}; export the model again")
+    sizes = description.sink_size, description.recent_size, description.flush_size
+    Windows(*sizes)
+    permutation = plan_head_layout(mask.widths).head_permutation
+    channel_masks = torch.stack(
+        [rows[list(order)] for rows, order in zip(mask.channel_mask, permutation, strict=True)]
+    )
+    pruned = PrunedModel(None, channel_masks, *sizes, head_permutation=[list(order) for order in permutation])
+    expected = describe_cache(pruned, content["dtype"], description.vocab_size)
+    model = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    expected["model"] = {**content["model"], **dict(zip(model, channel_masks.shape, strict=True))}
+    for key, value in expected.items():
+        check_equal(content.get(key), value, key, "the mask gives")
 
 
-def _check_lanes(orders: list[list[int]], row: list[int], layer: int, head_dim: int) -> None:
-    if len(orders) != len(row):
-        raise LeanKError(f"`channel_order[{layer}]` has {len(orders)} heads, the model {len(row)}")
-    for head, (order, width) in enumerate(zip(orders, row, strict=True)):
-        if sorted(order) != list(range(head_dim)):
-            raise LeanKError(
-                f"`channel_order[{layer}][{head}]` is {order}, no order of the {head_dim} channels"
-            )
-        for part in (order[:width], order[width:]):
-            if part != sorted(part):
-                raise LeanKError(
-                    f"`channel_order[{layer}][{head}]` is {order}: neither the {width} kept channels nor the "
-                    f"dropped ones may descend, as {part} does"
-                )
+def check_equal(found: Any, expected: Any, place: str, source: str) -> None:
+    """Compare two JSON values. Keys that a later release may have added say nothing.
 
+    Args:
+        found: The value.
+        expected: What it has to be.
+        place: Where it stands.
+        source: What tells so, with a verb.
 
-def _check_permutation(permutation: list[int], row: list[int], layer: int) -> None:
-    if sorted(permutation) != list(range(len(row))):
-        raise LeanKError(f"`head_permutation[{layer}]` is {permutation}, no permutation of {len(row)} heads")
-    # Stable: heads of one width keep the order they had.
-    if any(a == b and i > j for (a, i), (b, j) in pairwise(zip(row, permutation, strict=True))):
-        raise LeanKError(f"`head_permutation[{layer}]` is {permutation}, not stable within a bucket")
+    Raises:
+        LeanKError: If they differ; it names the first place where they do.
+    """
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            check_equal(one, other, f"{place}.{number}", source)
+    elif isinstance(found, dict) and isinstance(expected, dict):
+        for key in (*expected, *(key for key in _PLACE if key in found and key not in expected)):
+            check_equal(found.get(key), expected.get(key), f"{place}.{key}", source)
+    elif type(found) is not type(expected) or found != expected:
+        raise LeanKError(f"`{place}` is {cut(found)}; {source} {cut(expected)}")

@@ -32,11 +32,10 @@ from leank_convert.files import sha256_of, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name, resolve_model
 from leank_convert.mask import MASK_FILE_NAME, load_mask
-from leank_convert.onnx import leank_onnx
-from leank_convert.onnx.check import check_graph, make_trials, measure_quantized
+from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.description import describe
 from leank_convert.onnx.graph import StepModel, attend_in_regions, attending, cache_shapes
-from leank_convert.onnx.leank_onnx import MODEL_FILE
+from leank_convert.onnx.leank_onnx_cache import MODEL_FILE
 from leank_convert.onnx.libraries import DEFAULT_OPSET, check_available
 from leank_convert.onnx.pruned_model import PrunedModel, check_traceable, load_pruned, refuse_quantized
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
@@ -44,7 +43,7 @@ from leank_convert.onnx.readme import build_readme
 
 _README_NAME = "README.md"
 # The program that runs the graph, copied into its folder.
-_HOST = Path(leank_onnx.__file__)
+_HOST = [Path(__file__).with_name(f"leank_onnx{part}.py") for part in ("", "_session", "_cache")]
 
 # torch 2.13's exporter about itself: that one size has one name, and that it copies its own trees.
 _EXPORTER_WARNINGS = (
@@ -125,10 +124,11 @@ def export_onnx(
         difference = None
         if weights is not None:
             quantize_weights(partial / MODEL_FILE, weights)
-            difference = measure_quantized(trials, partial / MODEL_FILE, weights)
+            difference = check_graph(trials, partial / MODEL_FILE, weights)
         _copy_companions(checkpoint, partial)
         write_atomically(partial / MASK_FILE_NAME, (checkpoint / MASK_FILE_NAME).read_bytes())
-        write_atomically(partial / _HOST.name, _HOST.read_bytes())
+        for file in _HOST:
+            write_atomically(partial / file.name, file.read_bytes())
         if temporary.exists():
             shutil.rmtree(temporary)
         _describe_folder(pruned, partial, opset, weights, difference)
@@ -182,7 +182,7 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
     write_companions(contents, folder)
     if not (folder / "tokenizer.json").exists():
         _logger.warning(
-            "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, _HOST.name
+            "`%s` has no `tokenizer.json`; `%s` will take tokens alone, no text", checkpoint, _HOST[0].name
         )
 
 

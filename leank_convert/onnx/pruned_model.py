@@ -164,7 +164,7 @@ def check_traceable(facts: ModelFacts, origin: object) -> None:
         LeanKError: If the model has a mixture of experts, layers without full attention, or a rope whose
             angles depend on the length.
     """
-    if facts.architecture.experts is not None:
+    if facts.architecture.experts:
         raise LeanKError(
             f"`{origin}`: a `{facts.model_type}` layer is a mixture of experts, each of which runs on other "
             "tokens in every step; a graph runs everything",

@@ -35,7 +35,7 @@ and a streamer; `model.start()` gives a session that takes further turns.
 
 `leank_onnx.json` describes every input and output: the graph is a function of the new tokens and of buffers
 that the host owns, and it returns the new tokens' keys and values alone, which the host writes into its
-buffers. In `leank_onnx.py` the class `Cache` does that.
+buffers. In `leank_onnx_cache.py` the class `Cache` does that.
 
 - All rows are stored without padding; `past_lengths` and `pruned_lengths` count each row's own tokens.
 - Window: token t lies in slot t if t < {sink}, else in slot {sink} + (t - {sink}) mod {ring}: {slots} slots.
@@ -72,7 +72,7 @@ def build_readme(
         pruned: The model.
         opset: The graph's version of the ONNX operators.
         weights: A key of `quantize.SCHEMES`, or None for the model's own type.
-        difference: Of quantized weights, what `check.measure_quantized` returned.
+        difference: Of quantized weights, what `check.check_graph` returned.
     """
     quantized = ""
     if weights is not None and difference is not None:

@@ -14,17 +14,7 @@ from torch import Tensor
 from leank_convert.files import write_atomically
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
-from leank_convert.report.figures import (
-    draw_channel_mask,
-    draw_distillation,
-    draw_gates,
-    draw_kept_by_head,
-    draw_kept_by_layer,
-    draw_kept_by_pair,
-    draw_pruning,
-    draw_scaling_factors,
-    draw_width_histogram,
-)
+from leank_convert.report import figures
 from leank_convert.report.page import Section, new_figure, panels, render_page, rows_height
 
 if TYPE_CHECKING:
@@ -121,8 +111,8 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
         "heads",
         lambda: panels(
             height,
-            lambda axes: draw_kept_by_head(axes, channels),
-            lambda axes: draw_kept_by_layer(axes, channels),
+            (figures.draw_kept_by_head, channels),
+            (figures.draw_kept_by_layer, channels),
             width_ratios=[1.25, 1],
         ),
         "Layers and KV heads in the model's own order; a head of 0 sees only sink and recent window.",
@@ -132,8 +122,8 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
         "pairs",
         lambda: panels(
             3.2,
-            lambda axes: draw_kept_by_pair(axes, mask),
-            lambda axes: draw_width_histogram(axes, channels),
+            (figures.draw_kept_by_pair, mask),
+            (figures.draw_width_histogram, channels),
             width_ratios=[1.6, 1],
         ),
         "A pair is two channels that RoPE turns together, at a frequency that falls with its number.",
@@ -141,7 +131,12 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
     every = Section(
         "Every channel",
         "channels",
-        lambda: _draw_every_channel(min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)), mask),
+        lambda: panels(
+            min(12.0, max(3.6, 0.045 * num_layers * num_heads + 1)),
+            *([] if factors is None else [(figures.draw_scaling_factors, factors)]),
+            (figures.draw_channel_mask, channels),
+            width_ratios=None if factors is None else [1.12, 1],
+        ),
         "A row per KV head, a column per channel"
         + ("." if factors is None else ": as training ended, and what was selected from it."),
     )
@@ -159,7 +154,7 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
     chosen_by = Section(
         "What heads were chosen by",
         "gates",
-        lambda: panels(height, lambda axes: draw_gates(axes, per_head)),
+        lambda: panels(height, (figures.draw_gates, per_head)),
         "How much a head needs more than sink and recent window; those that need most keep channels.",
     )
     # Where gates alone chose, all channels of a head are alike.
@@ -168,23 +163,11 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
     return [heads, chosen_by, pairs, *steps, every]
 
 
-def _draw_every_channel(height: float, mask: ChannelMask) -> Figure:
-    factors = mask.scaling_factors
-    if factors is None:
-        return panels(height, lambda axes: draw_channel_mask(axes, mask.channel_mask))
-    return panels(
-        height,
-        lambda axes: draw_scaling_factors(axes, factors),
-        lambda axes: draw_channel_mask(axes, mask.channel_mask),
-        width_ratios=[1.12, 1],
-    )
-
-
 def _draw_training(records: Sequence[StepRecord]) -> Figure:
     figure = new_figure(5.4)
     loss, pruning = figure.subplots(2, 1, sharex=True)
-    draw_distillation(loss, records)
-    draw_pruning(pruning, records)
+    figures.draw_distillation(loss, records)
+    figures.draw_pruning(pruning, records)
     return figure
 
 

@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leank_convert.report.figures import INK, STYLE
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH = 11.0  # inches of a figure, which the page scales to its own width
@@ -87,14 +86,12 @@ def new_figure(height: float) -> Figure:
     return Figure(figsize=(_WIDTH, height), layout="constrained", dpi=100)
 
 
-def panels(
-    height: float, *draw: Callable[[Axes], None], width_ratios: Sequence[float] | None = None
-) -> Figure:
-    """A figure of panels side by side, each drawn by a function of its axes."""
+def panels(height: float, *drawn: tuple[Any, ...], width_ratios: Sequence[float] | None = None) -> Figure:
+    """A figure of panels side by side, each a function of `figures.py` with what it draws into its axes."""
     figure = new_figure(height)
-    row = figure.subplots(1, len(draw), squeeze=False, width_ratios=width_ratios)[0]
-    for axes, draw_panel in zip(row, draw, strict=True):
-        draw_panel(axes)
+    row = figure.subplots(1, len(drawn), squeeze=False, width_ratios=width_ratios)[0]
+    for axes, (draw, *shown) in zip(row, drawn, strict=True):
+        draw(axes, *shown)
     return figure
 
 

@@ -12,6 +12,7 @@ Letters: H query heads, H_kv KV heads, G = H / H_kv, D head_dim, P context token
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from leank_convert.train.fused import attend, fused_kernel
 from leank_convert.train.packing import Rows
 from leank_convert.train.split_attention import Regions, StoredContext, split_attention
 from leank_convert.train.windowed import beside_sinks, causal_attention, masked_attention
+from leank_convert.windows import Windows
 
 ATTENTION_NAME = "leank_train"
 
@@ -34,58 +36,55 @@ class ContextIsStored(Exception):  # noqa: N818 - no error: what would follow is
 
 
 @dataclass(frozen=True)
-class ContextPass:
-    """The dense pass over the context, which fills it.
+class Student:
+    """What the answers are computed with.
 
     Attributes:
-        context: What is filled.
-    """
-
-    context: StoredContext
-
-
-@dataclass(frozen=True)
-class QuestionPass:
-    """The dense pass over the tokens that follow the context.
-
-    Attributes:
-        context: The stored context; takes the keys and values of the questions.
-        regions: How these tokens see it and one another.
-        num_questions: Tokens of questions; those of answers follow them.
-        window_regions: The same in layers with a sliding window, None without any.
-        rows: These tokens in layers with linear attention, None without any.
-    """
-
-    context: StoredContext
-    regions: Regions
-    num_questions: int
-    window_regions: Regions | None = None
-    rows: Rows | None = None
-
-
-@dataclass(frozen=True)
-class AnswerPass:
-    """The pass over the answers, with gradient.
-
-    Attributes:
-        context: The stored context and questions.
-        regions: How the answers see them and one another.
+        windows: Sink and recent window.
         scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
         sees_middle: Bool [L, H_kv]: False for a head without channels, whose middle is at minus infinity;
             None if every head sees it (stage 1, where factors of 0 still leave logits of 0).
         gates: DuoAttention's, float [L, H_kv]: a head's output is g times what it is otherwise, and 1 - g
             times what it is without the middle; None for no such mixture.
-        window_regions: As regions, in layers with a sliding window, which are dense; None without any.
-        rows: Questions and answers in layers with linear attention, None without any.
     """
 
-    context: StoredContext
-    regions: Regions
+    windows: Windows
     scaling_factors: Tensor
     sees_middle: Tensor | None = None
     gates: Tensor | None = None
-    window_regions: Regions | None = None
-    rows: Rows | None = None
+
+    @property
+    def learned(self) -> Tensor:
+        """The gates where there are any, else the scaling factors."""
+        return self.scaling_factors if self.gates is None else self.gates
+
+
+@dataclass(frozen=True)
+class ContextPass:
+    """The dense pass over the context, which fills it."""
+
+    context: StoredContext
+
+
+@dataclass(frozen=True)
+class FollowingPass:
+    """A pass over tokens that follow the context: questions and answers dense, or answers with gradient.
+
+    Attributes:
+        context: The stored context; takes the questions' keys and values in the dense pass.
+        num_questions: Tokens of questions; those of answers follow them.
+        regions: How the pass's tokens see the context and one another.
+        window_regions: The same in layers with a sliding window, which are dense; None without any.
+        rows: Questions and answers in layers with linear attention, None without any.
+        student: What the answers are computed with; None for the dense pass.
+    """
+
+    context: StoredContext
+    num_questions: int
+    regions: Regions
+    window_regions: Regions | None
+    rows: Rows | None
+    student: Student | None = None
 
 
 def training_attention(
@@ -96,12 +95,12 @@ def training_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    leank_pass: ContextPass | QuestionPass | AnswerPass | None = None,
+    leank_pass: ContextPass | FollowingPass | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Dispatch one layer's attention; transformers' attention signature.
+    """Dispatch one layer's attention, by transformers' signature: [1, N, H, D], and no attention weights.
 
     Args:
         module: The attention module, which knows its `layer_idx` and `config`.
@@ -116,9 +115,6 @@ def training_attention(
         s_aux: Logits of attention sinks [H], by transformers' name for them; None without any. They fall by
             what centred keys leave out.
         **kwargs: What else the model's family passes.
-
-    Returns:
-        [1, N, H, D], and None for the attention weights.
 
     Raises:
         ContextIsStored: When a block of the context has reached the last layer.
@@ -140,14 +136,15 @@ def training_attention(
         return output, None
     regions = leank_pass.regions if sliding_window is None else leank_pass.window_regions
     assert regions is not None
-    if isinstance(leank_pass, QuestionPass):
+    if leank_pass.student is None:
         num = leank_pass.num_questions
         context.questions[layer] = key[:, :, :num], value[:, :, :num]
     else:
         asked = context.questions[layer]
         key, value = (torch.cat(parts, dim=2) for parts in zip(asked, (key, value), strict=True))
         if sliding_window is None:
-            return _answer_attention(module, query, key, value, leank_pass, scaling, s_aux), None
+            student = leank_pass.student
+            return _answer_attention(module, query, key, value, leank_pass, student, scaling, s_aux), None
     return split_attention(query, key, value, context, layer, regions, scaling, sinks=s_aux), None
 
 
@@ -170,34 +167,26 @@ def _answer_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    answers: AnswerPass,
+    answers: FollowingPass,
+    student: Student,
     scaling: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the answers' N tokens with a layer's factors and gates: [1, N, H, D]."""
     place = _place(module)
-    factors = answers.scaling_factors[place]
+    factors = student.scaling_factors[place]
 
-    def attend_with(sees_middle: Tensor | None) -> Tensor:
-        return split_attention(
-            query,
-            key,
-            value,
-            answers.context,
-            module.layer_idx,
-            answers.regions,
-            scaling,
-            factors,
-            sees_middle,
-            sinks=sinks,
-        )
-
-    output = attend_with(None if answers.sees_middle is None else answers.sees_middle[place])
-    if answers.gates is None:
+    attend_with = partial(
+        split_attention,
+        *(query, key, value, answers.context, module.layer_idx, answers.regions, scaling, factors),
+        sinks=sinks,
+    )
+    output = attend_with(sees_middle=None if student.sees_middle is None else student.sees_middle[place])
+    if student.gates is None:
         return output
     compute = torch.promote_types(query.dtype, torch.float32)
-    gates = answers.gates[place].to(query.device, compute)
-    streaming = attend_with(torch.zeros_like(gates, dtype=torch.bool))
+    gates = student.gates[place].to(query.device, compute)
+    streaming = attend_with(sees_middle=torch.zeros_like(gates, dtype=torch.bool))
     shares = gates.repeat_interleave(query.shape[1] // len(gates))[:, None]
     return torch.lerp(streaming.to(compute), output.to(compute), shares).to(query.dtype)
 

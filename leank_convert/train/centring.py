@@ -13,24 +13,12 @@ from torch import Tensor
 
 
 def centre_keys(key: Tensor, key_mean: Tensor) -> Tensor:
-    """Keys less their mean, rounded once, as the runtime stores them [..., H_kv, N, D].
-
-    Args:
-        key: After RoPE, as the model's dtype holds them [..., H_kv, N, D].
-        key_mean: The layer's [H_kv, D].
-    """
+    """Keys after RoPE [..., H_kv, N, D] less their mean [H_kv, D], rounded once, as they are stored."""
     return (key - key_mean.to(key.device, torch.float32)[:, None]).to(key.dtype)
 
 
 def lower_sinks(sinks: Tensor, query: Tensor, key_mean: Tensor, scaling: float) -> Tensor:
-    """Logits of sinks beside centred keys, which depend on the query [1, H, N].
-
-    Args:
-        sinks: The layer's [H].
-        query: After RoPE [1, H, N, D].
-        key_mean: The layer's [H_kv, D].
-        scaling: The softmax scale.
-    """
+    """Logits of sinks [H] beside keys less their mean [H_kv, D], which depend on the query: [1, H, N]."""
     compute = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // len(key_mean)
     of_heads = key_mean.to(query.device, compute)[:, None].expand(-1, groups, -1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Resolve the training recipe: the one named, the run's, the packaged one, or a derived one.
+"""Resolve a recipe: the one named, that of a run, the packaged one, or a derived one.
 
 Importing this module does not import torch.
 """
@@ -17,32 +17,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def choose_training_recipe(
-    model: str | Path,
+def choose_recipe(
     recipe: Recipe | str | Path | None,
-    out: Path | None,
-    overrides: Sequence[str] = (),
+    model: str | Path,
     *,
+    run: str | Path | None = None,
+    overrides: Sequence[str] = (),
     flags: Mapping[str, object] = MappingProxyType({}),
-    resume: bool = False,
+    training: bool = False,
     device: str | torch.device | None = None,
 ) -> Recipe:
-    """Load the recipe of a name, else that of the run to resume, else the packaged one, else derive one.
-
-    Args:
-        model: A local folder, a hub id, or `testbed`.
-        recipe: A recipe, the name of a packaged one or a YAML file; None to choose.
-        out: Where the run goes, or is.
-        overrides: As `load_recipe` takes them.
-        flags: As `load_recipe` takes them.
-        resume: Whether the run in `out` is resumed.
-        device: What is trained on. Default: CUDA if there is any, else the CPU.
+    """Find a recipe as `find_recipe` does, with its arguments, or derive one for a model and a device.
 
     Raises:
-        LeanKError: As `load_recipe` and `derive_recipe`.
+        LeanKError: As `find_recipe` and `derive_recipe`.
     """
-    run = out if resume else None
-    found = find_recipe(recipe, model, run=run, overrides=overrides, flags=flags, training=True)
+    folder = None if run is None else Path(run)
+    found = find_recipe(recipe, model, run=folder, overrides=overrides, flags=flags, training=training)
     if found is not None:
         return found
     from leank_convert.train.derive import derive_recipe

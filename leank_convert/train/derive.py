@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +27,7 @@ from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, cut
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import DERIVED, parse_recipe
-from leank_convert.train.forecast import count_bytes
-from leank_convert.train.model import ModelFiles, open_model
+from leank_convert.train.model import ModelFiles, count_bytes, open_model
 
 PRUNING_RATIO = 0.7
 # As SmolLM2-135M-Instruct was trained.
@@ -54,23 +55,16 @@ def derive_recipe(
     model: str | Path,
     overrides: Sequence[str] = (),
     *,
-    flags: Mapping[str, object] | None = None,
+    flags: Mapping[str, object] = MappingProxyType({}),
     device: str | torch.device | None = None,
 ) -> Recipe:
-    """Derive a recipe for a model, with what is set besides.
-
-    Args:
-        model: A local folder, a hub id, or `testbed`.
-        overrides: As `load_recipe` takes them.
-        flags: As `load_recipe` takes them.
-        device: What is trained on. Default: CUDA if there is any, else the CPU.
+    """Derive a recipe for a model and a device, with overrides and flags as `load_recipe` takes them.
 
     Raises:
         LeanKError: If the model cannot be found, read or converted, or has too few positions; if an override
             or a flag is wrong.
     """
     name = f"derived for {model}"
-    flags = flags or {}
     chosen = choose_device(device)
     given = parse_recipe(name, _BLANK, overrides, flags=flags, training=True)  # before a model is fetched
     files = open_model(model, given.model)
@@ -86,9 +80,10 @@ def derive_recipe(
         for candidate in _propose(files, chosen)
     )
     first = next(recipes)
-    if room is None or _fits(files, first, chosen, room):
+    if room is None:
         return first
-    return next((recipe for recipe in recipes if _fits(files, recipe, chosen, room)), first)
+    fitting = (each for each in chain([first], recipes) if count_bytes(files, each, chosen)["total"] <= room)
+    return next(fitting, first)
 
 
 def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -137,11 +132,6 @@ def _find_room(device: torch.device) -> int | None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
     return int(_USABLE * torch.cuda.mem_get_info(device)[0])
-
-
-def _fits(files: ModelFiles, recipe: Recipe, device: torch.device, room: int) -> bool:
-    needed = count_bytes(files, recipe, device)
-    return bool(needed["weights"] + needed["context"] + needed["working"] <= room)
 
 
 def _write(files: ModelFiles, document: Mapping[str, Any], device: torch.device, room: int | None) -> str:

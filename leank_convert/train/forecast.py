@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,16 +15,15 @@ import torch
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.device import choose_device
-from leank_convert.errors import LeanKMemoryError, out_of_memory
+from leank_convert.errors import LeanKError, LeanKMemoryError, out_of_memory
 from leank_convert.recipe import Recipe
-from leank_convert.safetensors_file import DTYPE_BITS
-from leank_convert.train.log import check_trackers
+from leank_convert.train.attention import Student
 from leank_convert.train.loop import check_run
-from leank_convert.train.model import LoadedModel, ModelFiles, find_model, load_model
-from leank_convert.train.passes import BLOCK_SIZE, Student, check_layers
+from leank_convert.train.model import LoadedModel, count_bytes, find_model, load_model
+from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.run import Run
-from leank_convert.train.scaling import initial_scaling_factors
+from leank_convert.train.scaling import ones
 from leank_convert.train.schedule import Schedule
 from leank_convert.windows import Windows
 
@@ -43,10 +42,7 @@ class Forecast:
         recipe: What will be trained.
         processes: How many share a step's contexts.
         device: The GPU's name, or the device's.
-        weights: Bytes of the model on each GPU.
-        context: Bytes of the longest context's keys and values on each GPU.
-        working: Bytes that a layer's computation takes, as estimated.
-        capacity: A GPU's bytes; None on the CPU, which is not judged.
+        memory: Bytes on each GPU, as `count_bytes` gives them.
         tokens: Of a context of mean length, with all questions and answers.
         seconds_per_context: Of a context of that length, as measured; None where it was not.
         why_unmeasured: Why not.
@@ -57,39 +53,19 @@ class Forecast:
     recipe: Recipe
     processes: int
     device: str
-    weights: int
-    context: int
-    working: int
-    capacity: int | None
+    memory: Mapping[str, Any]
     tokens: float
     seconds_per_context: float | None = None
     why_unmeasured: str | None = None
 
-    @property
-    def total(self) -> int:
-        """Bytes that have to lie on each GPU."""
-        return self.weights + self.context + self.working
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether they do; None where that is not judged."""
-        return None if self.capacity is None else self.total <= self.capacity
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of all steps, by the process that has most contexts of each; linear in their lengths."""
-        if self.seconds_per_context is None:
-            return None
-        schedule, contexts = Schedule(self.recipe), self.recipe.stage2.validation_contexts
-        num_contexts = schedule.num_steps * -(-self.recipe.batch_size // self.processes)
-        num_contexts += schedule.num_comparisons * -(-contexts // self.processes)
-        return num_contexts * self.seconds_per_context
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready; the time of all steps is that of the process that has most contexts of each."""
         schedule, recipe, facts = Schedule(self.recipe), self.recipe, self.facts
         heads = len(facts.layers) * facts.num_key_value_heads
         contexts = schedule.num_steps * recipe.batch_size
+        own_contexts = schedule.num_steps * -(-recipe.batch_size // self.processes)
+        own_contexts += schedule.num_comparisons * -(-recipe.stage2.validation_contexts // self.processes)
+        pace = self.seconds_per_context
         return {
             "model": self.model,
             "phases": [
@@ -106,13 +82,10 @@ class Forecast:
             "scaling_factors": heads * facts.head_dim if "stage1" in recipe.trains else 0,
             "gates": heads if "gates" in recipe.trains else 0,
             "device": self.device,
-            "memory": {
-                name: getattr(self, name)
-                for name in ("weights", "context", "working", "capacity", "total", "fits")
-            },
-            "seconds_per_context": self.seconds_per_context,
+            "memory": dict(self.memory),
+            "seconds_per_context": pace,
             "why_unmeasured": self.why_unmeasured,
-            "seconds": self.seconds,
+            "seconds": None if pace is None else own_contexts * pace,
         }
 
     def render(self) -> str:
@@ -138,28 +111,29 @@ class Forecast:
         yield "questions", f"{asked}; tasks in turn: {', '.join(data.tasks)}"
         yield "tokens", f"{found['tokens_per_step']:,.0f} a step on average, {found['tokens']:,.0f} in all"
         stored = "one layer" if self.recipe.offload_context else f"{data.max_length:,} tokens"
+        size = {name: _gigabytes(count) for name, count in self.memory.items() if count is not None}
         yield (
             "memory",
-            f"weights {_gigabytes(self.weights)} + K/V of {stored} {_gigabytes(self.context)} + "
-            f"working room {_gigabytes(self.working)} = {_gigabytes(self.total)}",
+            f"weights {size['weights']} + K/V of {stored} {size['context']} + "
+            f"working room {size['working']} = {size['total']}",
         )
-        if self.capacity is None:
+        if self.memory["fits"] is None:
             yield "", f"not judged: `{self.device}` is no GPU"
-        elif self.fits:
-            yield "", f"fits: {self.device} has {_gigabytes(self.capacity)}"
+        elif self.memory["fits"]:
+            yield "", f"fits: {self.device} has {size['capacity']}"
         else:
-            yield "", f"DOES NOT FIT: {self.device} has {_gigabytes(self.capacity)}; {self._remedy()}"
-        if self.seconds is None:
+            yield "", f"DOES NOT FIT: {self.device} has {size['capacity']}; {self._remedy()}"
+        if found["seconds"] is None:
             yield "time", f"not estimated: {self.why_unmeasured}"
         else:
             shared = "" if self.processes == 1 else f" with {self.processes} processes"
             pace = f"{self.seconds_per_context:.2f} s a context of {self.tokens:,.0f} tokens"
-            yield "time", f"{describe_seconds(self.seconds)}{shared}, at {pace}, as measured here"
+            yield "time", f"{_render_seconds(found['seconds'])}{shared}, at {pace}, as measured here"
 
     def _remedy(self) -> str:
         """What to change first."""
-        room = (self.capacity or 0) - self.weights - self.working
-        if not self.recipe.offload_context and room >= self.context / self.facts.num_cached_layers:
+        room = self.memory["capacity"] - self.memory["weights"] - self.memory["working"]
+        if not self.recipe.offload_context and room >= self.memory["context"] / self.facts.num_cached_layers:
             return "`--set offload_context=true` keeps K/V in host memory"
         if self.recipe.model.device_map is None:
             return "`--set model.device_map=auto` spreads weights and K/V over all GPUs"
@@ -167,32 +141,32 @@ class Forecast:
 
 
 def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | None = None) -> Forecast:
-    """Forecast a run, and measure one step of it if the model fits.
-
-    Args:
-        model: As for training.
-        recipe: What would be trained.
-        device: As for training.
+    """Forecast a run of a model on a device, and measure one step of it if the model fits.
 
     Raises:
-        LeanKError: As training would before its first step.
+        LeanKError: As training would before its first step; if the recipe trains nothing.
     """
     chosen = choose_device(device)
     ranks = Ranks(chosen, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    check_run(recipe, ranks)
-    check_trackers(recipe.trackers)
+    check_run(recipe, ranks.num_ranks)
+    if not recipe.trains:
+        raise LeanKError(
+            f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
+            hint="`leank-convert train` without `--dry-run` makes its mask",
+        )
     files = find_model(model, recipe)
     check_layers(files.facts, files.name)
+    memory = count_bytes(files, recipe, chosen)
     found = Forecast(
         model=files.name,
         facts=files.facts,
         recipe=recipe,
         processes=ranks.num_ranks,
         device=torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(chosen),
-        **count_bytes(files, recipe, chosen),
+        memory=memory,
         tokens=(recipe.data.min_length + recipe.data.max_length) / 2,
     )
-    if found.capacity is not None and found.weights + found.working > found.capacity:
+    if memory["capacity"] is not None and memory["weights"] + memory["working"] > memory["capacity"]:
         return replace(found, why_unmeasured="the weights do not fit, so nothing was measured")
     try:
         loaded = load_model(files, recipe, chosen)
@@ -203,29 +177,6 @@ def forecast(model: str | Path, recipe: Recipe, *, device: str | torch.device | 
             return replace(found, seconds_per_context=_time_context(run, samples[0], chosen))
     except LeanKMemoryError as error:
         return replace(found, why_unmeasured=str(error))
-
-
-def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """What a GPU has to hold, by the model's headers, and what it can: the fields of a `Forecast`."""
-    facts = files.facts
-    tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]
-    stored_bytes = DTYPE_BITS[max(tensors, key=lambda tensor: tensor.num_bytes).dtype] // 8
-    dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
-    element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
-    weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes
-    per_token = 2 * facts.num_cached_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
-    context = per_token * recipe.data.max_length
-    # The MLP's gate, its activation and the product with up, beside the residual and its norm.
-    mlp = int(files.config.get("intermediate_size") or 4 * facts.hidden_size)
-    working = min(BLOCK_SIZE, recipe.data.max_length) * (3 * mlp + 2 * facts.hidden_size) * element_bytes
-    spread = recipe.model.device_map == "auto" and device.type == "cuda"
-    num_gpus = torch.cuda.device_count() if spread else 1
-    return {
-        "weights": -(-weights // num_gpus),
-        "context": context // facts.num_cached_layers if recipe.offload_context else -(-context // num_gpus),
-        "working": working,
-        "capacity": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-    }
 
 
 def _draw_mean_samples(loaded: LoadedModel, recipe: Recipe) -> list[TrainingSample]:
@@ -241,7 +192,7 @@ def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> flo
     """Wall-clock seconds of a sample's loss and gradient, after what warms up."""
     gradients = run.gradients
     windows = Windows(run.recipe.windows.sink_size, run.recipe.windows.recent_size)
-    factors = initial_scaling_factors(run.loaded.facts, device)
+    factors = ones(run.loaded.facts.mask_shape, device)
 
     def measure() -> float:
         began = time.perf_counter()
@@ -258,7 +209,7 @@ def _time_context(run: Run, sample: TrainingSample, device: torch.device) -> flo
     return median(seconds)
 
 
-def describe_seconds(seconds: float) -> str:
+def _render_seconds(seconds: float) -> str:
     """A time as `1 h 24 min`, `18 min` or `4.2 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"

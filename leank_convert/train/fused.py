@@ -87,7 +87,15 @@ def query_gradient(
     """
     kernel = fused_kernel(query, key, value)
     if kernel is None:
-        return _query_gradient_in_blocks(gradient, query, key, value, output, lse, scaling)
+        dtype = _compute_dtype(query)
+        gradient, query, output = gradient.to(dtype), query.to(dtype) * scaling, output.to(dtype)
+        mean = (gradient * output).sum(-1, keepdim=True)
+        result = torch.zeros_like(query)
+        for start, stop in _blocks(query, key):
+            keys = key[:, :, start:stop].to(dtype)
+            weights = (query @ keys.mT).sub_(lse[..., None]).exp_()
+            result += weights.mul_((gradient @ value[:, :, start:stop].to(dtype).mT).sub_(mean)) @ keys
+        return result * scaling
     gradient, output = gradient.to(query.dtype), output.to(query.dtype)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout of 0
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -154,23 +162,3 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float)
         output += scores.sub_(both[..., None]).exp_() @ value[:, :, start:stop].to(dtype)
         lse = both
     return output, lse
-
-
-def _query_gradient_in_blocks(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    scaling: float,
-) -> Tensor:
-    dtype = _compute_dtype(query)
-    gradient, query, output = gradient.to(dtype), query.to(dtype) * scaling, output.to(dtype)
-    mean = (gradient * output).sum(-1, keepdim=True)
-    result = torch.zeros_like(query)
-    for start, stop in _blocks(query, key):
-        keys = key[:, :, start:stop].to(dtype)
-        weights = (query @ keys.mT).sub_(lse[..., None]).exp_()
-        result += weights.mul_((gradient @ value[:, :, start:stop].to(dtype).mT).sub_(mean)) @ keys
-    return result * scaling

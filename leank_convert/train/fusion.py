@@ -20,11 +20,7 @@ _logger = logging.getLogger("leank_convert")
 
 
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Have a model's layers compiled when they first run, with a warning and no effect where that fails.
-
-    Args:
-        model: On one CUDA device.
-    """
+    """Have the layers of a model on one CUDA device compiled when they first run; where that fails, warn."""
     try:
         probe = torch.compile(torch.nn.functional.silu, dynamic=True)
         probe(torch.ones(8, device=model.device))

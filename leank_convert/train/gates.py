@@ -35,10 +35,6 @@ _logger = logging.getLogger("leank_convert")
 def load_pattern(recipe: Recipe, facts: ModelFacts) -> Tensor:
     """Read the gates that a recipe names, with a warning if they were learned with larger windows.
 
-    Args:
-        recipe: Its `heads.pattern` names the folder.
-        facts: The model's facts.
-
     Returns:
         Float32 [L, H_kv, 1]. DuoAttention clamps gates to [0, 1] where it uses them, so its files may hold
         numbers a little outside; here they are clamped already.

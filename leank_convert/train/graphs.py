@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.data import TrainingSample
+from leank_convert.train.attention import Student
 from leank_convert.train.linear import linear_layers
 from leank_convert.train.packing import PackedSample, Sizes, pack_sample, padded_sizes
-from leank_convert.train.passes import Student, distil, distil_answers, rotates_by_length, run_context_pass
+from leank_convert.train.passes import distil, distil_answers, rotates_by_length, run_context_pass
 from leank_convert.train.split_attention import StoredContext
 
 # Operations of a context pass's weights that take about as long as its launches: 0.1 s for 32 layers.
@@ -88,12 +89,7 @@ class Gradients:
             self._pool = torch.cuda.graph_pool_handle()
 
     def add(self, sample: TrainingSample, student: Student, weight: float) -> Tensor:
-        """Add a sample's gradient to what the student is made of.
-
-        Args:
-            sample: Context and questions.
-            student: What learns.
-            weight: What the loss is multiplied by for the gradient.
+        """Add a sample's gradient, times a weight, to what the student is made of.
 
         Returns:
             The loss, a scalar without a graph, which would keep the context alive beside the next one; it

@@ -1,4 +1,4 @@
-"""Held-out check of a new mask: a few samples answered dense and pruned.
+"""Held-out check of a new mask, a few samples answered dense and pruned, and validation within training.
 
 What is judged is how many of the answers' tokens are the most likely ones, each given the right tokens
 before it: a model too small to write a long code without a slip, or one that begins in prose, still shows by
@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -27,17 +28,13 @@ from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask
 from leank_convert.progress import progress_bar
 from leank_convert.recipe import Recipe
-from leank_convert.train.graphs import is_bound_by_host
+from leank_convert.train.attention import Student
+from leank_convert.train.graphs import Gradients, is_bound_by_host
 from leank_convert.train.interruption import Interruption
 from leank_convert.train.log import StepRecord
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.packing import PackedSample, pack_sample, padded_sizes
-from leank_convert.train.passes import (
-    Student,
-    run_answer_pass,
-    run_context_pass,
-    run_question_pass,
-)
+from leank_convert.train.passes import run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.ranks import Ranks
 from leank_convert.train.scaling import distillation_loss
 from leank_convert.train.split_attention import StoredContext
@@ -45,7 +42,12 @@ from leank_convert.windows import Windows
 
 # Added to the recipe's seed: with its default of 0, the samples are those that `evaluate` begins with.
 _SEED_OFFSET = 1_000_000
+_VALIDATION_OFFSET = 500_000  # apart from training, and from what is held out in the end
 _ROWS_AT_ONCE = 64  # of logits
+# What is counted of a sample: a row of the tokens and answers there are, one of the dense model, one of each
+# student. Columns are the tokens and answers that are right, the loss (of the dense model the magnitude of
+# its hidden states), and the square of what the context lost in tokens.
+_NUM_COLUMNS = 4
 
 # The smallest share of right tokens at which the dense model can be said to read answers in the context. By
 # their form alone it knows commas, spaces and hyphens, with usual tokenizers up to a third of the tokens, and
@@ -139,11 +141,7 @@ def _part_from_prefix(sample: TrainingSample) -> TrainingSample:
 def _find_right(model: PreTrainedModel, prompts: Tensor, answers: Tensor, packed: PackedSample) -> Tensor:
     """Which answer tokens are the most likely ones, bool [R without padding], on the CPU.
 
-    Args:
-        model: Gives the logits.
-        prompts: Hidden states of the prompts' last tokens [Q, hidden_size].
-        answers: Those of the answer tokens and their padding [R, hidden_size].
-        packed: What these are.
+    By hidden states of the prompts' last tokens [Q, hidden_size], and of the answers [R, hidden_size].
     """
     owners = packed.answer_owners
     owners = owners[owners >= 0]  # padding comes last
@@ -166,13 +164,7 @@ def check_held_out(
 ) -> dict[float, HeldOut]:
     """Answer held-out samples of a recipe's data by its finished masks; nothing where it asks for none.
 
-    Args:
-        loaded: The model.
-        recipe: Its data, with another seed, and how many samples.
-        masks: By asked ratio.
-        ranks: The processes that share the samples.
-        records: Every step of the masks' training, if there was any.
-        progress: Whether to show progress on stderr.
+    Masks are by asked ratio; `records` are all steps of their training, if there was any.
 
     Raises:
         LeanKError: If a sample cannot be drawn, hidden states are not finite or memory does not suffice, on
@@ -189,9 +181,7 @@ def check_held_out(
         students.append(Student(windows, kept.float(), kept.any(-1)))
         if mask.key_mean is not None:  # all masks of a recipe have the same
             key_mean = mask.key_mean.to(ranks.device, torch.float32)
-    # Answer tokens and answers, those that the dense model gets right, its hidden states' magnitude; of each
-    # student the tokens and answers it gets right, the squares of what contexts lost in tokens, and the loss.
-    sums = [0.0] * (5 + 4 * len(students))
+    sums = torch.zeros(2 + len(students), _NUM_COLUMNS, dtype=torch.float64)
     with ExitStack() as stack:
         bar = progress_bar(progress and ranks.is_first, "held-out samples", num_contexts, stays=True)
         advance = stack.enter_context(bar)
@@ -206,21 +196,23 @@ def check_held_out(
                         exit_code=ending.exit_code,
                     )
                 if start + ranks.rank < num_contexts:
-                    found = _measure(loaded, recipe, source.draw(start + ranks.rank), students, key_mean)
-                    sums = [total + value for total, value in zip(sums, found, strict=True)]
+                    sums += _measure(loaded, recipe, source.draw(start + ranks.rank), students, key_mean)
             except LeanKError as error:
                 failure = error
             ranks.check(failure)
-            advance(min(ranks.num_ranks, num_contexts - start), figures=_render_figures(sums))
-    num_tokens, num_answers, dense_tokens, dense, magnitude, *rest = ranks.totals(sums)
+            num_tokens, *right = sums[:, 0].tolist()
+            dense_share, *shares = (f"{count / max(1.0, num_tokens):.1%}" for count in right)
+            figures = f"answer tokens: dense {dense_share}  pruned {' '.join(shares)}"
+            advance(min(ranks.num_ranks, num_contexts - start), figures=figures)
+    counts, dense, *found = ranks.combine(sums).tolist()
     checked = {}
-    for place, (ratio, mask) in enumerate(masks.items()):
-        pruned_tokens, pruned, squares, loss = rest[4 * place : 4 * place + 4]
-        tokens = TokenShares(int(num_tokens), dense_tokens / num_tokens, pruned_tokens / num_tokens)
+    for (ratio, mask), pruned in zip(masks.items(), found, strict=True):
+        tokens = TokenShares(int(counts[0]), dense[0] / counts[0], pruned[0] / counts[0])
+        loss = pruned[2]
         warnings = [
             _judge_dense(tokens),
-            _judge_lost(recipe, tokens, squares),
-            _judge_difference(recipe, mask, loss, magnitude),
+            _judge_lost(recipe, tokens, squares=pruned[3]),
+            _judge_difference(recipe, mask, loss, magnitude=dense[2]),
             _judge_jump(records, ratio),
         ]
         checked[ratio] = HeldOut(
@@ -229,9 +221,9 @@ def check_held_out(
             max_length=recipe.data.max_length,
             seed=source.seed,
             num_contexts=num_contexts,
-            num_answers=int(num_answers),
-            dense=dense / num_answers,
-            pruned=pruned / num_answers,
+            num_answers=int(counts[1]),
+            dense=dense[1] / counts[1],
+            pruned=pruned[1] / counts[1],
             # Of several ranks, the last digits depend on the order of the sum.
             distillation=float(f"{loss / num_contexts:.6g}"),
             warnings=tuple(warning for warning in warnings if warning),
@@ -246,8 +238,8 @@ def _measure(
     sample: TrainingSample,
     students: Sequence[Student],
     key_mean: Tensor | None,
-) -> list[float]:
-    """A sample's share of the sums."""
+) -> Tensor:
+    """A sample's share of the sums, float64 [2 + students, 4]."""
     with out_of_memory(
         f"a held-out sample of {sample.num_tokens} tokens",
         "lower `data.max_length`, or leave the check out by `--set held_out_samples=0`",
@@ -261,35 +253,19 @@ def _measure(
             offload=recipe.offload_context,
             longest=recipe.data.max_length if bound else None,
         )
-    if not all(map(math.isfinite, (found.magnitude, *found.distillation))):
+    losses = [found.magnitude, *found.distillation]
+    if not all(map(math.isfinite, losses)):
         raise LeanKError(
             f"hidden states of a held-out sample of {sample.num_tokens} tokens are not finite",
             hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
             exit_code=1,
         )
     num_answers, dense = int(found.owners.max()) + 1, int(found.dense.sum())
-    sums: list[float] = [
-        len(found.owners),
-        num_answers,
-        dense,
-        num_answers - _count_flawed(found.owners, found.dense),
-        found.magnitude,
-    ]
-    for right, loss in zip(found.pruned, found.distillation, strict=True):
-        pruned = int(right.sum())
-        sums += [pruned, num_answers - _count_flawed(found.owners, right), (dense - pruned) ** 2, loss]
-    return sums
-
-
-def _count_flawed(owners: Tensor, right: Tensor) -> int:
-    """How many answers have a token that is not right."""
-    return int((torch.bincount(owners[~right]) > 0).sum())
-
-
-def _render_figures(sums: Sequence[float]) -> str:
-    tokens = max(1.0, sums[0])
-    pruned = " ".join(f"{right / tokens:.1%}" for right in sums[5::4])
-    return f"answer tokens: dense {sums[2] / tokens:.1%}  pruned {pruned}"
+    rows: list[list[float]] = [[len(found.owners), num_answers, 0, 0]]
+    for right, loss in zip((found.dense, *found.pruned), losses, strict=True):
+        flawed = int((torch.bincount(found.owners[~right]) > 0).sum())
+        rows.append([right.sum().item(), num_answers - flawed, loss, (dense - right.sum().item()) ** 2])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _judge_dense(tokens: TokenShares) -> str:
@@ -348,3 +324,37 @@ def _judge_jump(records: Sequence[StepRecord], ratio: float) -> str:
         "worse than its scaling factors; lower `pruning_ratio` or `stage2.learning_rate`, or give both "
         "stages more steps"
     )
+
+
+class Validation:
+    """Contexts of a recipe's data with another seed, on which masks of stage 2 are compared.
+
+    Near a high ratio one channel block more or less may decide whether a model still retrieves, and stage 2
+    goes from one mask to another with every step: the last of them is as good as chance made it.
+    """
+
+    def __init__(self, recipe: Recipe, loaded: LoadedModel, gradients: Gradients, ranks: Ranks) -> None:
+        self._count = recipe.stage2.validation_contexts
+        self._source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _VALIDATION_OFFSET)
+        self._gradients = gradients
+        self._ranks = ranks
+
+    def loss(self, student: Student) -> float:
+        """The mean loss of a student.
+
+        Raises:
+            LeanKError: If memory does not suffice, or no sample can be drawn, on any rank.
+        """
+
+        def add_up() -> float:
+            with out_of_memory("a validation context", "lower `data.max_length`"):
+                return sum(self._gradients.loss(sample, student).item() for sample in self._samples)
+
+        (total,) = self._ranks.totals([self._ranks.on_all(add_up)])
+        return total / self._count
+
+    @cached_property
+    def _samples(self) -> list[TrainingSample]:
+        """This rank's."""
+        own = range(self._ranks.rank, self._count, self._ranks.num_ranks)
+        return [self._source.draw(index) for index in own]

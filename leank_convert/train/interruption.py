@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -30,10 +30,9 @@ class Interruption:
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, *error: object) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     @property
     def reason(self) -> str | None:
@@ -48,7 +47,3 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
         signal.signal(number, self._previous.pop(signal.Signals(number)))
-
-    def _restore(self) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())

@@ -47,11 +47,10 @@ class KeyStatistics:
     num_tokens: int
     num_contexts: int
 
-    @property
-    def largest_key(self) -> Tensor:
-        """The largest absolute key of each channel, less its mean, float32 [L, H_kv, D]."""
-        mean = self.mean.float()
-        return torch.maximum(self.highest - mean, mean - self.lowest)
+    def largest_key(self, mean: Tensor | None = None) -> Tensor:
+        """The largest absolute key of each channel less a mean, float32 [L, H_kv, D]; None for no mean."""
+        centre = torch.zeros(()) if mean is None else mean.float()
+        return torch.maximum(self.highest - centre, centre - self.lowest)
 
 
 def count_contexts(recipe: Recipe) -> int:
@@ -73,32 +72,29 @@ def measure_keys(
 ) -> KeyStatistics:
     """Measure keys and values of the first contexts that a recipe trains on, by dense passes.
 
-    Args:
-        loaded: The model.
-        samples: The recipe's data.
-        num_contexts: How many contexts, from the first.
-        ranks: The processes that share them, all of which get the same bits; None for this one alone.
-        offload: Keep a context's keys and values in host memory.
-        progress: Whether to draw a progress bar to stderr.
+    Ranks share the contexts, and all get the same bits.
 
     Raises:
         LeanKError: If a sample cannot be drawn, memory does not suffice, or keys or values are not finite, on
             any rank.
     """
     ranks = ranks or Ranks(loaded.model.device)
-    sums = _Sums(loaded.facts.mask_shape)
-    failure = None
+    shape, num_tokens, failure = loaded.facts.mask_shape, 0, None
+    sums, extremes = torch.zeros(shape, dtype=torch.float64), torch.full((3, *shape), float("-inf"))
     with progress_bar(progress and ranks.is_first, "measuring keys", num_contexts) as advance:
         for start in range(0, num_contexts, ranks.num_ranks):
             try:
                 if failure is None and start + ranks.rank < num_contexts:
-                    _measure(loaded, samples, start + ranks.rank, sums, offload)
+                    input_ids = samples.draw(start + ranks.rank).prefix_ids
+                    found = _measure(loaded, input_ids, offload)
+                    sums, extremes = sums + found[0], torch.maximum(extremes, found[1])
+                    num_tokens += len(input_ids)
             except LeanKError as error:
                 failure = error
             advance(min(ranks.num_ranks, num_contexts - start))
     ranks.check(failure)
-    sums.add_up(ranks)
-    mean = (sums.keys / sums.num_tokens).to(torch.float16)
+    num_tokens = int(ranks.totals([num_tokens])[0])
+    mean = (ranks.combine(sums) / num_tokens).to(torch.float16)
     if not bool(mean.isfinite().all()):
         ranks.check(
             LeanKError(
@@ -106,60 +102,33 @@ def measure_keys(
                 hint="`--set key_mean=false` leaves keys as they are",
             )
         )
-    highest, lowered, largest_value = sums.extremes
-    return KeyStatistics(mean, -lowered, highest, largest_value, sums.num_tokens, num_contexts)
+    highest, lowered, largest_value = ranks.combine(extremes, largest=True)
+    return KeyStatistics(mean, -lowered, highest, largest_value, num_tokens, num_contexts)
 
 
-class _Sums:
-    """What adds up over contexts, on the CPU.
+def _measure(loaded: LoadedModel, input_ids: Tensor, offload: bool) -> tuple[Tensor, Tensor]:
+    """Sums of a context's keys, float64 [L, H_kv, D], and the greatest, float32 [3, L, H_kv, D].
 
-    Attributes:
-        keys: Sums of keys, float64 [L, H_kv, D].
-        extremes: The greatest of keys, of negated keys and of absolute values, float32 [3, L, H_kv, D].
-        num_tokens: Tokens of the contexts.
+    These are of keys, of negated keys and of absolute values.
     """
-
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.keys = torch.zeros(shape, dtype=torch.float64)
-        self.extremes = torch.full((3, *shape), float("-inf"))
-        self.num_tokens = 0
-
-    def add(self, place: int, keys: Tensor, values: Tensor) -> None:
-        """Add one layer's of a context, both [H_kv, N, D]."""
-        compute = torch.promote_types(keys.dtype, torch.float32)
-        # In single precision, whose error is a thousandth of float16's. However keys were stored, they are
-        # laid out alike here: the order of a sum, and so its last bits, follows from that.
-        self.keys[place] += keys.contiguous().sum(1, dtype=compute).cpu().double()
-        lowest, highest = keys.aminmax(dim=1)
-        found = torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu()
-        self.extremes[:, place] = torch.maximum(self.extremes[:, place], found)
-
-    def add_up(self, ranks: Ranks) -> None:
-        """Replace all by those of all ranks together."""
-        if ranks.num_ranks == 1:
-            return
-        keys, extremes = self.keys.to(ranks.device), self.extremes.to(ranks.device)
-        ranks.add_up(keys)
-        ranks.take_largest(extremes)
-        self.keys, self.extremes = keys.cpu(), extremes.cpu()
-        (num_tokens,) = ranks.totals([self.num_tokens])
-        self.num_tokens = int(num_tokens)
-
-
-def _measure(loaded: LoadedModel, samples: SampleSource, index: int, sums: _Sums, offload: bool) -> None:
-    input_ids = samples.draw(index).prefix_ids
+    sums, extremes = [], []
     with out_of_memory(
         f"a context of {len(input_ids)} tokens in model `{loaded.name}`",
         "lower `data.max_length`, or leave keys as they are by `--set key_mean=false`",
     ):
         context = run_context_pass(loaded.model, input_ids, StoredContext(len(input_ids), offload))
-        for place, layer in enumerate(loaded.facts.layers):
-            keys, values = context.load(layer)
-            sums.add(place, keys[0], values[0])
-    if not bool(sums.extremes.isfinite().all()):
+        for layer in loaded.facts.layers:
+            keys, values = (kept[0] for kept in context.load(layer))
+            compute = torch.promote_types(keys.dtype, torch.float32)
+            # In single precision, whose error is a thousandth of float16's. However keys were stored, they
+            # are laid out alike here: the order of a sum, and so its last bits, follows from that.
+            sums.append(keys.contiguous().sum(1, dtype=compute).cpu().double())
+            lowest, highest = keys.aminmax(dim=1)
+            extremes.append(torch.stack([highest, -lowest, values.abs().amax(1)]).float().cpu())
+    if not all(bool(found.isfinite().all()) for found in extremes):
         raise LeanKError(
             f"keys or values of model `{loaded.name}` are not finite on a context of {len(input_ids)} tokens",
             hint="float16 overflows where bfloat16 and float32 do not: see `model.dtype`",
             exit_code=1,
         )
-    sums.num_tokens += len(input_ids)
+    return torch.stack(sums), torch.stack(extremes, dim=1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank_convert.train.attention import AnswerPass, ContextPass, QuestionPass
+from leank_convert.train.attention import ContextPass, FollowingPass
 
 
 def linear_layers(model: PreTrainedModel) -> list[Any]:
@@ -29,9 +29,7 @@ def linear_layers(model: PreTrainedModel) -> list[Any]:
 
 
 @contextmanager
-def carry_states(
-    model: PreTrainedModel, leank_pass: ContextPass | QuestionPass | AnswerPass
-) -> Iterator[None]:
+def carry_states(model: PreTrainedModel, leank_pass: ContextPass | FollowingPass) -> Iterator[None]:
     """Have a pass fill a context's states, or go on from them, in layers with linear attention."""
     handles = []
     for layer in linear_layers(model):
@@ -72,7 +70,7 @@ class _Continued:
 
 
 def _enter(
-    leank_pass: ContextPass | QuestionPass | AnswerPass, layer: Any, args: Any, kwargs: dict[str, Any]
+    leank_pass: ContextPass | FollowingPass, layer: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Give a layer its state, and each question's tokens as a row [Q, S, hidden_size]."""
     context, index = leank_pass.context, layer.layer_idx
@@ -80,7 +78,7 @@ def _enter(
     if isinstance(leank_pass, ContextPass):
         return args, {**kwargs, "cache_params": states}
     hidden_states: Tensor = kwargs["hidden_states"]
-    if isinstance(leank_pass, QuestionPass):
+    if leank_pass.student is None:
         context.inputs[index] = hidden_states[:, : leank_pass.num_questions]
     else:
         hidden_states = torch.cat([context.inputs[index], hidden_states], dim=1)
@@ -95,9 +93,7 @@ def _enter(
     return args, {**kwargs, "hidden_states": padded[tokens], "cache_params": continued}
 
 
-def _leave(
-    leank_pass: ContextPass | QuestionPass | AnswerPass, layer: Any, args: Any, output: Tensor
-) -> Tensor:
+def _leave(leank_pass: ContextPass | FollowingPass, layer: Any, args: Any, output: Tensor) -> Tensor:
     """Lay the pass's tokens side by side again: [1, N, hidden_size] of rows [Q, S, hidden_size]."""
     if isinstance(leank_pass, ContextPass):
         return output

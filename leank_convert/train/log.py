@@ -5,16 +5,14 @@ What held-out samples showed comes last in log.jsonl, in lines with a `kind`; a 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.filesize import decimal
@@ -26,8 +24,6 @@ from leank_convert.progress import Advance, progress_bar
 from leank_convert.recipe import Recipe
 
 LOG_NAME = "log.jsonl"
-_DEFAULT_PROJECT = "leank"
-_WANDB_REMEDY = "or drop `wandb` from the recipe's `trackers`"
 
 
 @dataclass(frozen=True)
@@ -86,23 +82,6 @@ _TRACKED = (
 )
 
 
-def check_trackers(trackers: Sequence[str]) -> None:
-    """Check, before anything long begins, that the recipe's trackers are installed.
-
-    Raises:
-        LeanKError: If one is not.
-    """
-    if "wandb" not in trackers:
-        return
-    try:
-        importlib.import_module("wandb")
-    except ImportError as error:
-        raise LeanKError(
-            f"the recipe's `trackers` name `wandb`, which cannot be imported: {first_line(error)}",
-            hint=f"`pip install wandb`, {_WANDB_REMEDY}",
-        ) from error
-
-
 class TrainingLog:
     """Writes each step's record; a context manager, on one rank alone.
 
@@ -123,61 +102,64 @@ class TrainingLog:
         self._start = start
         self._tokens = 0
         self._seconds = 0.0
-        self._trackers: list[Any] = []
+        self._trackers: list[Callable[..., None]] = []
         self._stack = ExitStack()
         self._num_steps = num_steps
         self._shown = progress
         self._advance: Advance
 
     def __enter__(self) -> TrainingLog:
+        start = {"tensorboard": self._start_tensorboard, "wandb": self._start_wandb}
         # What is open already is closed again if a tracker does not start.
         with ExitStack() as stack:
             path = self._folder / LOG_NAME
             kept = [record for record in read_log(path) if record.step <= self._start]
             write_atomically(path, map(_to_line, kept))
             self._file = stack.enter_context(path.open("ab"))
-            for name in self._recipe.trackers:
-                self._trackers.append(self._start_tracker(name))
-                stack.push(partial(_finish, self._trackers[-1]))
+            self._trackers = [start[name](stack) for name in self._recipe.trackers]
             self._advance = stack.enter_context(
                 progress_bar(self._shown, "training", self._num_steps, done=self._start, stays=True)
             )
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
-    def _start_tracker(self, name: str) -> Any:
-        # accelerate takes a while to import.
-        from accelerate import PartialState
-        from accelerate.tracking import TensorBoardTracker, WandBTracker
+    def _start_tensorboard(self, stack: ExitStack) -> Callable[..., None]:
+        # It takes a while to import.
+        from torch.utils.tensorboard import SummaryWriter
 
-        PartialState()  # the trackers ask it which rank they are on
-        if name == "tensorboard":
-            events = TensorBoardTracker("tensorboard", self._folder, purge_step=self._start + 1)
-            events.start()
-            return events
+        events: Any = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._start + 1)
+        stack.enter_context(events)
+
+        def track(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                events.add_scalar(name, value, step)
+            events.flush()
+
+        return track
+
+    def _start_wandb(self, stack: ExitStack) -> Callable[..., None]:
         known = self._folder / "wandb_run_id"
-        run = WandBTracker(
-            os.environ.get("WANDB_PROJECT", _DEFAULT_PROJECT),
-            name=self._folder.resolve().parent.name,
-            dir=str(self._folder),
-            id=known.read_text().strip() if known.exists() else None,
-            resume="allow",
-        )
         try:
-            run.start()
-            run.store_init_configuration(self._recipe.model_dump(mode="json"))
+            run = import_module("wandb").init(
+                project=os.environ.get("WANDB_PROJECT", "leank"),
+                name=self._folder.resolve().parent.name,
+                dir=str(self._folder),
+                id=known.read_text().strip() if known.exists() else None,
+                resume="allow",
+                config=self._recipe.model_dump(mode="json"),
+            )
         except Exception as error:  # W&B has errors of its own, which need not be importable here
             raise LeanKError(
                 f"W&B cannot be started: {first_line(error)}",
-                hint=f"`wandb login`, set `WANDB_MODE=offline`, {_WANDB_REMEDY}",
+                hint="`wandb login`, set `WANDB_MODE=offline`, or drop `wandb` from the recipe's `trackers`",
             ) from error
-        write_atomically(known, f"{run.tracker.id}\n".encode())
-        return run
+        stack.push(lambda kind, *_: run.finish(exit_code=0 if kind is None else 1))
+        write_atomically(known, f"{run.id}\n".encode())
+        track: Callable[..., None] = run.log
+        return track
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
@@ -185,12 +167,9 @@ class TrainingLog:
         stage = f"stage{record.stage}" if record.stage else "gates"
         if len(self._recipe.pruning_ratios) > 1 and record.pruning_ratio_asked is not None:
             stage = f"{stage}-{record.pruning_ratio_asked}"
-        values = {name: getattr(record, name) for name in _TRACKED}
-        for tracker in self._trackers:
-            tracker.log(
-                {f"{stage}/{name}": value for name, value in values.items() if value is not None},
-                step=record.step,
-            )
+        values = {f"{stage}/{name}": getattr(record, name) for name in _TRACKED}
+        for track in self._trackers:
+            track({name: value for name, value in values.items() if value is not None}, step=record.step)
         self._tokens += record.num_tokens
         self._seconds += record.seconds
         self._advance(
@@ -212,16 +191,6 @@ def append_held_out(path: Path, found: Mapping[float, HeldOut]) -> None:
             file.write(json.dumps(line).encode() + b"\n")
 
 
-def _finish(
-    tracker: Any, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """End a tracker's run; W&B is told whether it failed, which accelerate's own `finish` does not."""
-    if kind is not None and tracker.name == "wandb":
-        tracker.tracker.finish(exit_code=1)
-    else:
-        tracker.finish()
-
-
 def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
     """What the progress bar says of a step."""
     reached = record.pruning_ratio
@@ -239,7 +208,7 @@ def _render_figures(record: StepRecord, tokens_per_second: float) -> str:
 
 def read_log(path: Path) -> list[StepRecord]:
     """Read the steps of a run's log; none if there is no such file. A line that was torn is left out."""
-    return [StepRecord(**line) for line in read_json_lines(path) if line.keys() | {"validation"} == _KEYS]
+    return [StepRecord(**line) for line in read_json_lines(path) if line.keys() == _KEYS]
 
 
 def _to_line(record: StepRecord) -> bytes:

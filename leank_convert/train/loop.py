@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from leank_convert.checkpoint_io import CONFIG_NAME
-from leank_convert.data import SampleSource, SampleStream
+from leank_convert.data import SampleSource, stream_samples
 from leank_convert.errors import LeanKError
 from leank_convert.files import write_atomically
 from leank_convert.mask import ChannelMask, save_mask
@@ -17,7 +17,7 @@ from leank_convert.recipe import Recipe
 from leank_convert.recipe_problems import check_training
 from leank_convert.report.mask_report import REPORT_NAME, write_report
 from leank_convert.train.interruption import Interruption
-from leank_convert.train.log import LOG_NAME, TrainingLog, check_trackers, read_log
+from leank_convert.train.log import LOG_NAME, TrainingLog, read_log
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.passes import check_layers
 from leank_convert.train.ranks import Ranks
@@ -39,86 +39,87 @@ def train(
     recipe: Recipe,
     directory: TrainingDirectory,
     ranks: Ranks,
+    saved: TrainingState | None,
     *,
-    resume: bool = False,
     progress: bool = True,
 ) -> Run:
     """Do all steps of a recipe that trains, or all that are left.
 
     Args:
-        model: What to train on.
+        model: As for `methods.make.train_masks`, whose errors are raised.
         recipe: What to train.
-        directory: Where log, events and state go.
-        ranks: The processes that share the samples of a step; the first of them writes.
-        resume: Go on from the saved state, with a warning from the beginning if there is none.
+        directory: Where log, events and state go, which the first rank writes.
+        ranks: The processes that share the samples of a step.
+        saved: The state to go on from, as `prepare` gives it.
         progress: Whether to draw a progress bar to stderr.
 
     Returns:
         The run, which is done.
-
-    Raises:
-        LeanKError: See `methods.make.train_masks`.
     """
-    ranks.on_first(lambda: check_run(recipe, ranks))
-    saved = ranks.on_first(lambda: _find_state(directory, recipe, resume))
     run, samples = ranks.on_all(lambda: _set_up(model, recipe, ranks, saved, directory))
     if not run.is_done:
-        ranks.on_first(lambda: refuse_foreign_masks(recipe, directory))
+        ranks.on_first(lambda: _refuse_foreign_masks(recipe, directory))
     run.centre_keys(samples, progress=progress)
     _run_steps(run, samples, directory, progress)
     return run
 
 
-def check_run(recipe: Recipe, ranks: Ranks) -> None:
+def check_run(recipe: Recipe, num_ranks: int) -> None:
     """Refuse what can be refused without the model and a folder.
 
     Raises:
-        LeanKError: If the recipe brings its mask, names files that are missing or trains nothing, or cannot
-            be shared by so many processes.
+        LeanKError: If the recipe brings its mask, names files that are missing, or cannot be shared by so
+            many processes.
     """
     check_training(recipe)
+    if num_ranks == 1:
+        return
     if not recipe.trains:
         raise LeanKError(
-            f"`method: {recipe.method}` trains nothing: there are no steps to run or to plan",
-            hint="`leank-convert train` without `--dry-run` makes its mask",
+            f"`method: {recipe.method}` trains nothing that {num_ranks} processes could share",
+            hint="start one process; `--set model.device_map=auto` spreads a large model over all GPUs",
         )
-    if recipe.batch_size % ranks.num_ranks:
+    if recipe.batch_size % num_ranks:
         raise LeanKError(
-            f"`batch_size` {recipe.batch_size} cannot be shared evenly by {ranks.num_ranks} processes",
-            hint=f"`--set batch_size={ranks.num_ranks}`, or a multiple; of contexts that a step has more, "
+            f"`batch_size` {recipe.batch_size} cannot be shared evenly by {num_ranks} processes",
+            hint=f"`--set batch_size={num_ranks}`, or a multiple; of contexts that a step has more, "
             "fewer steps are needed",
         )
-    if ranks.num_ranks > 1 and recipe.model.device_map is not None:
+    if recipe.model.device_map is not None:
         raise LeanKError(
             f"`model.device_map: {recipe.model.device_map}` spreads one model over all GPUs, and "
-            f"{ranks.num_ranks} processes were started, each with a model of its own",
+            f"{num_ranks} processes were started, each with a model of its own",
             hint="start one process, or leave `model.device_map` out",
         )
 
 
-def refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
-    """Refuse to write masks where there are some before.
+def prepare(
+    recipe: Recipe, directory: TrainingDirectory, num_ranks: int, *, resume: bool
+) -> TrainingState | None:
+    """Find the state to go on from, None for a fresh start; as `check_run`, and what a folder forbids.
 
     Raises:
-        LeanKError: If there is one: a run writes its masks when it is done, so it is of another origin.
+        LeanKError: Also if the folder holds a run that is not to be resumed, a method without a state is, or
+            there is a mask of another origin.
     """
+    check_run(recipe, num_ranks)
+    directory.check_usable(recipe, resume=resume)
+    if directory.state.exists():
+        return load_state(directory.state)
+    _refuse_foreign_masks(recipe, directory)
+    if resume:
+        _logger.warning("no run in `%s`; starting one", directory.out)
+    return None
+
+
+def _refuse_foreign_masks(recipe: Recipe, directory: TrainingDirectory) -> None:
+    """Refuse to write masks where there are some: a run writes its own when it is done."""
     for result in directory.results(recipe).values():
         if result.mask.exists():
             raise LeanKError(
                 f"`{result.mask}` exists and is not of a run in `{directory.out}`: training would replace it",
                 hint="train into another folder, or move the mask away",
             )
-
-
-def _find_state(directory: TrainingDirectory, recipe: Recipe, resume: bool) -> TrainingState | None:
-    """The state to go on from, None for a fresh start; refuses what can be refused without the model."""
-    directory.check_usable(recipe, resume=resume)
-    if directory.state.exists():
-        return load_state(directory.state)
-    refuse_foreign_masks(recipe, directory)
-    if resume:
-        _logger.warning("no run in `%s`; starting one", directory.out)
-    return None
 
 
 def _set_up(
@@ -128,7 +129,6 @@ def _set_up(
     saved: TrainingState | None,
     directory: TrainingDirectory,
 ) -> tuple[Run, SampleSource]:
-    check_trackers(recipe.trackers)
     files = find_model(model, recipe)
     check_layers(files.facts, files.name)
     loaded = load_model(files, recipe, ranks.device)
@@ -148,7 +148,7 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
         if ranks.is_first:
             directory.state.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(directory.recipe, run.recipe.to_yaml().encode())
-            save_state(run.state(), directory.state)
+            save_state(run.state, directory.state)
             log = stack.enter_context(
                 TrainingLog(
                     directory.folder, run.recipe, num_steps=num_steps, start=run.step, progress=progress
@@ -158,9 +158,9 @@ def _run_steps(run: Run, samples: SampleSource, directory: TrainingDirectory, pr
         def save() -> None:
             if log is not None:
                 log.sync()
-                save_state(run.state(), directory.state)
+                save_state(run.state, directory.state)
 
-        stream = stack.enter_context(SampleStream(samples, run.sample_indices()))
+        stream = stack.enter_context(stream_samples(samples, run.sample_indices()))
         ending = stack.enter_context(Interruption())
         while not run.is_done and not ranks.any(bool(ending.reason)):
             step = run.step
@@ -198,12 +198,8 @@ def write_result(
     A mask is not written beside a checkpoint, whose `config.json` holds the digest of the one there: that is
     for an export to replace.
 
-    Args:
-        mask: The mask.
-        result: Where it goes.
-        recipe: The recipe.
-        log_folder: Where the log of its training is, if it had any.
-        gates: Of the heads, learned or imported [L, H_kv, 1], if the method has them.
+    The log of its training, if it had any, is in `log_folder`; `gates` are of the heads [L, H_kv, 1], if the
+    method has them.
     """
     result.folder.mkdir(parents=True, exist_ok=True)
     if not (result.out / CONFIG_NAME).exists():

@@ -23,6 +23,7 @@ from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import ModelSection, Recipe
+from leank_convert.safetensors_file import DTYPE_BITS
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
@@ -53,32 +54,22 @@ class ModelFiles:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class LoadedModel(ModelFiles):
     """A model made ready for training.
 
     Attributes:
-        name: What the user called it.
         model: Frozen, in eval mode, with training's attention.
         tokenizer: Its tokenizer.
-        facts: Its architecture, overrides applied.
-        config: Its config.json, overrides applied.
         weights_digest: Tells its weights from others of the same shapes.
     """
 
-    name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    facts: ModelFacts
-    config: Mapping[str, Any]
     weights_digest: str
 
 
 def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
-    """Find a model, and download it if need be.
-
-    Args:
-        model: A local folder, a hub id, or `testbed`.
-        recipe: Says what of its config is changed.
+    """Find a model, a local folder, a hub id, or `testbed`, and download it if need be.
 
     Raises:
         LeanKError: If it cannot be found or read, its family is not supported, or the recipe's lengths exceed
@@ -96,11 +87,7 @@ def find_model(model: str | Path, recipe: Recipe) -> ModelFiles:
 
 
 def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
-    """Find a model whatever its recipe's lengths are.
-
-    Args:
-        model: As for `find_model`.
-        section: The recipe's `model`: says what of its config is changed.
+    """Find a model, as `find_model` does, whatever its recipe's lengths are.
 
     Raises:
         LeanKError: As `find_model`.
@@ -111,13 +98,43 @@ def open_model(model: str | Path, section: ModelSection) -> ModelFiles:
     return ModelFiles(str(model), checkpoint, facts, config)
 
 
-def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> LoadedModel:
-    """Load a model that was found.
+def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Count what a GPU has to hold in training, by the model's headers, and what it can.
 
-    Args:
-        files: As `find_model` gives them for this recipe.
-        recipe: Its dtype, and whether it is spread over GPUs.
-        device: Where the weights go, unless the recipe spreads them.
+    Returns:
+        Bytes on each GPU: `weights`; `context`, the longest context's keys and values; `working`, a layer's
+        computation, as estimated; `total` of these; `capacity`, and whether it `fits`, both None on a device
+        that is no GPU and not judged.
+    """
+    facts = files.facts
+    tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]
+    stored_bytes = DTYPE_BITS[max(tensors, key=lambda tensor: tensor.num_bytes).dtype] // 8
+    dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
+    element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
+    weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes
+    per_token = 2 * facts.num_cached_layers * facts.num_key_value_heads * facts.head_dim * element_bytes
+    context = per_token * recipe.data.max_length
+    # The MLP's gate, its activation and the product with up, beside the residual and its norm.
+    mlp = int(files.config.get("intermediate_size") or 4 * facts.hidden_size)
+    working = min(BLOCK_SIZE, recipe.data.max_length) * (3 * mlp + 2 * facts.hidden_size) * element_bytes
+    spread = recipe.model.device_map == "auto" and device.type == "cuda"
+    num_gpus = torch.cuda.device_count() if spread else 1
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    weights = -(-weights // num_gpus)
+    context = context // facts.num_cached_layers if recipe.offload_context else -(-context // num_gpus)
+    total = weights + context + working
+    return {
+        "weights": weights,
+        "context": context,
+        "working": working,
+        "capacity": capacity,
+        "total": total,
+        "fits": None if capacity is None else total <= capacity,
+    }
+
+
+def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> LoadedModel:
+    """Load a model that was found to a device, unless the recipe spreads it over GPUs.
 
     Raises:
         LeanKError: If weights or tokenizer cannot be loaded, or memory does not suffice.
@@ -130,11 +147,9 @@ def load_model(files: ModelFiles, recipe: Recipe, device: torch.device) -> Loade
     ):
         model = _load_weights(files, recipe, device)
     return LoadedModel(
-        name=files.name,
+        **vars(files),
         model=model,
         tokenizer=load_tokenizer(folder, files.name),
-        facts=files.facts,
-        config=files.config,
         weights_digest=digest_files(folder / shard for shard in files.checkpoint.shards),
     )
 

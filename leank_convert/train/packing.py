@@ -102,12 +102,7 @@ class Rows:
 
 
 def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
-    """Lay out as rows what follows a context, where nothing is padded.
-
-    Args:
-        packed: Context and questions.
-        num_queries: N.
-    """
+    """Lay out as rows what follows a context, where nothing is padded; the pass runs the last N tokens."""
     owners = packed.owners
     own = [torch.nonzero(owners == owner)[:, 0] for owner in range(int(owners.max()) + 1)]
     tokens = pad_sequence(own, batch_first=True, padding_value=len(owners))
@@ -118,15 +113,7 @@ def plan_rows(packed: PackedSample, num_queries: int) -> Rows:
 
 
 def pack_sample(sample: TrainingSample, sizes: Sizes | None = None) -> PackedSample:
-    """Lay out a context, and behind it all questions and then all answers, side by side.
-
-    Args:
-        sample: Context and questions.
-        sizes: What it is padded to; None for no padding.
-
-    Returns:
-        The packed sample, on the CPU.
-    """
+    """Lay out on the CPU a context, all questions, then all answers, padded to sizes if these are given."""
     num_context = len(sample.prefix_ids)
     if sizes is None:
         num_answers = sample.num_answer_tokens

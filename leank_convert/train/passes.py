@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,39 +11,16 @@ from transformers import __version__ as transformers_version
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError
-from leank_convert.train.attention import AnswerPass, ContextIsStored, ContextPass, QuestionPass
+from leank_convert.train.attention import ContextIsStored, ContextPass, FollowingPass, Student
 from leank_convert.train.fusion import uncompiled
 from leank_convert.train.linear import carry_states, linear_layers
-from leank_convert.train.packing import PackedSample, Rows, plan_rows
+from leank_convert.train.packing import PackedSample, plan_rows
 from leank_convert.train.scaling import distillation_loss
-from leank_convert.train.split_attention import Regions, StoredContext, plan_regions, plan_window_regions
-from leank_convert.windows import Windows
+from leank_convert.train.split_attention import StoredContext, plan_regions, plan_window_regions
 
 # What a layer holds beside keys and values, some 100 KB a token in an 8B model, stays small, and PyTorch is
 # as fast in blocks of this size as in one piece.
 BLOCK_SIZE = 16384
-
-
-@dataclass(frozen=True)
-class Student:
-    """What the answers are computed with.
-
-    Attributes:
-        windows: Sink and recent window.
-        scaling_factors: Stage 1's factors, or stage 2's zeros and ones [L, H_kv, D].
-        sees_middle: Bool [L, H_kv], False for heads without channels; None if every head sees the middle.
-        gates: What a head keeps of the middle [L, H_kv], where gates are learned.
-    """
-
-    windows: Windows
-    scaling_factors: Tensor
-    sees_middle: Tensor | None = None
-    gates: Tensor | None = None
-
-    @property
-    def learned(self) -> Tensor:
-        """The gates where there are any, else the scaling factors."""
-        return self.scaling_factors if self.gates is None else self.gates
 
 
 def distil(
@@ -55,7 +31,7 @@ def distil(
     key_mean: Tensor | None = None,
     offload: bool = False,
 ) -> Tensor:
-    """Loss of a sample: the mean over its questions of the paper's, without the penalty.
+    """Loss of a sample, a scalar: the mean over its questions of the paper's, without the penalty.
 
     The context is run once, dense; every question sees it and its own tokens alone. A sample on the CPU is
     taken to the model without waiting for it: while the context runs there, what follows is launched.
@@ -66,9 +42,6 @@ def distil(
         student: What the answers are computed with.
         key_mean: What comes off all keys [L, H_kv, D]; None for nothing.
         offload: Keep the context's keys and values in host memory.
-
-    Returns:
-        A scalar, where the scaling factors are.
     """
     room = StoredContext(packed.sizes.context, offload, key_mean=key_mean)
     context = run_context_pass(model, packed.context_ids, room)
@@ -96,7 +69,7 @@ def run_context_pass(
     factors and serves every question. No hidden state is kept and the language-modelling head is not run.
 
     Args:
-        model: A causal language model loaded with `attention.ATTENTION_NAME`.
+        model: As in `distil`.
         input_ids: The context [P].
         context: Where they are kept, and what comes off the keys; None for one of its own, and nothing.
     """
@@ -117,57 +90,47 @@ def run_context_pass(
 def run_question_pass(model: PreTrainedModel, context: StoredContext, packed: PackedSample) -> Tensor:
     """Run the dense model over questions and answers; the context takes the questions' keys and values.
 
-    Args:
-        model: The same model.
-        context: The stored context.
-        packed: What is asked on it.
-
     Returns:
         Final-norm hidden states of all these tokens [T, hidden_size]; those of answers are the teacher.
     """
-    regions = plan_regions(packed, len(packed.input_ids), None, _device(model))
-    window_regions = _window_regions(model, packed, len(packed.input_ids))
-    rows = _rows(model, packed, len(packed.input_ids))
-    questions = QuestionPass(context, regions, packed.sizes.questions, window_regions, rows)
-    with uncompiled():
-        return _run(model, packed.input_ids, packed.positions, questions)
+    return _follow(model, context, packed, len(packed.input_ids), None)
 
 
 def run_answer_pass(
     model: PreTrainedModel, context: StoredContext, packed: PackedSample, student: Student
 ) -> Tensor:
-    """Run the answers alone against what is stored, with gradient.
-
-    Args:
-        model: The same model.
-        context: The stored context and questions.
-        packed: What is asked on it.
-        student: What the answers are computed with.
+    """Run a student's answers alone against what is stored, with gradient.
 
     Returns:
-        The student: final-norm hidden states of the answer tokens [R, hidden_size].
+        Final-norm hidden states of the answer tokens [R, hidden_size].
     """
-    num_answers = packed.sizes.answers
-    regions = plan_regions(packed, num_answers, student.windows, _device(model))
-    answers = AnswerPass(
+    return _follow(model, context, packed, packed.sizes.answers, student)
+
+
+def _follow(
+    model: PreTrainedModel,
+    context: StoredContext,
+    packed: PackedSample,
+    num_tokens: int,
+    student: Student | None,
+) -> Tensor:
+    """Run the last tokens that follow a context: hidden states [N, hidden_size]."""
+    device = _device(model)
+    window = getattr(model.config, "sliding_window", None)
+    following = FollowingPass(
         context,
-        regions,
-        student.scaling_factors,
-        student.sees_middle,
-        student.gates,
-        _window_regions(model, packed, num_answers),
-        _rows(model, packed, num_answers),
+        packed.sizes.questions,
+        plan_regions(packed, num_tokens, None if student is None else student.windows, device),
+        None if window is None else plan_window_regions(packed, num_tokens, window, device),
+        plan_rows(packed, num_tokens) if linear_layers(model) else None,
+        student,
     )
     with uncompiled():
-        return _run(model, packed.input_ids[-num_answers:], packed.positions[-num_answers:], answers)
+        return _run(model, packed.input_ids[-num_tokens:], packed.positions[-num_tokens:], following)
 
 
 def check_layers(facts: ModelFacts, name: str) -> None:
     """Check that several questions can go on from what a model's layers hold of a context.
-
-    Args:
-        facts: The model's.
-        name: What the user called it.
 
     Raises:
         LeanKError: If some hold a state, and transformers is too old to go on from it.
@@ -188,17 +151,6 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
     return any("dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope" for rope in kinds)
 
 
-def _window_regions(model: PreTrainedModel, packed: PackedSample, num_queries: int) -> Regions | None:
-    """How the last tokens see the others in layers with a sliding window, None in a model without any."""
-    window = getattr(model.config, "sliding_window", None)
-    return None if window is None else plan_window_regions(packed, num_queries, window, _device(model))
-
-
-def _rows(model: PreTrainedModel, packed: PackedSample, num_queries: int) -> Rows | None:
-    """Questions and answers in layers with linear attention, None in a model without any."""
-    return plan_rows(packed, num_queries) if linear_layers(model) else None
-
-
 def _device(model: PreTrainedModel) -> torch.device:
     """Where the model takes its tokens: where its layers are spread, that of the first."""
     return next(model.parameters()).device
@@ -208,7 +160,7 @@ def _run(
     model: PreTrainedModel,
     input_ids: Tensor,
     positions: Tensor,
-    leank_pass: ContextPass | QuestionPass | AnswerPass,
+    leank_pass: ContextPass | FollowingPass,
 ) -> Tensor:
     """Final-norm hidden states [N, hidden_size] of tokens at some positions, both [N]."""
     ids, position_ids = (t[None].to(_device(model), non_blocking=True) for t in (input_ids, positions))

@@ -41,23 +41,18 @@ class Ranks:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all ranks."""
-        if self.num_ranks > 1:
-            torch.distributed.all_reduce(tensor)
-
-    def take_largest(self, tensor: Tensor) -> None:
-        """Replace each number of a tensor by its largest on any rank."""
-        if self.num_ranks > 1:
-            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    def combine(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum of a tensor over all ranks, or each number's largest on any of them."""
+        if self.num_ranks == 1:
+            return tensor
+        shared = tensor.to(self.device, copy=True)
+        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(shared, operation)
+        return shared.to(tensor.device)
 
     def totals(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks of a few numbers."""
-        if self.num_ranks == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(tensor)
-        found: list[float] = tensor.tolist()
+        found: list[float] = self.combine(torch.tensor(values, dtype=torch.float64)).tolist()
         return found
 
     def any(self, flag: bool) -> bool:
@@ -81,12 +76,10 @@ class Ranks:
             except LeanKError as found:
                 error, shared[1] = found, found.exit_code
         torch.distributed.broadcast_object_list(shared, src=0, device=self.device)
-        if error is not None:
-            raise error
-        if shared[1] is not None:
-            raise SystemExit(shared[1])
-        result: _T = shared[0]
-        return result
+        result, exit_code = shared
+        if exit_code is not None:
+            raise error or SystemExit(exit_code)
+        return result  # type: ignore[no-any-return]
 
     def on_all(self, function: Callable[[], _T]) -> _T:
         """What a function returns on this rank, once it has returned on all of them.
@@ -94,15 +87,14 @@ class Ranks:
         Raises:
             LeanKError: As `check`, what the function raised on any rank.
         """
-        result: Any = None
+        returned: list[_T] = []
         error = None
         try:
-            result = function()
+            returned.append(function())
         except LeanKError as found:
             error = found
         self.check(error)
-        returned: _T = result
-        return returned
+        return returned[0]
 
     def check(self, error: LeanKError | None) -> None:
         """Go on only if no rank has met an error.

@@ -5,77 +5,62 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
 from leank_convert.data import SampleSource, TrainingSample
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.hub import hide_local_paths, model_name
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.recipe import Recipe
+from leank_convert.train.attention import Student
 from leank_convert.train.gates import load_pattern
 from leank_convert.train.graphs import Gradients
+from leank_convert.train.held_out import Validation
 from leank_convert.train.key_mean import count_contexts, measure_keys
 from leank_convert.train.log import StepRecord
-from leank_convert.train.model import LoadedModel
-from leank_convert.train.passes import Student
+from leank_convert.train.model import LoadedModel, ModelFiles
 from leank_convert.train.ranks import Ranks
-from leank_convert.train.scaling import (
-    initial_gates,
-    initial_scaling_factors,
-    l1_penalty,
-    straight_through,
-)
+from leank_convert.train.scaling import l1_penalty, ones, straight_through
 from leank_convert.train.schedule import Phase, Schedule
 from leank_convert.train.selection import select_channels, select_for
 from leank_convert.train.state import TrainingState, check_same_run
-from leank_convert.train.validation import Validation
 from leank_convert.windows import Windows
 
 _logger = logging.getLogger("leank_convert")
 
 
 class Run:
-    """A run between two steps.
-
-    Args:
-        recipe: What to train.
-        loaded: The model.
-        ranks: The processes that share a step's samples.
-        fingerprint: What the run depends on.
+    """A run between two steps, on one of the processes that share a step's samples.
 
     Attributes:
         gradients: What computes losses and their gradients.
     """
 
     def __init__(
-        self, recipe: Recipe, loaded: LoadedModel, ranks: Ranks, fingerprint: Mapping[str, str]
+        self, recipe: Recipe, loaded: LoadedModel, ranks: Ranks, fingerprint: dict[str, str]
     ) -> None:
         self.recipe = recipe
         self.loaded = loaded
         self.ranks = ranks
-        self.fingerprint = fingerprint
         self.schedule = Schedule(recipe)
-        self.step = 0
         self._windows = Windows(recipe.windows.sink_size, recipe.windows.recent_size)
-        self._gates: Tensor | None = None
         self._retrieval_heads: Tensor | None = None
-        self._factors = initial_scaling_factors(loaded.facts, ranks.device)
-        self._stage1_factors: Tensor | None = None
-        self._finished: list[Tensor] = []
+        self._state = TrainingState(fingerprint, ones(loaded.facts.mask_shape, ranks.device))
         # Refuses a recipe that no channels can be selected by, before a step is run.
         for ratio in recipe.pruning_ratios:
             self._channel_mask = self._select(self._factors, ratio)
         if recipe.method_row.has_gates:  # how many heads are left does not depend on which
-            self._choose_retrieval_heads(initial_gates(loaded.facts, torch.device("cpu")))
-        if "gates" in recipe.trains:
-            self._factors = initial_gates(loaded.facts, ranks.device)
-        elif recipe.method_row.has_gates:
-            self._take_gates(load_pattern(recipe, loaded.facts))
+            every_gate = ones(self._gates_shape, ranks.device)
+            self._choose_retrieval_heads(every_gate)
+            if "gates" in recipe.trains:
+                self._state.scaling_factors = every_gate
+            else:
+                self._take_gates(load_pattern(recipe, loaded.facts))
         self._optimizer = self._new_optimizer()
         self.gradients = Gradients(
             loaded.model,
@@ -84,31 +69,31 @@ class Run:
             spread=recipe.model.device_map is not None,
             offload=recipe.offload_context,
         )
-        self._key_mean: tuple[Tensor, int] | None = None
-        self._best: tuple[float, Tensor] | None = None
         self._validation = None
         if recipe.stage2.validation_contexts:
             self._validation = Validation(recipe, loaded, self.gradients, ranks)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._state.step
 
     @property
     def is_done(self) -> bool:
         """Whether no step is left."""
         return self.step >= self.schedule.num_steps
 
+    @property
     def state(self) -> TrainingState:
         """What has to be kept to go on from here."""
-        moments: Mapping[str, Tensor] = self._optimizer.state.get(self._factors, {})
-        return TrainingState(
-            self.step,
-            self._factors,
-            moments,
-            self.fingerprint,
-            self._stage1_factors,
-            tuple(self._finished),
-            self._gates,
-            self._best,
-            *(self._key_mean or ()),
-        )
+        return replace(self._state, optimizer=dict(self._optimizer.state.get(self._factors, {})))
+
+    @property
+    def gates(self) -> Tensor | None:
+        """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
+        if not self.recipe.method_row.has_gates:
+            return None
+        return (self._factors.detach() if self._state.gates is None else self._state.gates).cpu()
 
     def centre_keys(self, samples: SampleSource, *, progress: bool) -> None:
         """Measure the mean of keys, unless the recipe leaves them as they are, or a saved state brought it.
@@ -116,7 +101,7 @@ class Run:
         Raises:
             LeanKError: As `key_mean.measure_keys`.
         """
-        if not self.recipe.key_mean or self._key_mean is not None:
+        if not self.recipe.key_mean or self._state.key_mean is not None:
             return
         measured = measure_keys(
             self.loaded,
@@ -133,23 +118,16 @@ class Run:
             measured.num_contexts,
         )
 
-    @property
-    def gates(self) -> Tensor | None:
-        """Of the heads [L, H_kv, 1], on the CPU, of a run that is done; None where the method has none."""
-        if not self.recipe.method_row.has_gates:
-            return None
-        return (self._factors.detach() if self._gates is None else self._gates).cpu()
-
     def restore(self, state: TrainingState, path: Path) -> None:
         """Go on from a saved state.
 
         Raises:
             LeanKError: If it belongs to another run, or one that imported other gates.
         """
-        check_same_run(state.fingerprint, self.fingerprint, path)
-        self.step = state.step
+        check_same_run(state.fingerprint, self._state.fingerprint, path)
+        imported, device = self._state.gates, self.ranks.device
         if state.gates is not None:
-            if self._gates is not None and not torch.equal(self._gates, state.gates):
+            if imported is not None and not torch.equal(imported, state.gates):
                 raise LeanKError(
                     f"`heads.pattern` `{self.recipe.heads.pattern}` holds other gates than `{path}` was "
                     "begun with",
@@ -158,16 +136,18 @@ class Run:
             self._take_gates(state.gates)
         if state.key_mean is not None and state.key_mean_tokens is not None:
             self._take_key_mean(state.key_mean, state.key_mean_tokens)
-        self._factors = state.scaling_factors.to(self.ranks.device).requires_grad_()
+        self._state = replace(
+            state,
+            scaling_factors=state.scaling_factors.detach().to(device).requires_grad_(),
+            stage1_factors=None if state.stage1_factors is None else state.stage1_factors.to(device),
+            finished=[factors.to(device) for factors in state.finished],
+            best=None if state.best is None else (state.best[0], state.best[1].to(device)),
+        )
         self._optimizer = self._new_optimizer()
-        self._stage1_factors = state.stage1_factors
-        self._finished = list(state.finished)
-        self._best = None if state.best is None else (state.best[0], state.best[1].to(self.ranks.device))
         if state.optimizer:
             # Adam wants its step count on the CPU and its moments beside the parameter.
             self._optimizer.state[self._factors] = {
-                name: value if name == "step" else value.to(self.ranks.device)
-                for name, value in state.optimizer.items()
+                name: value if name == "step" else value.to(device) for name, value in state.optimizer.items()
             }
         if not self.is_done:
             ratio = self.schedule.phase(self.step).pruning_ratio
@@ -179,10 +159,7 @@ class Run:
         return self.schedule.sample_indices(self.step, self.ranks.rank, self.ranks.num_ranks)
 
     def advance(self, samples: Iterator[TrainingSample]) -> StepRecord:
-        """Do one step.
-
-        Args:
-            samples: This rank's, as `sample_indices` names them.
+        """Do one step with this rank's samples, as `sample_indices` names them.
 
         Raises:
             LeanKError: If a loss or its gradient is not finite, or memory does not suffice, on any rank; the
@@ -202,14 +179,14 @@ class Run:
         distillation, num_tokens, num_answers = self.ranks.totals(sums)
         gradient = self._factors.grad
         assert gradient is not None
-        self.ranks.add_up(gradient)
+        gradient.copy_(self.ranks.combine(gradient))
         penalty = l1_penalty(self._factors)
         (phase.l1_weight * penalty).backward()  # type: ignore[no-untyped-call]
         mean_factor = penalty.item()
         self._optimizer.step()
         with torch.no_grad():
             self._factors.clamp_(0.0, 1.0)
-        self.step += 1
+        self._state.step += 1
 
         before, after, validation = self._channel_mask, None, None
         if phase.pruning_ratio is not None:
@@ -240,20 +217,29 @@ class Run:
 
     def masks(self) -> dict[float, ChannelMask]:
         """The mask of every asked ratio, of a run that is done."""
-        unfinished = self._factors.detach() if self._stage1_factors is None else self._stage1_factors
-        factors = self._finished or [unfinished] * len(self.recipe.pruning_ratios)
-        key_mean, num_tokens = self._key_mean or (None, None)
+        state = self._state
+        unfinished = self._factors.detach() if state.stage1_factors is None else state.stage1_factors
+        factors = state.finished or [unfinished] * len(self.recipe.pruning_ratios)
         return {
-            ratio: ChannelMask(
-                channel_mask=self._select(learned, ratio).cpu(),
+            ratio: build_mask(
+                self.recipe,
+                ratio,
+                self.loaded,
+                self._select(learned, ratio).cpu(),
                 scaling_factors=None if self.recipe.method_row.whole_heads else learned.cpu(),
-                provenance=describe_origin(
-                    self.recipe, ratio, self.loaded.name, self.loaded.facts, num_tokens
-                ),
-                key_mean=key_mean,
+                key_mean=state.key_mean,
+                key_mean_tokens=state.key_mean_tokens,
             )
             for ratio, learned in zip(self.recipe.pruning_ratios, factors, strict=True)
         }
+
+    @property
+    def _factors(self) -> Tensor:
+        return self._state.scaling_factors
+
+    @property
+    def _gates_shape(self) -> tuple[int, ...]:
+        return *self.loaded.facts.mask_shape[:2], 1
 
     def _new_optimizer(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._factors], weight_decay=0.0)
@@ -269,26 +255,23 @@ class Run:
         return chosen if self._retrieval_heads is None else chosen & self._retrieval_heads
 
     def _take_key_mean(self, key_mean: Tensor, num_tokens: int) -> None:
-        self._key_mean = key_mean, num_tokens
+        self._state.key_mean, self._state.key_mean_tokens = key_mean, num_tokens
         self.gradients.key_mean = key_mean.to(self.loaded.model.device, torch.float32)
 
     def _take_gates(self, gates: Tensor) -> None:
         """Go on with gates that are known: to channels, if the method prunes those of the heads left."""
-        self._gates = gates
-        chosen = self._choose_retrieval_heads(gates)
-        if chosen is None:
+        self._state.gates = gates
+        if self.recipe.method_row.whole_heads:
             return
-        self._retrieval_heads = chosen.to(self.ranks.device)
-        factors = initial_scaling_factors(self.loaded.facts, self.ranks.device).detach()
+        self._retrieval_heads = self._choose_retrieval_heads(gates).to(self.ranks.device)
+        factors = ones(self.loaded.facts.mask_shape, self.ranks.device).detach()
         # At 0 neither loss nor penalty has a gradient, so streaming heads' factors stay there.
-        self._factors = (factors * self._retrieval_heads).requires_grad_()
+        self._state.scaling_factors = (factors * self._retrieval_heads).requires_grad_()
         self._optimizer = self._new_optimizer()
 
-    def _choose_retrieval_heads(self, gates: Tensor) -> Tensor | None:
-        """The heads whose channels are then pruned, bool [L, H_kv, 1]; None if the method ends with heads."""
-        if self.recipe.method_row.whole_heads:
-            return None
-        share = self.recipe.heads.pruning_ratio
+    def _choose_retrieval_heads(self, gates: Tensor) -> Tensor:
+        """The heads whose channels are then pruned, bool [L, H_kv, 1]; all if the method ends with heads."""
+        share = 0.0 if self.recipe.method_row.whole_heads else self.recipe.heads.pruning_ratio
         chosen = select_channels(gates, pruning_ratio=share, width_multiple=1, rounding=self.recipe.rounding)
         if not chosen.any():
             raise LeanKError(
@@ -301,10 +284,10 @@ class Run:
         self._optimizer = self._new_optimizer()
         if phase.pruning_ratio is None:
             return
-        if self._stage1_factors is None:  # without a step of stage 1
-            self._stage1_factors = self._factors.detach().clone()
+        if self._state.stage1_factors is None:  # without a step of stage 1
+            self._state.stage1_factors = self._factors.detach().clone()
         with torch.no_grad():
-            self._factors.copy_(self._stage1_factors)
+            self._factors.copy_(self._state.stage1_factors)
         self._channel_mask = self._select(self._factors, phase.pruning_ratio)
         self._compare(phase)
 
@@ -315,19 +298,19 @@ class Run:
         loss = self._validation.loss(self._student(phase))
         if math.isnan(loss):  # float16 overflowed: worse than any
             loss = math.inf
-        if self._best is None or loss < self._best[0]:
-            self._best = loss, self._factors.detach().clone()
+        if self._state.best is None or loss < self._state.best[0]:
+            self._state.best = loss, self._factors.detach().clone()
         return loss
 
     def _end(self, phase: Phase) -> None:
-        learned = self._factors.detach().clone()
+        state, learned = self._state, self._factors.detach().clone()
         if phase.stage == 0:
             self._take_gates(learned)
         elif phase.pruning_ratio is None:
-            self._stage1_factors = learned
+            state.stage1_factors = learned
         else:
-            self._finished.append(learned if self._best is None else self._best[1])
-            self._best = None
+            state.finished = [*state.finished, learned if state.best is None else state.best[1]]
+            state.best = None
 
     def _accumulate(
         self, samples: Iterator[TrainingSample], phase: Phase
@@ -357,8 +340,7 @@ class Run:
 
     def _student(self, phase: Phase) -> Student:
         if phase.stage == 0:
-            facts = self.loaded.facts
-            shape = facts.mask_shape
+            shape = self.loaded.facts.mask_shape
             return Student(self._windows, self._factors.new_ones(shape), gates=self._factors[..., 0])
         if phase.pruning_ratio is None:
             heads = self._retrieval_heads
@@ -389,28 +371,32 @@ class Run:
         return "; or ".join(remedies) + "; the state before this step is saved"
 
 
-def describe_origin(
+def build_mask(
     recipe: Recipe,
     pruning_ratio: float,
-    model: str,
-    facts: ModelFacts,
+    files: ModelFiles,
+    channel_mask: Tensor,
+    *,
+    scaling_factors: Tensor | None = None,
+    key_mean: Tensor | None = None,
     key_mean_tokens: int | None = None,
-) -> MaskProvenance:
-    """Say where the mask of one of a recipe's ratios comes from."""
+) -> ChannelMask:
+    """The mask of one of a recipe's ratios, with where it comes from."""
     windows = recipe.windows
-    return MaskProvenance.for_model(
-        model_name(model),
-        facts,
+    provenance = MaskProvenance.for_model(
+        model_name(files.name),
+        files.facts,
         method=recipe.method,
         sink_size=windows.sink_size,
         recent_size=windows.recent_size,
         flush_size=windows.flush_size,
         pruning_ratio_asked=pruning_ratio,
-        width_multiple=recipe.width_unit(facts.head_dim),
+        width_multiple=recipe.width_unit(files.facts.head_dim),
         recipe=hide_local_paths(recipe.text, recipe.paths),
         seed=recipe.seed,
         key_mean_tokens=key_mean_tokens,
     )
+    return ChannelMask(channel_mask, scaling_factors, provenance=provenance, key_mean=key_mean)
 
 
 def _describe(sample: TrainingSample) -> str:

@@ -5,24 +5,16 @@ Scaling factors in [0, 1] are one per layer, KV head and channel; gates, one per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leank_convert.architectures import ModelFacts
 
-
-def initial_scaling_factors(facts: ModelFacts, device: torch.device) -> Tensor:
-    """All ones, float32 [L, H_kv, D]: training starts from the dense model."""
-    shape = facts.mask_shape
-    return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
-
-
-def initial_gates(facts: ModelFacts, device: torch.device) -> Tensor:
-    """All ones, float32 [L, H_kv, 1]: every head sees the middle as the dense model does."""
-    shape = (*facts.mask_shape[:2], 1)
-    return torch.ones(shape, dtype=torch.float32, device=device, requires_grad=True)
+def ones(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Factors or gates of the dense model, from which training starts, float32 of a shape."""
+    return torch.ones(*shape, dtype=torch.float32, device=device, requires_grad=True)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -42,12 +34,7 @@ def straight_through(scaling_factors: Tensor, channel_mask: Tensor) -> Tensor:
     it does not see the middle, so its factors get a gradient of zero, and it comes back only when its rank
     rises because those of other heads sink.
 
-    Args:
-        scaling_factors: Float [L, H_kv, D].
-        channel_mask: Bool [L, H_kv, D].
-
-    Returns:
-        Float [L, H_kv, D] of zeros and ones.
+    All are [L, H_kv, D].
     """
     result: Tensor = _StraightThrough.apply(scaling_factors, channel_mask)  # type: ignore[no-untyped-call]
     return result
@@ -60,9 +47,6 @@ def distillation_loss(teacher: Tensor, student: Tensor, owners: Tensor) -> Tenso
         teacher: Final-norm hidden states of the dense model at the answer tokens [R, hidden_size].
         student: Those of the pruned model, same shape.
         owners: Which question each token answers [R], counted from 0, none left out; -1 for padding.
-
-    Returns:
-        A scalar.
     """
     by_token = (teacher.float() - student.float()).square().mean(-1)
     counts = (owners[:, None] == owners).sum(-1) * (owners.max() + 1)  # as no `bincount`, without waiting
@@ -76,13 +60,9 @@ def l1_penalty(scaling_factors: Tensor) -> Tensor:
 
 
 def learning_rate_factor(step: int, num_steps: int) -> float:
-    """What the stage's learning rate is multiplied by at a step.
+    """What a stage's learning rate is multiplied by at a step, counted from 0.
 
     It rises over the first fifth of the steps, falls over the last, and never goes under a tenth.
-
-    Args:
-        step: Counted from 0.
-        num_steps: Steps of the stage.
     """
     ramp = num_steps / 5
     return max(0.1, min(1.0, (step + 1) / ramp, (num_steps - step) / ramp))

@@ -92,13 +92,7 @@ def select_channels(
 
 
 def select_for(recipe: Recipe, scores: Tensor, pruning_ratio: float) -> Tensor:
-    """Choose the channels of one of a recipe's ratios, by its rules.
-
-    Args:
-        recipe: Its multiple, rounding, cap and budget.
-        scores: As in `select_channels`.
-        pruning_ratio: Which of its ratios.
-    """
+    """Choose the channels of one of a recipe's ratios, by its multiple, rounding, cap and budget."""
     return select_channels(
         scores,
         pruning_ratio=pruning_ratio,

@@ -149,13 +149,8 @@ def plan_regions(
 
     A query at position p sees the context and its own question's tokens up to p, with every channel where
     j < sink_size or j >= p - recent_size. Of a padded sample, the border of the middle lies where it is right
-    for the shortest context of its size.
-
-    Args:
-        packed: Context and questions.
-        num_queries: N; the queries are the last N of the tokens that follow the context.
-        windows: None for dense attention.
-        device: Where the queries are.
+    for the shortest context of its size. The queries are the last N of the tokens that follow the context;
+    without windows attention is dense.
     """
     num_context, num_real = packed.sizes.context, packed.num_real
     start, stop = 0, packed.sizes.least_context
@@ -178,14 +173,7 @@ def plan_regions(
 
 
 def plan_window_regions(packed: PackedSample, num_queries: int, window: int, device: torch.device) -> Regions:
-    """Find out how the last tokens of some packed questions see everything in layers with a sliding window.
-
-    Args:
-        packed: Context and questions.
-        num_queries: N; the queries are the last N of the tokens that follow the context.
-        window: How many tokens a query sees, itself among them.
-        device: Where the queries are.
-    """
+    """As `plan_regions`, in layers where a query sees the last `window` tokens, itself among them."""
     first = max(packed.sizes.least_context - window + 1, 0)
     key_positions, key_owners = (t.to(device, non_blocking=True) for t in (packed.positions, packed.owners))
     positions, owners = key_positions[-num_queries:, None], key_owners[-num_queries:, None]

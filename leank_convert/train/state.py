@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from leank_convert.data import SampleSource
@@ -25,8 +24,6 @@ from leank_convert.mask import MASK_FILE_NAME
 from leank_convert.recipe import HeadsSection, Recipe
 from leank_convert.train.model import LoadedModel
 from leank_convert.train.schedule import Schedule
-
-STATE_FILE_NAME = "training_state.safetensors"
 
 # Settings that change how a run is watched or what becomes of the mask, not the mask itself. `model.id` is
 # a name, and so is a haystack's source: what they stand for is compared. How many ranks share a step's
@@ -68,7 +65,7 @@ class TrainingDirectory:
     @property
     def state(self) -> Path:
         """The resumable state."""
-        return self.folder / "state" / STATE_FILE_NAME
+        return self.folder / "state" / "training_state.pt"
 
     @property
     def pattern(self) -> Path:
@@ -108,15 +105,15 @@ class TrainingDirectory:
         return {ratio: TrainingDirectory(self.out / f"ratio-{ratio}") for ratio in ratios}
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingState:
     """Where a run stands between two steps.
 
     Attributes:
-        step: Steps done, over all phases.
-        scaling_factors: Float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1].
-        optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
         fingerprint: What the run depends on, as flat keys and values.
+        scaling_factors: Float32 [L, H_kv, D]; while gates are learned, those [L, H_kv, 1].
+        step: Steps done, over all phases.
+        optimizer: Adam's `step`, `exp_avg` and `exp_avg_sq`; empty before a stage's first step.
         stage1_factors: What stage 1 ended with, once it has; every ratio's stage 2 begins with them.
         finished: What stage 2 ended with, for each ratio that is done.
         gates: Gates of heads [L, H_kv, 1], once they are learned or imported, of a method that has them.
@@ -125,12 +122,12 @@ class TrainingState:
         key_mean_tokens: How many tokens it was measured on.
     """
 
-    step: int
+    fingerprint: dict[str, str]
     scaling_factors: Tensor
-    optimizer: Mapping[str, Tensor]
-    fingerprint: Mapping[str, str]
+    step: int = 0
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
     stage1_factors: Tensor | None = None
-    finished: tuple[Tensor, ...] = ()
+    finished: list[Tensor] = field(default_factory=list)
     gates: Tensor | None = None
     best: tuple[float, Tensor] | None = None
     key_mean: Tensor | None = None
@@ -176,59 +173,26 @@ def save_state(state: TrainingState, path: Path) -> None:
     Raises:
         LeanKError: If it cannot be written.
     """
-    tensors = {"scaling_factors": state.scaling_factors.detach().cpu()}
-    tensors |= {f"optimizer.{name}": tensor.detach().cpu() for name, tensor in state.optimizer.items()}
-    if state.stage1_factors is not None:
-        tensors["stage1_factors"] = state.stage1_factors.cpu()
-    if state.gates is not None:
-        tensors["gates"] = state.gates.cpu()
-    tensors |= {f"finished.{place}": tensor.cpu() for place, tensor in enumerate(state.finished)}
-    metadata = {"step": str(state.step), "fingerprint": json.dumps(dict(state.fingerprint))}
-    if state.best is not None:
-        loss, tensors["best"] = state.best[0], state.best[1].cpu()
-        metadata["best_loss"] = loss.hex()
-    if state.key_mean is not None:
-        tensors["key_mean"] = state.key_mean.cpu()
-        metadata["key_mean_tokens"] = str(state.key_mean_tokens)
+    content = BytesIO()
+    torch.save(vars(state), content)
     try:
-        write_atomically(path, save(tensors, metadata))
+        write_atomically(path, content.getvalue())
     except OSError as error:
         raise LeanKError(f"training state `{path}` cannot be written: {error.strerror}") from error
 
 
 def load_state(path: Path) -> TrainingState:
-    """Read a saved state.
+    """Read a saved state, to the CPU.
 
     Raises:
         LeanKError: If it is damaged.
+        OSError: If it cannot be read.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        fingerprint = json.loads(metadata["fingerprint"])
-        if not all(isinstance(text, str) for text in fingerprint.values()):
-            raise TypeError("its fingerprint is not text")
-        return TrainingState(
-            step=int(metadata["step"]),
-            scaling_factors=tensors["scaling_factors"].to(torch.float32),
-            optimizer={
-                name.removeprefix("optimizer."): tensor
-                for name, tensor in tensors.items()
-                if name.startswith("optimizer.")
-            },
-            fingerprint=fingerprint,
-            stage1_factors=tensors.get("stage1_factors"),
-            gates=tensors.get("gates"),
-            best=(float.fromhex(metadata["best_loss"]), tensors["best"]) if "best" in tensors else None,
-            finished=tuple(
-                tensors[f"finished.{place}"]
-                for place in range(sum(name.startswith("finished.") for name in tensors))
-            ),
-            key_mean=tensors.get("key_mean"),
-            key_mean_tokens=int(metadata["key_mean_tokens"]) if "key_mean" in tensors else None,
-        )
-    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return TrainingState(**torch.load(path, map_location="cpu", weights_only=True))
+    except OSError:  # says nothing of what is in it
+        raise
+    except Exception as error:  # whatever torch stumbles upon in a file that it has not written
         raise LeanKError(
             f"training state `{path}` is damaged: {first_line(error)}",
             hint="train again without `--resume` into another folder",

@@ -28,19 +28,10 @@ def causal_attention(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of N tokens over themselves.
+    """Attention of N tokens over themselves [1, N, H, D].
 
-    Args:
-        module: The attention module, for SDPA's grouped-query settings.
-        query: [1, H, N, D].
-        key: [1, H_kv, N, D].
-        value: The same.
-        scaling: The softmax scale.
-        window: How many tokens a query sees, itself among them; None for all before it.
-        sinks: Logits [H] or [1, H, N], or None.
-
-    Returns:
-        [1, N, H, D].
+    Queries are [1, H, N, D], keys and values [1, H_kv, N, D]. A query sees up to `window` tokens, itself
+    among them, or all before it; sinks are logits [H] or [1, H, N].
     """
     if window is None and sinks is None:
         output, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling, is_causal=True)
@@ -52,13 +43,7 @@ def causal_attention(
 
 
 def beside_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Give sinks their share of a softmax, by its output [1, H, N, D] and log-sum-exp [1, H, N].
-
-    Args:
-        output: The softmax's without them.
-        lse: The same.
-        sinks: Logits [H] or [1, H, N].
-    """
+    """Give sinks, logits [H] or [1, H, N], their share of a softmax, by its output [1, H, N, D] and lse."""
     return output * torch.sigmoid(lse - of_queries(sinks, lse.shape[-1]))[..., None].to(output.dtype)
 
 

@@ -24,7 +24,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import find_unlisted, read_digests
 from leank_convert.errors import LeanKError, cut, shorten
-from leank_convert.export.plan import check_unedited, plan_layer
+from leank_convert.export.plan import plan_edits
 from leank_convert.export.runtime_files import auto_map
 from leank_convert.files import parse_json
 from leank_convert.hub import resolve_model
@@ -138,9 +138,7 @@ def _check_headers(folder: Path) -> tuple[Checkpoint, str]:
 
 
 def _check_shapes(checkpoint: Checkpoint, facts: ModelFacts) -> str:
-    check_unedited(checkpoint, facts)
-    for layer in facts.layers:
-        plan_layer(checkpoint, facts, layer, tuple(range(facts.num_key_value_heads)))
+    plan_edits(checkpoint, facts, [range(facts.num_key_value_heads)] * len(facts.layers))
     return f"{facts.num_hidden_layers} layers"
 
 

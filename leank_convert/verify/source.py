@@ -31,7 +31,7 @@ from leank_convert.export.companions import (
     names_class,
     read_tokenizer_config,
 )
-from leank_convert.export.plan import TensorEdit, plan_layer
+from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
@@ -139,10 +139,7 @@ def _compare_weights(
     edits: dict[str, TensorEdit] = {}
 
     def same_tensors() -> str:
-        for layer, permutation in zip(facts.layers, leank["head_permutation"], strict=True):
-            edits.update(
-                (edit.tensor, edit) for edit in plan_layer(original, facts, layer, tuple(permutation))
-            )
+        edits.update(plan_edits(original, facts, leank["head_permutation"]))
         added: set[str] = set()
         if leank.get("kv_scales") is not None:
             added.update(name for layer in name_scale_tensors(facts) for name in layer)

@@ -211,7 +211,7 @@ class _LeanKForCausalLM:
         options = {"revision": vllm_config.model_config.revision}
         self._source = vllm_config.model_config.model, options
         self._settings, self._num_heads = read_settings(config), config.num_attention_heads
-        self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts is not None
+        self._has_experts = ARCHITECTURES[config.model_type.removeprefix(LEANK_PREFIX)].experts
         self._quantized = vllm_config.quant_config is not None
         context = vllm_config.compilation_config.static_forward_context
         modules = [module for module in self.modules() if type(getattr(module, "attn", None)) is Attention]  # type: ignore[attr-defined]

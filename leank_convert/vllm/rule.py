@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from leank_convert._runtime.rows_leank import pruned_after_append, pruned_after_prefill
 from leank_convert._runtime.windows_leank import Windows
 
 
@@ -28,14 +29,13 @@ def pruned_tokens(seen: torch.Tensor, prompts: torch.Tensor, sizes: Windows) -> 
         int32 `[B, d]`.
     """
     prompts = prompts[:, None]
-    first = (prompts - (sizes.sink_size + sizes.recent_size)).clamp(min=0)
-    over = (seen - first - sizes.total).clamp(min=0)
-    pruned = first + (over + (sizes.flush_size - 1)) // sizes.flush_size * sizes.flush_size
-    return pruned.masked_fill(seen <= prompts, 0)
+    first = pruned_after_prefill(prompts, sizes.sink_size, sizes.recent_size)
+    return pruned_after_append(seen, first, **sizes.sizes).masked_fill(seen <= prompts, 0)
 
 
 def pruned_tokens_of(seen: int, prompt: int, sizes: Windows) -> int:
     """Return `pruned_tokens` of one query."""
+    # In integers, as the scheduler asks for every request at every step.
     if seen <= prompt:
         return 0
     first = max(prompt - sizes.sink_size - sizes.recent_size, 0)

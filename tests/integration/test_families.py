@@ -123,6 +123,14 @@ def test_one_prefill_serves_a_dense_and_a_pruned_cache_beside_other_layers(famil
             assert held == full if family == "qwen3_next" else held > full
 
 
+def test_a_checkpoint_without_attention_sinks_leaves_those_of_another_alone(converted, load):
+    """transformers has one table of attention functions, and the last checkpoint's is in it."""
+    ours = load(converted("GptOss", WIDTHS, **OPTIONS["gpt_oss"]).folder)
+    expected = ours.generate(**batch(), **GREEDY)
+    load(converted("Llama", WIDTHS, name="plain").folder)
+    assert ours.generate(**batch(), **GREEDY).tolist() == expected.tolist()
+
+
 def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp_path):
     checkpoint = converted(
         "Qwen2",

@@ -26,6 +26,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.answer_log import AnswerLog
+from leank_convert.evaluate.answering import Answer
+from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.request import ANSWERS_NAME, SETTINGS_NAME
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
@@ -55,6 +59,11 @@ CONFIG_KEYS = (
     "architectures", "use_cache", "pad_token_id", "tokenizer_class", "sub_configs", "__class__",
     "_name_or_path",
 )  # fmt: skip
+
+
+# What an evaluation has kept.
+SETTINGS = {"checkpoint": "abc", "against": None}
+PROMPTS = [Prompt("task", 64, i, torch.arange(20) + i, ("right",), "exact", 4) for i in range(3)]
 
 
 class TooSlow(BaseException):
@@ -231,12 +240,30 @@ def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
     return None
 
 
+def read_of_answers(rng: random.Random, folder: Path) -> Path | None:
+    """Answers that an evaluation kept are found again, asked again or refused."""
+    path = folder / "answers" / rng.choice((ANSWERS_NAME, ANSWERS_NAME, SETTINGS_NAME))
+    if path.name == SETTINGS_NAME:
+        rewrite_json(rng, path, tuple(SETTINGS))
+    else:
+        lines = path.read_bytes().splitlines()
+        place = rng.randrange(len(lines))
+        lines[place] = to_text(rng, mutate(rng, json.loads(lines[place]), ("variant", "x")))
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+    log = AnswerLog(path.parent, SETTINGS)
+    missing = {prompt.index for prompt in log.missing(PROMPTS, ["dense"])}
+    scores = [log.outcome(p, ["dense"]).scores["dense"] for p in PROMPTS if p.index not in missing]
+    assert all(0 <= score <= 1 for score in scores), scores
+    return None
+
+
 CASES: dict[str, tuple[int, Callable[[random.Random, Path], Path | None]]] = {
     "config": (4, export_of_config),
     "header": (2, export_of_header),
     "index": (1, export_of_index),
     "mask": (4, export_of_mask),
     "checkpoint": (4, check_of_checkpoint),
+    "answers": (1, read_of_answers),
 }  # how many of all cases, and what is done with one
 
 
@@ -269,6 +296,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mean = torch.randn(2, 2, 8).half()
     save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known, mean), folder / MASK_FILE_NAME)
     export_checkpoint(folder / "source", folder / MASK_FILE_NAME, folder / "checkpoint")
+    AnswerLog(folder / "answers", SETTINGS).add(
+        Answer("task", 64, prompt.index, prompt.digest, 20, "dense", "ünï 1\n2", 0.5) for prompt in PROMPTS
+    )
     return folder
 
 

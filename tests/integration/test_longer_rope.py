@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from leank_convert.convert import convert_model
-from leank_convert.evaluate.evaluated import load_evaluated
+from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.text import compare_text
 from leank_convert.evaluate.variants import Masked
 from leank_convert.mask import load_mask

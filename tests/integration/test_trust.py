@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from leank_convert import warmup
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import load_evaluated
+from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx.export import _copy_companions
@@ -73,7 +73,7 @@ def plant(checkpoint, tmp_path, marker):
     [
         "evaluate PLANTED -n 2 --recipe quickstart",
         "evaluate CHECKPOINT -n 2 --recipe quickstart --against PLANTED",
-        "evaluate PLANTED --text PLANTED/README.md --prefix-tokens 9",
+        "evaluate-text PLANTED --text PLANTED/README.md --prefix-tokens 9",
         "warmup PLANTED",
     ],
 )
@@ -98,7 +98,7 @@ def test_commands_that_load_a_checkpoint_refuse_it(place, command, plant, marker
         ("inspect PLANTED", 0),
         ("verify PLANTED --source SOURCE", 1),
         ("export PLANTED -o OUT --all-channels", 2),
-        ("export PLANTED -o OUT --format onnx", 2),
+        ("export-onnx PLANTED -o OUT", 2),
         ("train PLANTED -o OUT --recipe quickstart", 2),
         ("analyze PLANTED --model PLANTED --recipe quickstart", 2),
     ],

@@ -232,8 +232,6 @@ def test_keys_are_measured_under_the_rope_of_the_checkpoint(biased, mask, recipe
     [
         (("--force",), "--force goes with --kv-dtype, whose cache is tried"),
         (("--force", "--key-mean"), "--force goes with --kv-dtype, whose cache is tried"),
-        (("--key-mean", "--format", "onnx"), "--key-mean goes with checkpoints; "),
-        (("--force", "--format", "onnx"), "--force goes with checkpoints; "),
         (("--device", "cpu"), "--device goes with --kv-dtype and --key-mean, which measure there"),
     ],
 )

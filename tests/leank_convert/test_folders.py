@@ -32,10 +32,10 @@ NOT_FOLDERS = {
 }
 NOT_REPLACED = {
     "n" * 250: "cannot be a folder: File name too long",
-    ".": "cannot be replaced as a whole",
-    "..": "cannot be replaced as a whole",
-    "/": "cannot be replaced as a whole",
-    "/dev/shm": "cannot be replaced as a whole",
+    ".": "holds other files",
+    "..": "holds other files",
+    "/": "is a mount point",
+    "/dev/shm": "is a mount point",
     "linked": "`linked.partial` is in the way",
     "other": "`other.leank-lock` is in the way",
 }
@@ -73,10 +73,10 @@ def test_what_cannot_be_a_folder_is_refused(out: str, reason: str, places: Path)
     "command",
     [
         ["export", "testbed", "--all-channels"],
-        ["export", "testbed", "--all-channels", "--format", "onnx"],
+        ["export-onnx", "testbed", "--all-channels"],
         ["train", "testbed", "--method", "static-norm"],
         ["evaluate", "no-checkpoint"],
-        ["evaluate", "no-checkpoint", "--text", "file", "--prefix-tokens", "3"],
+        ["evaluate-text", "no-checkpoint", "--text", "file", "--prefix-tokens", "3"],
         ["analyze", "mask.npy"],
     ],
     ids=lambda command: "-".join(command[::4]),
@@ -93,7 +93,7 @@ def test_commands_say_so_in_one_sentence_and_change_nothing(command: list[str], 
 
 
 @pytest.mark.parametrize(("out", "reason"), NOT_REPLACED.items(), ids=range(len(NOT_REPLACED)))
-def test_what_cannot_be_swapped_is_refused(out: str, reason: str, places: Path) -> None:
+def test_what_cannot_be_written_into_is_refused(out: str, reason: str, places: Path) -> None:
     before = names(places)
     with pytest.raises(LeanKError) as caught, staged_folder(Path(out), overwrite=True):
         pass

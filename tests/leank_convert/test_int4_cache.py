@@ -87,7 +87,7 @@ def test_training_makes_one_too(tmp_path):
 
 def test_what_has_no_int4_cache_refuses_in_a_sentence(testbed, tmp_path):
     for arguments, message in (
-        (("export", testbed, "--format", "onnx", "-o", tmp_path / "out"), "keeps its cache in int4; a graph"),
+        (("export-onnx", testbed, "-o", tmp_path / "out"), "keeps its cache in int4; a graph"),
         (
             ("export", "testbed", "--device", "cpu", "-o", tmp_path / "out"),
             "--device goes with --kv-dtype and --key-mean",

@@ -25,6 +25,12 @@ def change_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def change_leank(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "leank": {**config["leank"], **changes}}))
+
+
 def set_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: change_json(folder / "config.json", **changes)
 
@@ -79,6 +85,14 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
         ),
         (link_a_file, "cache_leank.py' in `FOLDER` is no runtime file"),
         (link_a_folder, "'custom_generate' in `FOLDER` is a link to a folder"),
+        (
+            lambda folder: (folder / "cache_leank.py").unlink(),
+            "`FOLDER` lacks the runtime file `cache_leank.py`, which its config needs",
+        ),
+        (
+            lambda folder: change_leank(folder, kv_dtype="fp8", kv_scales=None),
+            "`FOLDER` lacks the runtime file `kernel_fp8_leank.py`, which its config needs",
+        ),
         (put_a_pipe, "cache_leank.py' in `FOLDER` is no runtime file"),
         (write("adapter_config.json", "{}"), "adapter_config.json`: transformers would load an adapter"),
         (set_config(auto_map=OTHER_REPOSITORY), "config.json`: `auto_map` is {'AutoConfig': 'me/other--"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from leank_convert.convert import convert_model
-from leank_convert.evaluate.evaluated import load_evaluated
+from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.text import compare_text
 from leank_convert.evaluate.variants import Masked
 from leank_convert.recipe import Recipe

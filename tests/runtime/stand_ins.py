@@ -97,8 +97,8 @@ class PlainKernels:
         return seen + pruned
 
     def append(self, keys, values, store, seen, valid):
-        valid = torch.ones_like(seen, dtype=torch.bool) if valid is None else valid
-        rows = torch.arange(len(seen))
+        valid = seen > 0 if valid is None else valid & (seen > 0)
+        rows = torch.arange(len(seen), device=seen.device)
         index = store.chunk_index.long().expand(len(seen), -1, -1)
         num_kept, table = store.kept_keys.shape[1], store.head_table[:-1]
         in_store, in_window = table[:, 2] >= 0, table[:, 5] >= 0

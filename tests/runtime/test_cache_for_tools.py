@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from runtime.tools import attend_layer, concatenate, decode_layer, fill_layer, fork
 from tests.twin_caches import ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
@@ -48,7 +49,7 @@ def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model, assert_close
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         padded = model(batch, attention_mask=mask, position_ids=positions).past_key_values
-    joined = type(padded).concatenate(prefilled(model))
+    joined = concatenate(prefilled(model))
     next_position = torch.tensor(LENGTHS)[:, None]
     given = mask if with_mask else None
     ours = decode(model, joined, next_position, 10, given)
@@ -74,31 +75,23 @@ def test_rows_of_several_batches_and_own_masks(model_pair, some_masks, assert_cl
         for cache, rows in ((caches[0], [0]), (caches[1], [1, 2]), (expected, [0, 1, 2])):
             model(tokens[rows], past_key_values=cache)
             model(next_tokens[rows], past_key_values=cache)
-    joined = type(expected).concatenate(caches)
+    joined = concatenate(caches)
     positions = torch.full((3, 1), 31)
     assert_close(model, decode(model, joined, positions, 5), decode(model, expected, positions, 5))
 
 
-def test_layers_are_joined_one_by_one(model, monkeypatch):
-    """When a layer is joined, the inputs' earlier layers are gone."""
-    caches = prefilled(model)
-    stores = [[weakref.ref(layer.store) for layer in cache.layers] for cache in caches]
-    layer_type = type(caches[0].layers[0])
-    join = layer_type.concatenate.__func__
-    seen = []
-
-    def watched(cls, layers, rows):
-        seen.append([store[0]() is None for store in stores])
-        return join(cls, layers, rows)
-
-    monkeypatch.setattr(layer_type, "concatenate", classmethod(watched))
-    type(caches[0]).concatenate(caches)
-    assert seen == [[False] * 3, [True] * 3]
+def test_layers_are_joined_one_by_one(model):
+    """The inputs' first layers are gone before the last ones are touched: no more than one is held twice."""
+    caches, gone = prefilled(model), []
+    for cache in caches:
+        for layer in cache.layers:
+            weakref.finalize(layer.store, gone.append, layer.layer_idx)
+    concatenate(caches)
+    assert gone == [0, 0, 0, 1, 1, 1]
 
 
 def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, some_masks):
     first, second, _ = prefilled(model)
-    join = type(first).concatenate
     other = prefilled(model_pair(some_masks(WIDTHS, seed=1)).leank)[0]
     wider = prefilled(model_pair(some_masks(WIDTHS), recent=9).leank)[0]
     double = prefilled(copy.deepcopy(model).double())[0]
@@ -114,9 +107,9 @@ def test_what_does_not_go_together_is_refused_and_left_alone(model, model_pair, 
         ([first, double], r"cache 1 has dtypes .*float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            join(caches)
+            concatenate(caches)
     assert (first.get_seq_length(), second.get_seq_length(), pending.get_seq_length()) == (20, 33, 20)
-    assert join([first]).rows.lengths.tolist() == [20]
+    assert concatenate([first]).rows.lengths.tolist() == [20]
 
 
 def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, assert_close):
@@ -131,7 +124,7 @@ def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, 
             batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
         ).past_key_values
     caches = prefilled(model)
-    joined = type(padded).concatenate(caches)
+    joined = concatenate(caches)
     assert all(cache.get_seq_length() == 0 and cache.layers[0].pending is None for cache in caches)
     assert joined.rows.is_pending and joined.get_seq_length() == 33
     assert joined.rows.padding.tolist() == mask.bool().tolist()
@@ -160,14 +153,14 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
     other = model_pair(some_masks(WIDTHS), sink=1, recent=4, flush=2).leank
     with torch.no_grad():
         model(ids(1, 30), past_key_values=cache)
-    forks = [cache.fork(), cache.fork(sink_size=1, recent_size=4, flush_size=2)]
-    for fork in forks:
-        for ours, theirs in zip(fork.layers, cache.layers, strict=True):
+    forks = [fork(cache), fork(cache, sink_size=1, recent_size=4, flush_size=2)]
+    for forked in forks:
+        for ours, theirs in zip(forked.layers, cache.layers, strict=True):
             assert all(a is b for a, b in zip(ours.pending, theirs.pending, strict=True))
-    for fork, alone in zip(forks, (model, other), strict=True):
+    for forked, alone in zip(forks, (model, other), strict=True):
         with torch.no_grad():
             expected = alone(ids(1, 30)).past_key_values
-        assert torch.equal(decoded(model, fork), decoded(alone, expected))
+        assert torch.equal(decoded(model, forked), decoded(alone, expected))
     assert cache.rows.is_pending and (cache.rows.sink_size, cache.get_seq_length()) == (3, 30)
 
 
@@ -181,10 +174,10 @@ def test_forks_are_refused_where_they_make_no_sense(model):
         ({"sink_size": 1.5}, "`sink_size` is 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
-            cache.fork(**sizes)
+            fork(cache, **sizes)
     decoded(model, cache, 1)
     with pytest.raises(ValueError, match="pruned already cannot be forked"):
-        cache.fork()
+        fork(cache)
 
 
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
@@ -194,9 +187,9 @@ def test_layers_are_filled_and_decoded_without_a_model(prune, model):
     keys, values, queries = states(31, 3, 0), states(31, 3, 1), states(31, 6, 2)
     attention = model.model.layers[0].self_attn
     for layer in range(2):
-        cache.fill_layer(layer, keys[:, :, :30], values[:, :, :30])
+        fill_layer(cache, layer, keys[:, :, :30], values[:, :, :30])
     outputs = [
-        cache.decode_layer(layer, *(t[:, :, 30:] for t in (queries, keys, values))) for layer in (0, 1)
+        decode_layer(cache, layer, *(t[:, :, 30:] for t in (queries, keys, values))) for layer in (0, 1)
     ]
     for part in (slice(0, 30), slice(30, 31)):
         for layer in range(2):
@@ -207,7 +200,7 @@ def test_layers_are_filled_and_decoded_without_a_model(prune, model):
     assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
     for layer in range(2):
         for _ in range(2):
-            assert torch.equal(cache.attend_layer(layer, queries[:, :, 30:]), outputs[layer])
+            assert torch.equal(attend_layer(cache, layer, queries[:, :, 30:]), outputs[layer])
     assert cache.rows.attended(keys.device) is cache.rows.attended(keys.device)
     assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
 
@@ -215,22 +208,22 @@ def test_layers_are_filled_and_decoded_without_a_model(prune, model):
 def test_what_a_filled_layer_attends_to_follows_the_cache(model):
     cache = model.build_cache()
     keys, query = states(30, 3, 0), states(1, 6, 2)
-    cache.fill_layer(0, keys, keys)
-    before = cache.attend_layer(0, query, 0.5)
-    out = cache.decode_layer(0, query, keys[:, :, :1], keys[:, :, :1], 0.5)
-    assert not torch.equal(before, out) and torch.equal(out, cache.attend_layer(0, query, 0.5))
+    fill_layer(cache, 0, keys, keys)
+    before = attend_layer(cache, 0, query, 0.5)
+    out = decode_layer(cache, 0, query, keys[:, :, :1], keys[:, :, :1], 0.5)
+    assert not torch.equal(before, out) and torch.equal(out, attend_layer(cache, 0, query, 0.5))
 
 
 def test_layers_are_filled_only_where_they_are_empty(model):
     cache, keys = model.build_cache(), states(30, 3, 0)
     with pytest.raises(ValueError, match="holds no pruned prompt"):
-        cache.decode_layer(0, states(1, 6, 0), keys[:, :, :1], keys[:, :, :1])
-    cache.fill_layer(0, keys, keys)
+        decode_layer(cache, 0, states(1, 6, 0), keys[:, :, :1], keys[:, :, :1])
+    fill_layer(cache, 0, keys, keys)
     with pytest.raises(ValueError, match="layer 0 holds 30 columns, only an empty one is filled"):
-        cache.fill_layer(0, keys, keys)
+        fill_layer(cache, 0, keys, keys)
     with pytest.raises(ValueError, match="given 2 rows of 29 columns, another layer holds 2 of 30"):
-        cache.fill_layer(1, keys[:, :, 1:], keys[:, :, 1:])
+        fill_layer(cache, 1, keys[:, :, 1:], keys[:, :, 1:])
     with pytest.raises(ValueError, match="is given one token at a time, here 2"):
-        cache.decode_layer(0, states(2, 6, 0), keys[:, :, :2], keys[:, :, :2])
+        decode_layer(cache, 0, states(2, 6, 0), keys[:, :, :2], keys[:, :, :2])
     with pytest.raises(ValueError, match="heads"):
-        model.build_cache().fill_layer(0, keys[:, :2], keys[:, :2])
+        fill_layer(model.build_cache(), 0, keys[:, :2], keys[:, :2])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime.memory_leank import CacheMemory
+from runtime.tools import concatenate
 from tests.twin_caches import ids
 
 MASK_WIDTHS = [[0, 4, 8], [16, 16, 16]]
@@ -78,7 +79,7 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
     mask = (torch.arange(2048) >= 2048 - torch.tensor(lengths)[:, None]).long()
     padded = feed(pair.leank, ids(8, 2048), attention_mask=mask).past_key_values
     caches = [feed(pair.leank, ids(1, length)).past_key_values for length in lengths]
-    joined = type(padded).concatenate(caches)
+    joined = concatenate(caches)
     page = 64 * (4 + 8 + 2 * 16) * 4, 64 * (16 + 12 + 8 + 16) * 4  # of kept channels and V, and of the window
     for cache in (padded, joined):
         for _ in range(2):

@@ -17,6 +17,7 @@ from bin.baselines.int4 import quantise as emulate
 from runtime import graph_leank, layer_leank
 from runtime.constants_leank import Constants
 from runtime.fp8_leank import SCALE_NAMES
+from runtime.tools import concatenate, decode_layer, fill_layer, fork
 from tests.tiny_families import OPTIONS, some_families
 from tests.twin_caches import (
     POOLS,
@@ -166,17 +167,17 @@ def test_rows_that_move_take_what_is_theirs_along(coded):
 def test_rows_of_several_caches_keep_what_is_theirs(coded, prune):
     ours, slow = fed_apart(coded.model, lambda: coded.twins(prune=prune))
     parts = [[layer.of_rows for layer in cache.layers] for cache in slow]
-    joined = restated(type(slow[0]).concatenate(slow), coded.kind)
+    joined = restated(concatenate(slow), coded.kind)
     for layer, *of_rows in zip(joined.layers, *parts, strict=True):
         layer.of_rows = [torch.cat(own) for own in zip(*of_rows, strict=True)]
-    feed_joined(coded.model, [type(ours[0]).concatenate(ours), joined])
+    feed_joined(coded.model, [concatenate(ours), joined])
 
 
 def test_a_fork_with_channels_of_its_rows_own(coded, some_masks):
     head_dim = coded.model.build_cache().layers[0].model_mask.shape[-1]
     widths = INT4_WIDTHS if head_dim == 80 else WIDTHS
     per_row = torch.stack([some_masks(widths, head_dim, seed=seed) for seed in (3, 4)], dim=1)
-    both = Both(coded.model, [cache.fork(recent_size=2) for cache in coded.fed(2, 60)], 2)
+    both = Both(coded.model, [fork(cache, recent_size=2) for cache in coded.fed(2, 60)], 2)
     for cache in both.caches:
         for layer, masks in zip(cache.layers, per_row, strict=True):
             layer.set_channel_mask(masks)
@@ -288,8 +289,8 @@ def test_a_dropped_channel_counts_as_its_mean(model_pair, some_masks):
             layer.set_channel_mask(torch.ones_like(mask))
         keys = torch.where(mask[:, None], states[0], mean[0][:, None])
         query = states[2][:, :, 90:].repeat_interleave(2, 1)
-        cache.fill_layer(1, keys[:, :, :90], states[1][:, :, :90])
-        outputs.append(cache.decode_layer(1, query, keys[:, :, 90:], states[1][:, :, 90:]))
+        fill_layer(cache, 1, keys[:, :, :90], states[1][:, :, :90])
+        outputs.append(decode_layer(cache, 1, query, keys[:, :, 90:], states[1][:, :, 90:]))
     torch.testing.assert_close(*outputs)
 
 
@@ -324,9 +325,9 @@ def test_what_is_not_finite_stays_in_its_row(codec, build):
         if is_broken:
             keys[1, :, 5], values[1, :, 6] = torch.nan, torch.inf
         cache = model.build_cache(kv_dtype=codec)
-        cache.fill_layer(0, keys, values)
+        fill_layer(cache, 0, keys, values)
         new = [x[:, :, :1] for x in states]
-        outputs.append(cache.decode_layer(0, new[2].repeat_interleave(2, 1), *new[:2]))
+        outputs.append(decode_layer(cache, 0, new[2].repeat_interleave(2, 1), *new[:2]))
     assert torch.equal(outputs[0][0], outputs[1][0]) and outputs[1][1].isnan().any()
 
 
@@ -383,7 +384,7 @@ def test_what_is_no_dtype_or_does_not_go_together_is_refused(build):
         with torch.no_grad():
             model(ids(1, 9), past_key_values=cache)
     with pytest.raises(ValueError, match=r"^cache 1 has kv_dtype auto, cache 0 has fp8$"):
-        type(cache).concatenate(caches)
+        concatenate(caches)
 
 
 def test_constants_of_a_checkpoint_that_cannot_be_used_are_refused(build):

@@ -1,92 +1,17 @@
-"""Decode kernels as they are found, planned and shown to torch; no device is needed for it."""
+"""Decode kernels as they are planned and shown to torch; no device is needed for it."""
 
-import contextlib
 import importlib
 import itertools
 import shutil
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from runtime import decode_kernels_leank, find_kernels_leank
+from runtime import decode_kernels_leank
 from runtime.decode_kernels_leank import DecodeKernels
-from runtime.find_kernels_leank import find_kernels
 from runtime.kernel_key_leank import KernelKey, plan_tiles, queries_at_once
-
-SHAPES = itertools.count(1000)  # kernels are found once for a shape
-
-
-@pytest.fixture
-def gpu(monkeypatch, caplog):
-    """A GPU whose kernels are made at once; errors to end with, keys of all made, and what was warned of."""
-    made = SimpleNamespace(keys=[], errors=[], max_chunks=next(SHAPES))
-
-    def make(key):
-        made.keys.append(key)
-        time.sleep(0.02)  # so that threads meet
-        if made.errors:
-            raise made.errors.pop()
-        return SimpleNamespace(key=key)
-
-    def find(dtype=torch.bfloat16, **change):
-        shape = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": made.max_chunks}
-        return find_kernels(torch.device("cuda:0"), dtype, **{**shape, **change})
-
-    made.find, made.warnings = find, lambda: [record.getMessage() for record in caplog.records]
-    properties = SimpleNamespace(shared_memory_per_block_optin=232448)
-    for owner, name, value in (
-        (find_kernels_leank.logger, "propagate", True),
-        (find_kernels_leank, "DecodeKernels", make),
-        (find_kernels_leank, "disagreement", lambda kernels: 0.0),
-        (importlib.util, "find_spec", lambda name: object()),
-        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
-        (torch.cuda, "get_device_properties", lambda device: properties),
-        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-    ):
-        monkeypatch.setattr(owner, name, value)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"dtype": torch.float32}, "kernels serve bfloat16 and float16, not float32"),
-        ({"chunk_size": 8}, "chunks of 16 or 32"),
-        ({"num_groups": 32}, "at most 16 query heads"),
-        ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
-        ({"cache_dtype": torch.uint8}, "no kernels serve an int4 cache"),
-        ({"errors": RuntimeError("nvcc: no such file")}, "RuntimeError: nvcc: no such file"),
-    ],
-    ids=str,
-)
-def test_one_warning_names_why_no_kernel_serves(change, reason, gpu):
-    gpu.errors.extend([change.pop("errors")] if "errors" in change else [])
-    assert [gpu.find(**change), gpu.find(**change)] == [None, None]
-    assert [reason in warning for warning in gpu.warnings()] == [True]
-
-
-def test_kernels_are_made_once_also_for_threads_at_once(gpu):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(gpu.find())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(gpu.keys) == 1 and len(found) == 4
-    assert all(kernels is found[0] is not None for kernels in found)
-
-
-def test_out_of_memory_is_the_callers_and_does_not_last(gpu):
-    gpu.errors.append(torch.OutOfMemoryError("no memory"))
-    with pytest.raises(torch.OutOfMemoryError):
-        gpu.find()
-    assert gpu.find() is not None and not gpu.warnings()
-    shape = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
-    assert find_kernels(torch.device("cpu"), torch.bfloat16, **shape) is None and not gpu.warnings()
 
 
 @pytest.mark.parametrize("sink", [0, 64, 100])

@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from runtime.find_kernels_leank import find_kernels, in_parts, make_case
+from runtime.find_kernels_leank import find_kernels
+from runtime.self_check_leank import in_parts
+from tests.runtime.decode_cases import make_case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,6 @@ import torch
 tilelang = pytest.importorskip("tilelang")
 
 from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
-from runtime.find_kernels_leank import disagreement, in_parts, make_case, run_case  # noqa: E402
 from runtime.kernel_generic_leank import generic_attention  # noqa: E402
 from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
@@ -22,6 +21,8 @@ from runtime.kernel_merge_leank import merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.kernel_turn_leank import copy_row  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
+from runtime.self_check_leank import disagreement, in_parts  # noqa: E402
+from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2

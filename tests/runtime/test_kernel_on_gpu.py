@@ -1,8 +1,10 @@
 """The kernels on a GPU: hostile shapes against the reference, real masks, one compilation for all of them."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ tilelang = pytest.importorskip("tilelang")
 
 from runtime import find_kernels_leank  # noqa: E402
 from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
-from runtime.find_kernels_leank import disagreement, find_kernels, make_case, run_case  # noqa: E402
+from runtime.find_kernels_leank import find_kernels  # noqa: E402
 from runtime.fp8_leank import FP8, as_bytes  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
 from runtime.layout_leank import choose_chunk_size  # noqa: E402
+from runtime.self_check_leank import disagreement  # noqa: E402
+from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -365,3 +369,45 @@ def test_a_kernel_that_disagrees_is_not_used(monkeypatch, caplog):
         assert kernels_for(random_mask(2, 128, 6, multiple=32), 4, torch.bfloat16, 32) is None
     ours = [record for record in caplog.records if record.name == find_kernels_leank.logger.name]
     assert ["disagrees" in record.getMessage() for record in ours] == [True]
+
+
+SHAPE = {"head_dim": 128, "num_groups": 4, "chunk_size": 32, "max_chunks": 4}
+
+
+@pytest.fixture
+def warnings(monkeypatch, caplog):
+    """What the finder, which has found nothing so far, warns of."""
+    monkeypatch.setattr(find_kernels_leank, "_found", {})
+    monkeypatch.setattr(find_kernels_leank.logger, "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "kernels serve bfloat16 and float16, not float32"),
+        ({"chunk_size": 8}, "chunks of 16 or 32"),
+        ({"num_groups": 32}, "at most 16 query heads"),
+        ({"cache_dtype": torch.float8_e5m2}, "no kernels serve a cache of float8_e5m2"),
+        ({"cache_dtype": torch.uint8}, "no kernels serve an int4 cache"),
+    ],
+    ids=str,
+)
+def test_one_warning_names_why_no_kernel_serves(change, reason, warnings):
+    given = {"dtype": torch.bfloat16, **SHAPE, **change}
+    assert [find_kernels(torch.device("cuda"), **given) for _ in range(2)] == [None, None]
+    assert [reason in warning for warning in warnings()] == [True]
+
+
+def test_kernels_are_made_once_also_for_threads_at_once(warnings):
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(find_kernels, torch.device("cuda"), torch.bfloat16, **SHAPE) for _ in range(4)]
+    found = [future.result() for future in asked]
+    assert all(kernels is found[0] is not None for kernels in found) and not warnings()
+
+
+def test_out_of_memory_is_the_callers_and_does_not_last(warnings, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(find_kernels_leank, "disagreement", Mock(side_effect=torch.OutOfMemoryError))
+        find_kernels(torch.device("cuda"), torch.bfloat16, **SHAPE)
+    assert find_kernels(torch.device("cuda"), torch.bfloat16, **SHAPE) is not None and not warnings()

@@ -7,6 +7,7 @@ import torch
 
 from runtime import pages_leank
 from runtime.pages_leank import PageTables, page_sources, spread_pages
+from runtime.tools import concatenate
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 
@@ -110,8 +111,8 @@ def test_rows_of_mixed_lengths_grow_move_and_stay_what_they_are(
             assert_close(pair.leank, logits, expected[start:])
         return [(tokens, start + steps) for tokens, start in rows]
 
-    joined = type(prefilled(0)).concatenate([prefilled(0), prefilled(1)])
-    cache = type(joined).concatenate([joined, prefilled(2), prefilled(3)])
+    joined = concatenate([prefilled(0), prefilled(1)])
+    cache = concatenate([joined, prefilled(2), prefilled(3)])
     before = cache.rows.tables
     rows = check(cache, list(zip(ids, prompts, strict=True)), 25)
     assert cache.rows.tables is not before and len(set(cache.rows.tables.runs)) > 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from runtime.constants_leank import centre
-from runtime.find_kernels_leank import make_case
 from runtime.layout_leank import choose_chunk_size, order_channels
 from runtime.reference_leank import decode_attention
 from runtime.turns_leank import attend_turn
+from tests.runtime.decode_cases import make_case
 
 D, SINK, SCALE = 64, 3, 0.3
 WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]

@@ -9,6 +9,7 @@ import torch
 
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
+from runtime.tools import concatenate
 from tests.twin_caches import ids
 
 WIDTHS = [[0, 3, 16], [4, 8, 8], [16, 16, 16]]
@@ -48,7 +49,7 @@ def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
     with pytest.raises(ValueError, match=r"^`num_columns` is .{1,60}, not an integer from 0 to 16777216$"):
         cache.reserve(num_columns)
     with pytest.raises(ValueError, match=r"^`num_reserved` is .{1,60}, not an integer from 0 to 16777216$"):
-        type(cache).concatenate([cache], num_columns)
+        concatenate([cache], num_columns)
     assert capacities(cache) == {64} and cache.rows.num_reserved == 0
 
 
@@ -62,7 +63,7 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_leank, "_taken", fail)
+        patched.setattr(store_leank, "take_pages", fail)
         with pytest.raises(torch.OutOfMemoryError):
             cache.reserve(2**24)
     for _ in range(6):

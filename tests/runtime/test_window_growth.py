@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime import pages_leank
+from runtime.tools import concatenate, fork
 
 WIDTHS = [[0, 3, 16], [4, 8, 8]]
 HUGE = 2**24
@@ -84,8 +85,8 @@ def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair, some_masks)
     whole = pair.leank.build_cache()
     with torch.no_grad():
         pair.leank(torch.stack([row(100, 0), row(100, 1)]), past_key_values=whole)
-        forked = whole.fork(recent_size=HUGE)
-        joined = type(whole).concatenate([whole.fork(), whole.fork()], num_reserved=150)
+        forked = fork(whole, recent_size=HUGE)
+        joined = concatenate([fork(whole), fork(whole)], num_reserved=150)
         for cache, batch in ((whole, 2), (forked, 2), (joined, 4)):
             for _ in range(50):
                 pair.leank(torch.full((batch, 1), 5), past_key_values=cache)

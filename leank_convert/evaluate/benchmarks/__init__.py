@@ -5,7 +5,7 @@ generate and the scoring are the benchmark's, but for what `scores.py` names: fi
 models here and not with published ones.
 """
 
-from leank_convert.evaluate.benchmarks.gsm_infinite import GSM_INFINITE, draw_gsm_infinite
-from leank_convert.evaluate.benchmarks.longbench import LONGBENCH, draw_longbench
+from leank_convert.evaluate.benchmarks.gsm_infinite import draw_gsm_infinite
+from leank_convert.evaluate.benchmarks.longbench import draw_longbench
 
-__all__ = ["GSM_INFINITE", "LONGBENCH", "draw_gsm_infinite", "draw_longbench"]
+__all__ = ["draw_gsm_infinite", "draw_longbench"]

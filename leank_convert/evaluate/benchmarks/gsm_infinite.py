@@ -20,7 +20,6 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.evaluate.benchmarks.files import encode_text, list_files
 from leank_convert.evaluate.prompt import Prompt, Scoring
 
-GSM_INFINITE = "gsm-infinite"
 _SUBSETS = {1: "symbolic", 2: "medium", 3: "hard"}  # by `d`
 _MAX_NEW_TOKENS = 4096
 _FORM = (

@@ -17,7 +17,6 @@ from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS, Task
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.evaluate.scores import SCORES
 
-LONGBENCH = "longbench"
 _FORM = (
     "unpack data.zip of `zai-org/LongBench` there: one .jsonl a task, such as `hotpotqa.jsonl`, of records "
     "with `input`, `context`, `answers` and `all_classes`"

@@ -17,6 +17,6 @@ What differs, so that figures are comparable between models here and not with RU
   the file has too few they come again.
 """
 
-from leank_convert.evaluate.ruler.prompts import RULER_MEASURE, RULER_TASKS, draw_prompts
+from leank_convert.evaluate.ruler.prompts import RULER_TASKS, draw_prompts
 
-__all__ = ["RULER_MEASURE", "RULER_TASKS", "draw_prompts"]
+__all__ = ["RULER_TASKS", "draw_prompts"]

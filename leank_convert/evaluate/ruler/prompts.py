@@ -14,6 +14,7 @@ from leank_convert.data.haystack import control_tokens, open_haystack
 from leank_convert.data.sample import encode_prompts
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.prompt import Prompt, score
+from leank_convert.evaluate.request import RULER
 from leank_convert.evaluate.ruler.questions import collect_documents, draft_question, read_questions
 from leank_convert.evaluate.ruler.synthetic import (
     NEEDLE_TASKS,
@@ -25,9 +26,7 @@ from leank_convert.evaluate.ruler.synthetic import (
 )
 from leank_convert.recipe import HaystackSection
 
-RULER_MEASURE = "RULER"
 RULER_TASKS = (*NEEDLE_TASKS, "vt", "cwe", "fwe", "qa")
-_ALL_TASKS = "ruler"
 _ESSAY_TASKS = [name for name, task in NEEDLE_TASKS.items() if task.haystack == "essay"]
 
 
@@ -84,7 +83,7 @@ def draw_prompts(
 
 def _choose_tasks(tasks: Sequence[str], haystack: str | None, questions: Path | None) -> list[str]:
     known = [task for task in RULER_TASKS if task != "qa" or questions is not None]
-    tasks = list(dict.fromkeys(name for task in tasks for name in (known if task == _ALL_TASKS else [task])))
+    tasks = list(dict.fromkeys(name for task in tasks for name in (known if task == RULER else [task])))
     if unknown := [task for task in tasks if task not in RULER_TASKS]:
         raise LeanKError(f"{_list(unknown)}: no task of RULER", hint=f"its tasks: {', '.join(RULER_TASKS)}")
     if haystack is not None and not set(tasks) & set(_ESSAY_TASKS):

@@ -1,14 +1,13 @@
 """Four bits: chunks, numbers and bytes restated slowly, and what a rotation leaves as it is."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
 from bin.baselines import int4
 from bin.baselines.compared_cache import Compared, ComparedLayer
-from bin.baselines.int4 import Int4Layer, assign_chunks, hadamard, quantise
+from bin.baselines.int4 import HadamardLayer, assign_chunks, hadamard, quantise
 from leank_convert.evaluate.prefill import decode_token
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)
@@ -65,10 +64,9 @@ def round_slowly(numbers):
     return [low + step * math.floor((x - low) / step + 0.5) if step else low for x in numbers]
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-def test_every_token_is_rounded_in_chunks_of_its_kept_and_its_dropped_channels(prefill, masks, rotated):
+def test_every_token_is_rounded_in_chunks_of_its_kept_and_its_dropped_channels(prefill, masks):
     _, plain = decode(prefill, ComparedLayer, masks)
-    _, layer = decode(prefill, partial(Int4Layer, rotated=rotated), masks)
+    _, layer = decode(prefill, HadamardLayer, masks)
     for stored, given, mask in (
         (layer.keys, plain.keys, masks[0]),
         (layer.values, plain.values, EVERY_CHANNEL[0]),
@@ -78,7 +76,7 @@ def test_every_token_is_rounded_in_chunks_of_its_kept_and_its_dropped_channels(p
                 for token in range(length + NUM_STEPS):
                     for chunk in chunks_of(mask[head]):
                         numbers = given[row, head, token, chunk].tolist()
-                        rounded = torch.tensor(round_slowly(rotate_slowly(numbers) if rotated else numbers))
+                        rounded = torch.tensor(round_slowly(rotate_slowly(numbers)))
                         torch.testing.assert_close(stored[row, head, token, chunk].float(), rounded)
 
 
@@ -115,15 +113,15 @@ def test_a_rotation_leaves_scores_of_kept_and_of_dropped_channels_as_they_are(mo
 
 def test_without_rounding_a_rotated_cache_predicts_what_the_plain_one_does(prefill, masks, monkeypatch):
     expected, _ = decode(prefill, ComparedLayer, masks)
-    rounded, _ = decode(prefill, partial(Int4Layer, rotated=True), masks)
+    rounded, _ = decode(prefill, HadamardLayer, masks)
     monkeypatch.setattr(int4, "quantise", lambda states, chunks: states)
-    exact, _ = decode(prefill, partial(Int4Layer, rotated=True), masks)
+    exact, _ = decode(prefill, HadamardLayer, masks)
     torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-5)
     assert (rounded - expected).abs().max() > 100 * (exact - expected).abs().max()
 
 
 def test_bytes_count_codes_and_every_chunks_minimum_and_step_in_the_window_too(prefill, masks):
-    _, layer = decode(prefill, Int4Layer, masks)
+    _, layer = decode(prefill, HadamardLayer, masks)
     size = 8 * layer.keys.element_size()
     expected = 0
     for length in (length + NUM_STEPS for length in LENGTHS):

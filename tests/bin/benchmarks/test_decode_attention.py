@@ -35,7 +35,7 @@ def test_bytes_by_hand():
 
 
 def test_a_filled_layer_holds_the_bytes_counted_and_attends_again_and_again(inputs):
-    setup = choose_setup(None, None, "tiny")
+    setup = choose_setup(None, "tiny")
     model = build_model(setup, torch.device("meta"))
     pruned = pruned_length(90, setup.windows)
     for layer in range(2):

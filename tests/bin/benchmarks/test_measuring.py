@@ -48,7 +48,7 @@ def test_the_search_ends_at_the_largest_that_fits(guess, largest):
 
 @pytest.fixture(scope="module")
 def both():
-    setup = choose_setup(None, None, "tiny")
+    setup = choose_setup(None, "tiny")
     torch.manual_seed(0)
     model = build_model(setup)
     with torch.no_grad():

@@ -38,7 +38,7 @@ def measure(monkeypatch, failing):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(serve, "_measure_side", measure_side)
     return serve.benchmark_serve(
-        choose_setup(None, None, TOY, torch.device("cpu"), kv_dtype="fp8"),
+        choose_setup(None, TOY, torch.device("cpu"), kv_dtype="fp8"),
         cases=[(64, 8), (128, 8, 5)],
         requests=6,
         concurrency=[2],

@@ -1,4 +1,4 @@
-"""From a GGUF to a folder: the model's own weights, config and tokenizer; what is no such file is refused."""
+"""From a GGUF to a folder: the model's own weights, config and tokenizer."""
 
 import json
 import unicodedata
@@ -99,63 +99,8 @@ def test_qwen2_knows_special_tokens_and_leaves_unused_ones_out(folder, path):
     assert generation == {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "`tokenizer.ggml.pre` is 'llama-bpe', not 'smollm' or 'qwen2'"),
-        ({"tokenizer.ggml.model": "llama"}, "`tokenizer.ggml.model` is 'llama', not 'gpt2'"),
-        ({"tokenizer.ggml.add_bos_token": True}, "`tokenizer.ggml.add_bos_token` is True"),
-        ({"tokenizer.ggml.add_eos_token": True}, "`tokenizer.ggml.add_eos_token` is True"),
-        ({"tokenizer.chat_template": None}, "no `tokenizer.chat_template`"),
-        ({"llama.block_count": None}, "no `llama.block_count`"),
-        ({"llama.block_count": "two"}, "`llama.block_count` is 'two'"),
-        ({"llama.rope.scaling.type": "yarn"}, "`llama.rope.scaling.type` is 'yarn'"),
-        ({"llama.attention.sliding_window": 64}, "`llama.attention.sliding_window` is 64"),
-        ({"llama.attention.head_count": 3}, "describes no LlamaForCausalLM"),
-        ({"llama.rope.dimension_count": 8}, "tensor `blk.0.attn_q.weight` is [64, 64], the model needs [32"),
-        ({"llama.block_count": 3}, "no tensor for `model.layers.2."),
-        ({"llama.block_count": 1}, "tensor `blk.1."),
-        ({"llama.vocab_size": 100}, "263 tokens, 263 kinds of tokens and a vocabulary of 100"),
-        ({"tokenizer.ggml.token_type": [6] * len(TOKENS)}, "6 in `tokenizer.ggml.token_type`"),
-        ({"tokenizer.ggml.merges": ["no such"]}, "make no tokenizer"),
-        ({"tokenizer.ggml.eos_token_id": 1000}, "special tokens"),
-        ({"general.architecture": "mamba"}, "`general.architecture` is 'mamba', not 'llama' or 'qwen2'"),
-    ],
-)  # fmt: skip
-def test_a_file_that_says_something_else_is_refused(folder, path, keys, named):
-    refused(write_gguf(path, "llama", keys), folder, named)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "weights", "named"),
-    [
-        ("llama", {"rope_freqs.weight": torch.ones(8)}, "tensor `rope_freqs.weight`"),
-        ("llama", {"blk.0.attn_q.bias": torch.ones(64)}, "tensor `blk.0.attn_q.bias`"),
-        ("llama", {"nameless": torch.ones(8)}, "tensor `nameless`"),
-        ("llama", {"output_norm.weight": None}, "no tensor for `model.norm.weight`"),
-        ("qwen2", {"blk.1.attn_k.bias": None}, "no tensor for `model.layers.1.self_attn.k_proj.bias`"),
-        ("qwen2", {"output.weight": torch.rand(265, 64)}, "`output.weight` is another matrix than"),
-    ],
-)  # fmt: skip
-def test_other_tensors_than_the_models_are_refused(folder, path, architecture, weights, named):
-    refused(write_gguf(path, architecture, weights=weights), folder, named)
-
-
-def test_a_token_that_shall_end_answers_has_to_be_there(folder, path):
-    refused(write_gguf(path, "llama"), folder, "no token `<|eot|>`", ["<|eot|>"])
-
-
-@pytest.mark.parametrize("length", [0, 3, 200, 20_000, -100])
-def test_a_torn_file_is_refused(folder, path, length):
-    write_gguf(path, "llama")
-    path.write_bytes(path.read_bytes()[:length])
-    refused(path, folder, "is damaged or no GGUF")
-
-
-def refused(path, folder, named, also_ends=()):
-    with pytest.raises(LeanKError) as caught:
-        convert(path, folder, MODEL_ID, also_ends)
-    assert str(path) in str(caught.value)
-    assert named in str(caught.value)
-    assert caught.value.hint
+def test_what_is_no_gguf_is_told(folder, path):
+    path.write_bytes(b"GGUF")
+    with pytest.raises(LeanKError, match=f"cannot read `{path}`"):
+        convert(path, folder, MODEL_ID)
     assert not any(folder.iterdir())

@@ -1,95 +1,98 @@
-"""The plan of experiments: complete, and without two things of one name."""
+"""The plans of experiments: complete, and without two things of one name."""
 
 import pytest
 import torch
 
 from bin.baselines import COMPARED, make_variants
-from bin.reproduction.plan import (
-    ON_CPU,
-    ON_GPU,
-    QUICK,
-    QUICK_SMOLLM2,
-    SMOLLM2,
-    UNALIGNED,
-    make_plan,
-)
+from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
+from bin.reproduction.plan import DENSE, MAIN
+from bin.reproduction.plans import PLANS, make_plan
 from leank_convert.methods import METHODS
 from leank_convert.recipe_file import load_recipe
 
+CASES = [
+    (name, quick, on_gpu) for name in PLANS for quick, on_gpu in ((False, True), (False, False), (True, True))
+]
+
 
 @pytest.fixture(
-    params=[ON_CPU, ON_GPU, QUICK, SMOLLM2, QUICK_SMOLLM2],
-    ids=["cpu", "gpu", "quick", "smollm2", "quick-smollm2"],
+    params=CASES, ids=lambda case: f"{case[0]}-{'quick' if case[1] else 'gpu' if case[2] else 'cpu'}"
 )
 def plan(request):
-    return make_plan(request.param, load_recipe(request.param.recipe, request.param.overrides))
+    name, quick, on_gpu = request.param
+    return make_plan(name, quick=quick, on_gpu=on_gpu)
 
 
-def candidates(plan):
-    return [entry for table in plan.tables.values() for row in table.rows.values() for entry in row]
+@pytest.fixture(params=["testbed", "smollm2"])
+def papers(request):
+    return make_plan(request.param, quick=False, on_gpu=True)
 
 
-def test_every_method_of_a_recipe_is_compared_at_all_ratios(plan):
-    ratios = {}
-    for label, ratio in plan.tables["comparison"].rows:
-        ratios.setdefault(label, set()).add(ratio)
+def entries(plan):
+    return {entry for row in plan.rows() for entry in row} | set(plan.weighed)
+
+
+def test_every_mask_that_answers_is_made_and_nothing_is_made_twice(plan):
+    made = {(name, ratio) for name, run in plan.runs.items() for ratio in run.ratios}
+    asked = {(entry.run, entry.ratio or plan.main_ratio) for entry in entries(plan) if entry.run is not None}
+    assert asked <= made
+    assert len(set(plan.runs.values())) == len(plan.runs)
+
+
+def test_every_run_is_a_valid_recipe(plan):
+    for run in plan.runs.values():
+        ratios = f"pruning_ratio={list(run.ratios)}"
+        assert (
+            load_recipe(plan.recipe, [*plan.overrides, *run.overrides, ratios]).pruning_ratios == run.ratios
+        )
+
+
+def test_entries_of_one_name_are_one_entry_and_a_part_has_one_seed(plan):
+    assert len({entry.name for entry in entries(plan)}) == len(entries(plan))
+    assert len({part.seed for part in plan.parts}) == len({part.name for part in plan.parts})
+
+
+def test_what_a_table_shows_is_asked_beside_the_dense_model(plan):
+    asked = {part.name: set() for part in plan.parts}
+    for part in plan.parts:
+        for _, rows in part.rounds:
+            asked[part.name] |= set(rows)
+    for table in plan.tables:
+        assert {row for _, row in table.rows} | {(DENSE,)} <= asked[table.part]
+
+
+def test_every_method_of_a_recipe_is_compared_at_all_ratios_and_in_all_its_settings(papers):
+    table = next(table for table in papers.tables if table.title == "Pruning ratio against accuracy")
+    ratios, settings = {}, {}
+    for label, row in table.rows:
+        ratios.setdefault(label, set()).add(row[0].ratio)
+        settings.setdefault(label, set()).update(entry.setting for entry in row)
     assert set(ratios) == {*METHODS, "think", "per-head-budget-dynamic", UNALIGNED}
     for method, compared in ratios.items():
         # Half of the heads are gone before the combined method looks at channels.
         least = 0.5 if method == "duo-attention+leank" else 0
-        assert compared == {ratio for ratio in plan.sizes.ratios if ratio >= least}
-
-
-def test_every_mask_that_a_row_needs_is_made(plan):
-    made = {(name, ratio) for name, run in plan.runs.items() for ratio in run.ratios}
-    assert {(entry.run, entry.ratio) for entry in candidates(plan) if entry.run is not None} <= made
-
-
-def test_every_run_is_a_valid_recipe(plan):
-    sizes = plan.sizes
-    for run in plan.runs.values():
-        ratios = f"pruning_ratio={list(run.ratios)}"
-        recipe = load_recipe(sizes.recipe, [*sizes.overrides, *run.overrides, ratios])
-        assert recipe.pruning_ratios == run.ratios
-
-
-def test_entries_of_one_name_are_one_entry(plan):
-    entries = set(candidates(plan))
-    assert len({entry.name for entry in entries}) == len(entries)
-
-
-def test_every_ablation_shows_the_main_setting_at_both_ratios(plan):
-    for name, table in plan.tables.items():
-        if name not in ("comparison", "heads"):
-            main = {entry.ratio for row in table.rows.values() for entry in row if entry.method == "leank"}
-            assert main == {plan.sizes.main_ratio, plan.sizes.hard_ratio}, name
-
-
-def test_no_baseline_is_left_without_its_other_settings(plan):
-    settings = {}
-    for (label, _), row in plan.tables["comparison"].rows.items():
-        settings.setdefault(label, set()).update(entry.setting for entry in row)
+        assert compared == {ratio for ratio in papers.runs[MAIN].ratios if ratio >= least}
     for method in ("static-norm", "double-sparsity", "random"):
         assert settings[method] == {"uniform budget", "global budget"}
     for method in ("think", "per-head-budget-dynamic"):
         assert settings[method] == {"the recipe's windows", "ThinK's windows"}
 
 
+def test_every_ablation_shows_the_main_setting_at_both_ratios(papers):
+    for table in papers.tables:
+        if table.part == "test" and not table.title.startswith(("Pruning ratio", "Whole heads")):
+            assert {row[0].ratio for _, row in table.rows if row[0].run == MAIN} == {0.7, 0.9}, table.title
+
+
 def test_every_method_beside_leank_is_compared_alone_and_on_its_channels():
     every = torch.ones(1, 1, 4, dtype=torch.bool)
-    sizes = SMOLLM2.real
-    for names, alone in ((sizes.alone, True), (sizes.products, False)):
+    for names, alone in ((SMOLLM2.real.alone, True), (SMOLLM2.real.products, False)):
         known = {variant.name for method in COMPARED for variant in make_variants(method, every, alone=alone)}
         # SnapKV and LeanK are compared, not combined.
         assert set(names) == {name for name in known if alone or "snapkv" not in name}
 
 
-def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(plan):
-    sizes = plan.sizes
-    main = load_recipe(sizes.recipe, sizes.overrides)
-    alone = load_recipe(sizes.recipe, [*sizes.overrides, *plan.runs["magnitude-alpha"].overrides])
+def test_stage_2_is_weighed_against_as_many_steps_of_stage_1(papers):
+    main = load_recipe(papers.recipe, papers.overrides)
+    alone = load_recipe(papers.recipe, [*papers.overrides, *papers.runs["magnitude-alpha"].overrides])
     assert alone.stage1.steps + alone.stage2.steps == main.stage1.steps + main.stage2.steps
-
-
-def test_no_run_is_made_twice(plan):
-    assert len(set(plan.runs.values())) == len(plan.runs)

@@ -38,6 +38,48 @@ def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hi
     assert result.stderr == f"error: {message}\nhint: {hint}\n"
 
 
+EXPORT, TRAIN = "export testbed --all-channels -o OUT", "train testbed -o OUT"
+REFUSED = {
+    "inspect OUT/absent.safetensors": "absent.safetensors",
+    "inspect llama-3.1-8b-instruct --memory 40": "`40` is no amount of memory such as 40GiB or 1.5GB",
+    "inspect llama-3.1-8b-instruct --memory -1GiB": "`-1GiB` is no amount of memory",
+    "inspect llama-3.1-8b-instruct --memory 40GiB --tokens 0": "0 is not in the range",
+    "inspect llama-3.1-8b-instruct --tokens 8192": "--tokens goes with --memory",
+    "export owner/unknown -o OUT": "no mask for `owner/unknown`",
+    f"{EXPORT} --mask m.npy": "exclude each other",
+    f"{EXPORT} --set stage1.steps=9": "--set stage1.steps has no effect: export reads",
+    f"{EXPORT} --private": "--private goes with --push-to-hub",
+    f"{EXPORT} --base-model /a/b": "base model '/a/b' is not a valid name",
+    f"{TRAIN} --set stage1.step=5": "did you mean `stage1.steps`?",
+    "train someone/some-model -o OUT": "error: `someone/some-model` is not here",
+    "train someone/some-model -o OUT --set stage1.step=5": "recipe `derived for someone",
+    # Of the recipes that a model has, the plainest.
+    "train Qwen/Qwen2.5-7B-Instruct -o OUT --set stage1.step=5": "recipe `qwen2.5-7b-instruct`",
+    f"{TRAIN} --mask-only --push-to-hub a/b": "writes no checkpoint",
+    f"{TRAIN} --mask-only --base-model a/b": "writes no model card",
+    f"{TRAIN} --push-to-hub bad-id!!": "`bad-id!!`",
+    f"{TRAIN} --flush-size 0": "--flush-size",
+    f"{TRAIN} --set mask=m.npy": "nothing is to be trained",
+    f"{TRAIN} --device toaster": "toaster",
+    f"{TRAIN} --method static-nrm": "`--method`",
+    f"{TRAIN} --budget local": "`--budget`",
+    f"{TRAIN} --method high-frequency-ratio --budget uniform": "all channels or none; leave it out",
+    f"{TRAIN} --method random --dry-run": "without `--dry-run`",
+    f"{TRAIN} --method random --set mask=m.npy": "use `leank-convert export`",
+    f"{TRAIN} --method random --resume": "leave `--resume` out",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message, tmp_path):
+    out = tmp_path / "out"
+    result = CliRunner().invoke(main, command.replace("OUT", str(out)).split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in "; ".join(result.stderr.splitlines())
+    assert "Traceback" not in result.stderr
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["inspect", ""], ["export", "testbed", "--all-channels", "-o", ""], ["train", "testbed", "--out="]],
@@ -78,12 +120,10 @@ def test_ctrl_c_is_one_line(monkeypatch):
     [
         *((["train", "testbed"], option) for option in ("--sink-size", "--recent-size", "--flush-size")),
         (["train", "testbed"], "--pruning-ratio"),
-        *(
-            (["evaluate", "x"], option)
-            for option in ("-n", "--batch-size", "--length", "--prefix-tokens", "--num-tokens")
-        ),
+        *((["evaluate", "x"], option) for option in ("-n", "--batch-size", "--length")),
+        *((["evaluate-text", "x"], option) for option in ("--prefix-tokens", "--num-tokens")),
         (["analyze", "x"], "-n"),
-        (["export", "testbed", "-o", "x", "--format", "onnx"], "--opset"),
+        (["export-onnx", "testbed", "-o", "x"], "--opset"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from leank_convert.data import SampleSource, SampleStream
+from leank_convert.data import SampleSource, stream_samples
 from leank_convert.errors import LeanKError
 
 
@@ -48,13 +48,13 @@ def num_threads(request, monkeypatch):
 
 def test_samples_come_in_the_order_of_their_indices():
     indices = [4, 1, 1, 7, 0, 3]
-    with SampleStream(Numbers(), indices) as stream:
+    with stream_samples(Numbers(), indices) as stream:
         assert list(stream) == indices
 
 
 def test_samples_are_those_of_the_source(plain_tokenizer, section):
     source = SampleSource(plain_tokenizer, section(questions_per_context=2), seed=0)
-    with SampleStream(source, range(3)) as stream:
+    with stream_samples(source, range(3)) as stream:
         drawn = list(stream)
     for index, sample in enumerate(drawn):
         alone = source.draw(index)
@@ -65,14 +65,14 @@ def test_samples_are_those_of_the_source(plain_tokenizer, section):
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_the_next_samples_are_drawn_while_one_is_used(ahead):
     source = Numbers()
-    with SampleStream(source, itertools.count(), ahead=ahead) as stream:
+    with stream_samples(source, itertools.count(), ahead=ahead) as stream:
         assert next(stream) == 0
         assert source.wait_for(ahead)
     assert sorted(source.drawn) == list(range(ahead + 1))
 
 
 def test_a_failing_draw_is_told_where_its_sample_would_have_come():
-    with SampleStream(Numbers(fails_at=2), range(5)) as stream:
+    with stream_samples(Numbers(fails_at=2), range(5)) as stream:
         assert [next(stream), next(stream)] == [0, 1]
         with pytest.raises(LeanKError, match="sample 2 cannot be drawn"):
             next(stream)
@@ -80,7 +80,7 @@ def test_a_failing_draw_is_told_where_its_sample_would_have_come():
 
 def test_a_failing_draw_of_a_sample_that_is_never_used_is_not_told():
     source = Numbers(fails_at=1)
-    with SampleStream(source, range(5)) as stream:
+    with stream_samples(source, range(5)) as stream:
         assert next(stream) == 0
         assert source.wait_for(1)
 
@@ -98,7 +98,7 @@ def test_leaving_early_waits_for_the_draws_under_way_and_starts_no_other(error, 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
     with (
         contextlib.nullcontext() if error is None else pytest.raises(error),
-        SampleStream(source, itertools.count()) as stream,
+        stream_samples(source, itertools.count()) as stream,
     ):
         assert next(stream) == 0
         assert all(source.waiting.acquire(timeout=60) for _ in range(num_threads))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leank_convert.evaluate.evaluated import load_evaluated
+from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.prefill import pad_left, run_prefill
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask

@@ -1,14 +1,16 @@
 """Answers that lie on the disk: a killed evaluation goes on, another one's are refused."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.answer_log import ANSWERS_NAME, AnswerLog
+from leank_convert.evaluate.answer_log import AnswerLog
 from leank_convert.evaluate.answering import Answer
 from leank_convert.evaluate.prompt import Prompt
+from leank_convert.evaluate.request import ANSWERS_NAME
 
 SETTINGS = {"checkpoint": "abc", "against": None}
 
@@ -26,14 +28,8 @@ def test_answers_are_found_again(tmp_path):
     log.add([answer(0), answer(0, "pruned", 0.5)])
     again = AnswerLog(tmp_path / "new" / "out", SETTINGS)
     assert [p.index for p in again.missing([prompt(0), prompt(1)], ["dense", "pruned"])] == [1]
+    assert [p.index for p in again.missing([prompt(0)], ["dense", "pruned", "window"])] == [0]
     assert dict(again.outcome(prompt(0), ["dense", "pruned"]).scores) == {"dense": 1.0, "pruned": 0.5}
-
-
-def test_a_prompt_that_one_variant_has_not_answered_is_missing(tmp_path):
-    log = AnswerLog(tmp_path, SETTINGS)
-    log.add([answer(0)])
-    assert log.missing([prompt(0)], ["dense"]) == []
-    assert len(log.missing([prompt(0)], ["dense", "pruned"])) == 1
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
@@ -53,12 +49,18 @@ def test_a_line_that_was_cut_off_is_asked_again(tmp_path, cut):
     assert AnswerLog(tmp_path, SETTINGS).missing([prompt(0), prompt(1)], ["dense"]) == []
 
 
-def test_a_damaged_line_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"score": ...}, {"score": 2}, {"score": None}, {"text": 5}, {"index": True}, {"more": 1}],
+    ids=str,
+)
+def test_a_line_that_is_no_answer_is_named(tmp_path, changes):
     AnswerLog(tmp_path, SETTINGS).add([answer(0), answer(1)])
     path = tmp_path / ANSWERS_NAME
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(['{"task": "retrieval"}', *lines[1:]]) + "\n")
-    with pytest.raises(LeanKError, match=r"answers.jsonl`, line 1: not an answer"):
+    first, second = path.read_text().splitlines()
+    record = {key: value for key, value in {**json.loads(second), **changes}.items() if value is not ...}
+    path.write_text(f"{first}\n{json.dumps(record)}\n")
+    with pytest.raises(LeanKError, match=r"answers.jsonl`, line 2: not an answer with task, length"):
         AnswerLog(tmp_path, SETTINGS)
 
 

@@ -8,7 +8,7 @@ import torch
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import answer_by_graph
 from leank_convert.evaluate.prompt import Prompt
-from leank_convert.onnx.leank_onnx import LeanKOnnxMemoryError
+from leank_convert.onnx.leank_onnx_cache import LeanKOnnxMemoryError
 
 
 @pytest.mark.parametrize(

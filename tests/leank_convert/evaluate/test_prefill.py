@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert.evaluate import prefill
@@ -23,25 +23,27 @@ def prompts(*lengths):
 
 
 @pytest.fixture
-def masks(model):
-    """What SDPA is given as its mask."""
-    seen, name = [], model.config._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS[name]
+def masks(model, monkeypatch):
+    """What attention is given as its mask, in this model and in a stock one."""
+    seen = []
 
-    def record(module, query, key, value, attention_mask, **kwargs):
-        seen.append(attention_mask)
-        return attend(module, query, key, value, attention_mask, **kwargs)
+    def recording(attend):
+        def record(module, query, key, value, attention_mask, **kwargs):
+            seen.append(attention_mask)
+            return attend(module, query, key, value, attention_mask, **kwargs)
 
-    AttentionInterface.register(name, record)
-    yield seen
-    AttentionInterface.register(name, attend)
+        return record
+
+    for name in (model.config._attn_implementation, "sdpa"):
+        attend = ALL_ATTENTION_FUNCTIONS[name]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, recording(attend))
+    return seen
 
 
 @pytest.mark.parametrize("lengths", [(30, 30), (30, 17, 1)])
 def test_no_mask_of_all_pairs_of_tokens_is_ever_made(model, masks, lengths):
     run_prefill(model, *pad_left(prompts(*lengths), CPU))
-    assert masks
-    assert all(mask is None for mask in masks)
+    assert masks and all(mask is None for mask in masks)
 
 
 def test_neighbours_of_one_length_run_together_as_far_as_memory_should_hold_them(model, masks, monkeypatch):
@@ -99,18 +101,9 @@ def test_a_stock_models_row_is_what_it_is_alone(sliding_window):
         torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(monkeypatch):
-    stock, seen = stock_model(None), []
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def record(module, query, key, value, attention_mask, **kwargs):
-        seen.append(attention_mask)
-        return attend(module, query, key, value, attention_mask, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", record)
-    prefill_stock(stock, *pad_left(prompts(30, 17, 1), CPU))
-    assert seen
-    assert all(mask is None for mask in seen)
+def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(masks):
+    prefill_stock(stock_model(None), *pad_left(prompts(30, 17, 1), CPU))
+    assert masks and all(mask is None for mask in masks)
 
 
 def stock_logits(model, input_ids, attention_mask):

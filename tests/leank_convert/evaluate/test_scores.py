@@ -1,12 +1,8 @@
-"""How benchmarks' answers are scored; the expected values are worked out by hand from their definitions."""
-
-import sys
+"""How answers are scored; the expected values are worked out by hand from their definitions."""
 
 import pytest
 import torch
 
-from leank_convert.errors import LeanKError
-from leank_convert.evaluate import scores
 from leank_convert.evaluate.prompt import Prompt, score
 
 CLASSES = ("city", "capital city", "person")
@@ -19,6 +15,11 @@ def prompt(scoring, *references, **options):
 @pytest.mark.parametrize(
     ("scoring", "reference", "answer", "expected"),
     [
+        ("exact", "goze 17", " goze 17\n", 1),
+        ("exact", "goze 17", "goze 17 42", 0),
+        ("exact", "goze 17", "Goze 17", 0),
+        ("all", "Amber-Fox", "AMBER-FOX", 1),
+        ("all", "7", "", 0),
         ("words", "the Eiffel Tower", "It's an Eiffel tower.", 2 * 2 / (3 + 2)),
         ("words", "Paris", "Rome", 0),
         ("words", "Paris", "", 0),
@@ -47,19 +48,36 @@ def test_a_score_is_that_of_its_definition(scoring, reference, answer, expected)
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"), [("a city", 1), ("a city or a person", 1 / 2), ("a person", 0), ("nothing", 0)]
+    ("answer", "right", "expected"),
+    [
+        ("a city", "city", 1),
+        ("a city or a person", "city", 1 / 2),
+        ("a person", "city", 0),
+        ("nothing", "city", 0),
+        # A class within the right one's name does not count.
+        ("a capital city", "capital city", 1),
+        ("a capital city", "city", 1 / 2),
+    ],
 )
-def test_a_class_counts_by_how_many_are_named(answer, expected):
-    assert score(answer, prompt("class", "city", classes=CLASSES)) == expected
+def test_a_class_counts_by_how_many_are_named(answer, right, expected):
+    assert score(answer, prompt("class", right, classes=CLASSES)) == expected
 
 
-def test_a_class_within_the_right_ones_name_does_not_count():
-    assert score("a capital city", prompt("class", "capital city", classes=CLASSES)) == 1
-    assert score("a capital city", prompt("class", "city", classes=CLASSES)) == 1 / 2
+@pytest.mark.parametrize(
+    ("scoring", "references", "answer", "expected"),
+    [
+        ("all", ["7", "42"], "They are 42 and 7.", 1),
+        ("all", ["7", "42", "99", "x"], "42", 1 / 4),
+        ("any", ["Paris", "the city of Paris"], "paris it is", 1),
+        ("any", ["Paris", "Lyon"], "Rome", 0),
+        ("words", ["Paris", "Lyon"], "Lyon", 1),
+    ],
+)
+def test_of_several_references_all_any_or_the_best_count(scoring, references, answer, expected):
+    assert score(answer, prompt(scoring, *references)) == expected
 
 
-def test_the_best_reference_counts_and_only_the_first_line_where_that_is_the_answer():
-    assert score("Lyon", prompt("words", "Paris", "Lyon")) == 1
+def test_only_the_first_line_counts_where_that_is_the_answer():
     text = "\nLyon\nQuestion: what else?"
     assert score(text, prompt("words", "Lyon", first_line=True)) == 1
     assert score(text, prompt("words", "Lyon")) < 1
@@ -69,11 +87,3 @@ def test_what_a_score_depends_on_changes_the_prompts_digest():
     plain = prompt("class", "city")
     assert len({plain.digest, prompt("class", "city", classes=CLASSES).digest}) == 2
     assert len({plain.digest, prompt("class", "city", first_line=True).digest}) == 2
-
-
-def test_without_rouge_score_summaries_are_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score", None)
-    scores._rouge_scorer.cache_clear()
-    with pytest.raises(LeanKError, match="`rouge-score`, which is missing") as caught:
-        score("a", prompt("rouge", "a"))
-    assert "leank-convert[datasets]" in caught.value.hint

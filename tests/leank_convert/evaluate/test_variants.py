@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from leank_convert.baselines import NAMES
-from leank_convert.cli.evaluate import evaluate
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.names import BASELINES
 from leank_convert.evaluate.prefill import decode_token, pad_left, run_prefill
-from leank_convert.evaluate.variants import OTHERS, ThinK, find_variants, kept_channels
+from leank_convert.evaluate.variants import ThinK, find_variants, kept_channels
 from leank_convert.windows import Windows
 
 KV_HEADS, HEAD_DIM, GROUPS = 2, 16, 2
@@ -71,21 +70,6 @@ def test_a_budget_of_widths_keeps_as_many_channels_of_each_head(prefill):
     assert_chosen(prefill, ThinK(widths, query_window=QUERIES), lambda *place: int(widths[place]))
 
 
-def test_a_row_keeps_what_it_would_keep_alone(evaluated, prompts, prefill):
-    variant = ThinK(0.5, query_window=QUERIES)
-    _, together = variant.start(prefill)
-    for row, prompt in enumerate(prompts):
-        alone = run_prefill(evaluated.model, *pad_left([prompt], torch.device("cpu")), query_window=QUERIES)
-        _, cache = variant.start(alone)
-        for layer, other in zip(together.layers, cache.layers, strict=True):
-            assert torch.equal(layer.channel_mask[row], other.channel_mask[0])
-
-
-def test_rows_choose_for_themselves(prefill):
-    _, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
-    assert not torch.equal(cache.layers[0].channel_mask[0], cache.layers[0].channel_mask[1])
-
-
 def test_the_prefill_serves_others_after_it(prefill):
     before = [layer.channel_mask.clone() for layer in prefill.cache.layers]
     model, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
@@ -123,14 +107,9 @@ def test_budgets_that_make_no_sense_are_refused(prefill):
             ThinK(widths).start(prefill)
 
 
-def test_the_command_takes_the_names_that_there_are():
-    also = next(option for option in evaluate.params if option.name == "also")
-    assert tuple(also.type.choices) == (*OTHERS, *NAMES)
-
-
 def test_every_setting_has_a_column_of_its_own_and_products_are_of_the_checkpoints_mask(evaluated):
     variants = find_variants(
-        ["fp8", "leank+fp8", "int4", "leank+int4", *NAMES],
+        ["fp8", "leank+fp8", "int4", "leank+int4", *BASELINES],
         evaluated,
     )
     names = [variant.name for variant in variants]
@@ -156,9 +135,3 @@ def test_beside_layers_that_are_not_pruned_bits_are_the_runtimes_caches():
     ]  # fmt: skip
     with pytest.raises(LeanKError, match="`leank\\+kivi` is not known of a model with layers"):
         find_variants(["leank+kivi"], mixed)
-
-
-def test_an_unknown_variant_is_refused_with_those_there_are(evaluated):
-    with pytest.raises(LeanKError, match="`windows`: no variant") as caught:
-        find_variants(["window", "windows"], evaluated)
-    assert "per-head-budget-dynamic" in caught.value.hint

@@ -17,6 +17,7 @@ from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
+from leank_convert.export.runtime_files import PARTS, needed_parts, read_runtime_files
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, all_channels_mask, load_mask
@@ -92,7 +93,7 @@ def test_heads_move_as_one_and_everything_else_stays(
         channel_mask = (packed[layer][:, torch.arange(d) // 8] >> 7 - torch.arange(d) % 8 & 1).bool()
         assert channel_mask.equal(mask.channel_mask[layer][order])
         assert channel_mask.sum(-1).tolist() == leank["widths"][layer] == sorted(leank["widths"][layer])
-    assert any("bias" in name for name in moved) == facts.qkv_bias
+    assert any("bias" in name for name in moved) == any("q_proj.bias" in name for name in before)
     assert after.keys() == before.keys()
     for name in before.keys() - moved:
         assert after[name].dtype == before[name].dtype and after[name].equal(before[name]), name
@@ -171,16 +172,41 @@ def test_config_is_the_sources_with_the_leank_block(family, source_model, fittin
     assert leank["pruning_ratio_asked"] is None and leank["width_multiple"] is None
 
 
+@pytest.mark.parametrize(
+    ("family", "block", "parts"),
+    [
+        ("llama", {}, []),
+        ("llama", {"kv_dtype": "int4", "kv_scales": None}, []),
+        ("llama", {"kv_dtype": "fp8", "kv_scales": None}, ["kernel_fp8"]),
+        ("gemma3_text", {"layers": [5]}, ["mixed_cache"]),
+        (
+            "gpt_oss",
+            {"layers": [1], "kv_dtype": "fp8", "kv_scales": None},
+            ["kernel_fp8", "mixed_cache", "sinks"],
+        ),
+    ],
+)
+def test_a_checkpoint_carries_the_parts_that_its_config_needs(family, block, parts):
+    names = {f"{part}_leank.py" for part in parts}
+    carried = read_runtime_files(needed_parts(ARCHITECTURES[family], block))
+    released = read_runtime_files()
+    assert released.keys() - carried.keys() == set(PARTS) - names
+    assert {name for name in carried if carried[name] != released[name]} <= {"parts_leank.py"}
+    # transformers takes these lines for imports, whose files it copies.
+    named = re.findall(r"^from \.(\w+) import", carried["parts_leank.py"].decode(), re.MULTILINE)
+    assert {f"{name}.py" for name in named} == names
+
+
 def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, fitting_mask, tmp_path):
     source = source_model()
     mask = fitting_mask(source)
     out = export_checkpoint(source, mask, tmp_path / "out")
     runtime = Path(__file__).parents[3] / "runtime"
     files = read_json(out / "config.json")["leank"]["files"]
-    shipped = {file.name for file in runtime.glob("*_leank.py")}
+    shipped = {file.name for file in runtime.glob("*_leank.py")} - set(PARTS)
     assert {"configuration_leank.py", "modeling_leank.py"} < shipped
     assert files.keys() == shipped | {"channel_mask.safetensors"}
-    for name in shipped:
+    for name in shipped - {"parts_leank.py"}:
         assert (out / name).read_bytes() == (runtime / name).read_bytes()
     for name, digest in files.items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest

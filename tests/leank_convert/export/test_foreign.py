@@ -95,17 +95,39 @@ def test_a_run_without_a_checkpoint_keeps_what_lies_beside_it(tmp_path):
     assert replace(tmp_path / "out") == {"config.json", "model.safetensors", *kept}
 
 
-def test_what_cannot_be_carried_along_is_named(old, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(1, "Operation not permitted")
+def test_what_a_list_of_files_names_elsewhere_is_left_alone(old, tmp_path):
+    """The list is the old checkpoint's, which may be anybody's."""
+    out, mine = old, tmp_path / "mine"
+    mine.mkdir()
+    named = [tmp_path / "beside.txt", mine / "x.json", tmp_path / "absolute.txt"]
+    for path in named:
+        path.write_text("mine")
+    (out / "linked").symlink_to(mine)
+    (out / "folder").mkdir()
+    digests = json.loads((out / DIGESTS_NAME).read_text())
+    outside = ("../beside.txt", "a/../../beside.txt", str(named[2]))
+    digests["files"] |= dict.fromkeys((*outside, "linked/x.json", "folder", "."), "")
+    (out / DIGESTS_NAME).write_text(json.dumps(digests))
+    assert replace(out) == {"config.json", "model.safetensors", "linked", "folder"}
+    assert [path.read_text() for path in named] == ["mine"] * 3
 
-    out = old
-    os.mkfifo(out / "pipe")
-    monkeypatch.setattr("os.link", fail)
-    with pytest.raises(LeanKError, match="cannot be carried along into the new"):
-        replace(out)
-    assert stat.S_ISFIFO((out / "pipe").stat().st_mode)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_nothing_is_written_where_a_link_or_a_file_of_the_users_stands_for_a_folder(is_link, old, tmp_path):
+    out, elsewhere = old, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if is_link:
+        (out / "chat_templates").symlink_to(elsewhere)
+    else:
+        (out / "chat_templates").write_text("mine")
+    with (
+        pytest.raises(LeanKError, match="chat_templates` would count as part"),
+        staged_folder(out, overwrite=True) as partial,
+    ):
+        (partial / "chat_templates").mkdir()
+        (partial / "chat_templates" / "rag.jinja").write_text("the model's")
+    assert not any(elsewhere.iterdir())
+    assert json.loads((out / "config.json").read_text())["leank"]["files"]
 
 
 def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(

@@ -24,9 +24,9 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def stage(out, text="new", *, overwrite=False):
+def stage(out, text="new", *, overwrite=False, **files):
     with staged_folder(out, overwrite=overwrite) as partial:
-        write(partial, config_json=f'{{"leank": "{text}"}}')
+        write(partial, config_json=f'{{"leank": "{text}"}}', **files)
 
 
 NEW = {"config.json": '{"leank": "new"}'}
@@ -42,16 +42,6 @@ def test_an_empty_folder_and_a_training_run_are_taken_over(tmp_path):
     assert content(out) == {**NEW, "leank/log": "a", "leank/deep/state": "b"}
     assert (out / "leank" / "log").stat().st_ino == inode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
-
-
-def test_a_training_run_is_copied_where_links_are_not_possible(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr("os.link", fail)
-    out = write(tmp_path / "out", leank__log="a")
-    stage(out)
-    assert content(out) == {**NEW, "leank/log": "a"}
 
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path):
@@ -93,29 +83,56 @@ def test_a_stale_partial_folder_is_cleared(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "existing"), [('{"leank": "mine"}', True), ("{}", False)])
-@pytest.mark.parametrize("suffix", ["partial", "previous"])
-def test_folders_of_others_beside_it_are_left_alone(suffix, existing, text, tmp_path):
-    write(tmp_path / f"out.{suffix}", config_json=text)
+def test_a_folder_of_others_beside_it_is_left_alone(existing, text, tmp_path):
+    write(tmp_path / "out.partial", config_json=text)
     if existing:
         write(tmp_path / "out", config_json='{"leank": "old"}')
     before = content(tmp_path)
     for run in (recover, lambda out: stage(out, overwrite=True)):
-        with pytest.raises(LeanKError, match=rf"`.*out\.{suffix}` is in the way") as caught:
+        with pytest.raises(LeanKError, match=r"`.*out\.partial` is in the way") as caught:
             run(tmp_path / "out")
         assert "move" in str(caught.value.hint)
         assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_file_that_cannot_be_moved_is_named_and_the_next_run_goes_on(is_removed, tmp_path, monkeypatch):
+    """Unless what had been moved is gone: the rest is no export."""
+    out = write(tmp_path / "out", config_json='{"leank": "old"}', notes="mine")
+    with monkeypatch.context() as patched:
+        replace = publish.Path.replace
+
+        def fail(path, target):
+            if path.name == "config.json":
+                raise OSError(5, "Input/output error", str(path))
+            return replace(path, target)
+
+        patched.setattr(publish.Path, "replace", fail)
+        patched.setattr(publish, "write_atomically", lambda path, text: path.write_bytes(text))
+        with pytest.raises(LeanKError, match=r"config\.json` cannot be put in place: .* nothing loads"):
+            stage(out, overwrite=True, weights_safetensors="new")
+    assert content(out) == {"notes": "mine", "weights.safetensors": "new"}
+    if is_removed:
+        (out / "weights.safetensors").unlink()
+    recover(out)
+    new = {} if is_removed else {"out/config.json": NEW["config.json"], "out/weights.safetensors": "new"}
+    assert content(tmp_path) == {"out/notes": "mine", **new}
+
+
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from leank_convert.export.publish import recover, staged_folder
 
-EVENTS = {"open", "os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+EVENTS = {"open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
 
 def stage(out, text):
     with staged_folder(out, overwrite=True) as partial:
         (partial / "config.json").write_text(f'{{"leank": "{text}"}}')
+        (partial / "model.safetensors").write_text(text)
+        (partial / f"tokenizer_{text}.json").write_text(text)
+        files = {"model.safetensors": "", f"tokenizer_{text}.json": ""}
+        (partial / "leank_digests.json").write_text(json.dumps({"files": files}))
 
 def dies_at(moment, out):
     # Whether a child comes to its system call of this number, at which it is killed.
@@ -145,9 +162,13 @@ for name in ("notes.txt", "plots/deep/a.png", "leank/log"):
     (out / name).write_text(name)
 (out / "link").symlink_to("notes.txt")
 before = content(out)
-after = {**before, "config.json": '{"leank": "new"}'}
+after = {name: text for name, text in before.items() if name != "tokenizer_old.json"}
+after |= {"config.json": '{"leank": "new"}', "model.safetensors": "new", "tokenizer_new.json": "new"}
+after["leank_digests.json"] = before["leank_digests.json"].replace("old", "new")
 moment, found = 0, set()
 while dies_at(moment, out):
+    # Whatever loads a folder asks for its config.json first.
+    assert not (out / "config.json").exists() or content(out) in (before, after), moment
     recover(out)
     result = content(out)
     assert result in (before, after), (moment, result)
@@ -206,12 +227,11 @@ def test_of_many_that_race_one_wins_and_the_others_leave_nothing(tmp_path):
             assert content(folder) == {"out/config.json": f'{{"leank": "{won.index(True)}"}}'}
 
 
-@pytest.mark.parametrize("suffix", ["partial", "previous"])
-def test_a_link_beside_it_is_not_followed(suffix, tmp_path):
+def test_a_link_beside_it_is_not_followed(tmp_path):
     elsewhere = write(tmp_path / "elsewhere", thesis="x")
     (elsewhere / publish.MARKER_NAME).touch()
-    (tmp_path / f"out.{suffix}").symlink_to(elsewhere)
-    with pytest.raises(LeanKError, match=rf"`.*out\.{suffix}` is in the way"):
+    (tmp_path / "out.partial").symlink_to(elsewhere)
+    with pytest.raises(LeanKError, match=r"`.*out\.partial` is in the way"):
         stage(tmp_path / "out")
     assert content(elsewhere)["thesis"] == "x"
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import load_model
+from leank_convert.evaluate.loading import load_model
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.onnx import export_onnx

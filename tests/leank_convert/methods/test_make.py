@@ -10,13 +10,13 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import load_mask
-from leank_convert.methods import METHODS, Method, calibration, make
+from leank_convert.methods import METHODS, Method, calibration
 from leank_convert.methods.make import train_mask, train_masks
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.recipe import Recipe
 from leank_convert.train.forecast import forecast
+from leank_convert.train.loop import check_run
 from leank_convert.train.model import find_model, load_model
-from leank_convert.train.ranks import Ranks
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory
 from leank_convert.verify import verify_checkpoint
@@ -176,9 +176,8 @@ def test_nothing_is_resumed_planned_or_shared_where_nothing_is_trained(
     with pytest.raises(LeanKError, match="`method: random` trains nothing") as caught:
         forecast(retriever_folder, recipe)
     assert "without `--dry-run`" in caught.value.hint
-    ranks = Ranks(torch.device("cpu"), 0, 2)
     with pytest.raises(LeanKError, match="nothing that 2 processes could share") as caught:
-        make._check(recipe, ranks, TrainingDirectory(out), False)
+        check_run(recipe, 2)
     assert "start one process" in caught.value.hint
     assert not out.exists()
 

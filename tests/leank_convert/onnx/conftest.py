@@ -107,7 +107,8 @@ def _write(folder: Path, model: Any, leank: Any, masks: torch.Tensor, sizes: tup
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    shutil.copy(leank_onnx.__file__, folder)
+    for file in Path(leank_onnx.__file__).parent.glob("leank_onnx*.py"):
+        shutil.copy(file, folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`export --format onnx` writes a whole, described and checked folder, or nothing."""
+"""`export-onnx` writes a whole, described and checked folder, or nothing."""
 
 import dataclasses
 import errno
@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import shutil
-import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,11 +26,7 @@ from leank_convert.onnx.pruned_model import load_pruned
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return CliRunner().invoke(main, ["export-onnx", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -65,31 +60,22 @@ def without_tracing(monkeypatch):
     monkeypatch.setattr(export, "check_graph", lambda trials, path: None)
 
 
-def test_folder_holds_graph_weights_description_runner_and_tokenizer(folder, retriever_folder):
-    own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "leank_onnx.py", "README.md"}
+def test_folder_holds_graph_weights_description_runner_and_tokenizer_and_digests_of_them(
+    folder, description, retriever_folder
+):
+    own = {"model.onnx", "model.onnx.data", "leank_onnx.json", "README.md", "channel_mask.safetensors"}
+    own |= {"leank_onnx.py", "leank_onnx_session.py", "leank_onnx_cache.py"}
     travelling = {path.name for path in retriever_folder.iterdir()} - {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= travelling
-    assert {path.name for path in folder.iterdir()} == own | travelling | {"channel_mask.safetensors"}
+    assert {path.name for path in folder.iterdir()} == own | travelling
+    names = (own | travelling) - {"README.md", "leank_onnx.json"}  # a user may edit the one
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    assert description["files"] == digests
 
 
-def test_cache_tensors_are_described_by_layer_region_width_and_part(description):
-    described = {
-        tensor["name"]: (tensor["layer"], tensor["region"], tensor["width"], tensor["part"], tensor["shape"])
-        for tensor in description["inputs"][4:]
-    }
-    assert described == {
-        "past_key_values.0.window.key": (0, "window", None, "key", ["batch", 2, "window_slots", 16]),
-        "past_key_values.0.window.value": (0, "window", None, "value", ["batch", 2, 16, "window_slots"]),
-        "past_key_values.0.pruned.7.key": (0, "pruned", 7, "key", ["batch", 1, "pruned_slots", 7]),
-        "past_key_values.0.pruned.7.value": (0, "pruned", 7, "value", ["batch", 1, 16, "pruned_slots"]),
-        "past_key_values.1.window.key": (1, "window", None, "key", ["batch", 2, "window_slots", 16]),
-        "past_key_values.1.window.value": (1, "window", None, "value", ["batch", 2, 16, "window_slots"]),
-        "past_key_values.1.pruned.4.key": (1, "pruned", 4, "key", ["batch", 2, "pruned_slots", 4]),
-        "past_key_values.1.pruned.4.value": (1, "pruned", 4, "value", ["batch", 2, 16, "pruned_slots"]),
-    }
-
-
-def test_description_gives_the_heads_order_and_each_lanes_channel(folder, description, retriever_mask):
+def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_cache(
+    folder, description, retriever_mask
+):
     mask = retriever_mask.channel_mask
     assert load_mask(folder / "channel_mask.safetensors").channel_mask.equal(mask)
     assert description["head_permutation"] == [[1, 0], [0, 1]]
@@ -100,38 +86,28 @@ def test_description_gives_the_heads_order_and_each_lanes_channel(folder, descri
     ]
     for layer, permutation in enumerate(description["head_permutation"]):
         for new, old in enumerate(permutation):
-            kept = [channel for channel in range(16) if mask[layer, old, channel]]
-            dropped = [channel for channel in range(16) if not mask[layer, old, channel]]
-            assert description["channel_order"][layer][new] == kept + dropped
-    sizes = [description[name] for name in ("sink_size", "recent_size", "flush_size")]
-    assert sizes == [3, 6, 4]
+            order = sorted(range(16), key=lambda channel: not mask[layer, old, channel])
+            assert description["channel_order"][layer][new] == order
+    assert [description[name] for name in ("sink_size", "recent_size", "flush_size")] == [3, 6, 4]
     assert (description["weights"], description["quantization"]) == ("float32", None)
+    keys = ("name", "layer", "region", "width", "part", "shape")
+    assert [tuple(tensor[key] for key in keys) for tensor in description["inputs"][4:8]] == [
+        ("past_key_values.0.window.key", 0, "window", None, "key", ["batch", 2, "window_slots", 16]),
+        ("past_key_values.0.window.value", 0, "window", None, "value", ["batch", 2, 16, "window_slots"]),
+        ("past_key_values.0.pruned.7.key", 0, "pruned", 7, "key", ["batch", 1, "pruned_slots", 7]),
+        ("past_key_values.0.pruned.7.value", 0, "pruned", 7, "value", ["batch", 1, 16, "pruned_slots"]),
+    ]
 
 
-def test_description_has_the_digest_of_every_file_that_a_user_does_not_edit(folder, description):
-    names = {path.name for path in folder.iterdir()} - {"README.md", "leank_onnx.json"}
-    assert description["files"] == {name: digest(folder / name) for name in names}
-
-
-def test_weights_are_stored_once_and_beside_the_graph(folder, retriever_folder):
-    with (retriever_folder / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    num_weights = sum(
-        int(np.prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"
-    )
+def test_weights_are_stored_once_beside_the_graph_which_tells_nothing_of_the_machine(
+    folder, retriever_folder
+):
     # Padding to pages, and small constants of the graph, are not a second copy of the weights.
-    assert (folder / "model.onnx.data").stat().st_size < 1.5 * 4 * num_weights
-    graph = onnx.load(folder / "model.onnx", load_external_data=False)
-    stored = {
-        entry.value
-        for tensor in graph.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    assert stored == {"model.onnx.data"}
-
-
-def test_graph_tells_nothing_of_the_machine_that_wrote_it(folder):
+    weights = (retriever_folder / "model.safetensors").stat().st_size
+    assert (folder / "model.onnx.data").stat().st_size < 1.5 * weights
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    entries = [entry for tensor in graph.initializer for entry in tensor.external_data]
+    assert {entry.value for entry in entries if entry.key == "location"} == {"model.onnx.data"}
     content = (folder / "model.onnx").read_bytes()
     assert b".py" not in content
     assert str(folder.parent).encode() not in content
@@ -211,63 +187,58 @@ def test_tracing_leaves_weights_as_they_were_and_held_by_the_model_alone(tmp_pat
     assert [name for name, storage in held.items() if not storage.expired()] == []
 
 
-def test_check_finds_weights_that_are_not_the_models(folder, checkpoint):
+def test_check_finds_what_is_not_the_models(folder, checkpoint, tmp_path):
     pruned = load_pruned(checkpoint)
+    (tmp_path / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    (tmp_path / "model.onnx.data").write_bytes(b"short")
+    trials = make_trials(pruned)
+    channels = make_trials(dataclasses.replace(pruned, channel_masks=pruned.channel_masks.flip(-1)))
     with torch.no_grad():
         pruned.model.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
-    with pytest.raises(LeanKError, match="logits of a prompt differ from PyTorch's") as caught:
-        check_graph(make_trials(pruned), folder / "model.onnx")
-    assert caught.value.exit_code == 1
-
-
-def test_check_finds_channels_that_are_not_the_masks(folder, checkpoint):
-    pruned = load_pruned(checkpoint)
-    other = dataclasses.replace(pruned, channel_masks=pruned.channel_masks.flip(-1))
-    with pytest.raises(LeanKError, match="logits of a decode step differ from PyTorch's"):
-        check_graph(make_trials(other), folder / "model.onnx")
-
-
-def test_check_tells_what_onnxruntime_cannot_run(folder, checkpoint, tmp_path):
-    spoiled = shutil.copytree(folder, tmp_path / "spoiled")
-    (spoiled / "model.onnx.data").write_bytes(b"short")
-    with pytest.raises(LeanKError, match=r"onnxruntime .* cannot load `.*model\.onnx`") as caught:
-        check_graph(make_trials(load_pruned(checkpoint)), spoiled / "model.onnx")
-    assert caught.value.exit_code == 1
+    for held, path, message in (
+        (make_trials(pruned), folder, "logits of a prompt differ from PyTorch's"),
+        (channels, folder, "logits of a decode step differ from PyTorch's"),
+        (trials, tmp_path, r"onnxruntime .* cannot load `.*model\.onnx`"),
+    ):
+        with pytest.raises(LeanKError, match=message) as caught:
+            check_graph(held, path / "model.onnx")
+        assert caught.value.exit_code == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "message", "remedy"),
+    ("config", "options", "message"),
     [
-        (["--format", "onnx", "--opset", "17"], "opset 17 is not supported", "leave `--opset` out: 23"),
         (
-            ["--format", "onnx", "--prune", "eager"],
-            "--prune goes with checkpoints",
-            "see `leank-convert export --help`",
+            {},
+            "--opset 17",
+            "opset 17 is not supported; graphs are written for 18 to 25\nhint: leave `--opset`",
         ),
-        (["--format", "onnx", "--push-to-hub", "a/b"], "--push-to-hub uploads checkpoints", "`hf upload`"),
-        (["--opset", "23"], "--opset goes with --format onnx", "see `leank-convert export --help`"),
+        ({}, "--set stage1.steps=9", "--set stage1.steps has no effect"),
+        ({}, "--prune eager", "no such option `--prune`"),
+        ({"model_type": "mistral", "sliding_window": 8}, "", "attend within a sliding window only"),
+        ({"model_type": "gpt2"}, "", "unknown architecture"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "", "`rope_type` is `dynamic`"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=["opset", "recipe", "option of export", "sliding window", "family", "rope that changes by length"],
 )
-def test_options_that_do_not_go_together_are_refused(
-    options, message, remedy, retriever_folder, mask_file, tmp_path
+def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
+    config, options, message, retriever_folder, mask_file, tmp_path, edit_json
 ):
-    result = run("export", retriever_folder, "--mask", mask_file, *options, "-o", tmp_path / "out")
+    source = shutil.copytree(retriever_folder, tmp_path / "source")
+    edit_json(source / "config.json", **config)
+    result = run(source, "--mask", mask_file, *options.split(), "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert message in result.stderr
-    assert remedy in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_missing_library_is_named_with_the_extra_to_install(
-    retriever_folder, mask_file, tmp_path, monkeypatch
-):
+def test_missing_library_is_named_with_the_extra_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
-    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
-    result = run("export", retriever_folder, *arguments)
-    assert result.exit_code == 2
-    assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
-    assert "hint: pip install 'leank-convert[onnx]'" in result.stderr
+    for command in (["export-onnx", "testbed", "-o", str(tmp_path / "out")], ["verify", str(folder)]):
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2
+        assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
+        assert "hint: pip install 'leank-convert[onnx]'" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -295,55 +266,36 @@ def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
     assert caught.value.hint == f"pip install --upgrade {library}, or pass a lower `--opset`"
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "mistral", "sliding_window": 8}, "attend within a sliding window only"),
-        ({"model_type": "gpt2"}, "unknown architecture"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "`rope_type` is `dynamic`"),
-    ],
-    ids=["sliding window", "unknown family", "rope that changes with the length"],
-)
-def test_model_that_cannot_be_a_graph_is_refused_and_nothing_written(
-    config, message, retriever_folder, mask_file, tmp_path, edit_json
-):
-    source = shutil.copytree(retriever_folder, tmp_path / "source")
-    edit_json(source / "config.json", **config)
-    result = run("export", source, "--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("option", ["mask", "sink_size"])
-def test_checkpoints_own_mask_and_windows_are_not_to_be_replaced(option, checkpoint, mask_file, tmp_path):
-    given = ["--mask", mask_file] if option == "mask" else ["--sink-size", "0"]
-    result = run("export", checkpoint, *given, "--format", "onnx", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "already is a LeanK checkpoint, with a mask and windows of its own" in result.stderr
-    assert "hint: leave out --mask" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_graph_is_not_written_into_the_checkpoint_it_is_made_of(checkpoint):
+def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(checkpoint, mask_file, tmp_path):
     before = sorted(checkpoint.iterdir())
-    result = run("export", checkpoint, "--format", "onnx", "-o", checkpoint / "graph", "--overwrite")
-    assert result.exit_code == 2
-    assert "overlaps the source" in result.stderr
-    assert sorted(checkpoint.iterdir()) == before
+    own = "already is a LeanK checkpoint, with a mask and windows of its own\nhint: leave out --mask"
+    for options, out, message in (
+        (["--mask", mask_file], tmp_path / "out", own),
+        (["--sink-size", "0"], tmp_path / "out", own),
+        (["--overwrite"], checkpoint / "graph", "overlaps the source"),
+    ):
+        result = run(checkpoint, *options, "-o", out)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert list(tmp_path.iterdir()) == [] and sorted(checkpoint.iterdir()) == before
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_graph_is_replaced_only_when_that_is_asked_for(checkpoint, tmp_path):
-    arguments = ["export", checkpoint, "--format", "onnx", "-o", tmp_path / "out"]
-    assert run(*arguments).exit_code == 0
-    (tmp_path / "out" / "model.onnx").write_text("first")
-    refused = run(*arguments)
+def test_graph_is_replaced_only_when_that_is_asked_for_and_does_without_a_tokenizer(
+    checkpoint, tmp_path, caplog
+):
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    out = tmp_path / "out"
+    assert run(bare, "-o", out).exit_code == 0
+    assert "`leank_onnx.py` will take tokens alone" in caplog.text
+    (out / "model.onnx").write_text("first")
+    refused = run(bare, "-o", out)
     assert refused.exit_code == 2
     assert "hint: name another folder" in refused.stderr
-    assert (tmp_path / "out" / "model.onnx").read_text() == "first"
-    assert run(*arguments, "--overwrite").exit_code == 0
-    assert (tmp_path / "out" / "model.onnx").read_text() == ""
+    assert (out / "model.onnx").read_text() == "first"
+    assert run(bare, "-o", out, "--overwrite").exit_code == 0
+    assert (out / "model.onnx").read_text() == ""
 
 
 @pytest.mark.usefixtures("without_tracing")
@@ -351,43 +303,50 @@ def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folde
     out = tmp_path / "out"
     out.mkdir()
     shutil.copyfile(mask_file, out / "channel_mask.safetensors")
-    result = run("export", retriever_folder, "--format", "onnx", "-o", out)
+    result = run(retriever_folder, "-o", out)
     assert result.exit_code == 0, result.output
     assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(load_mask(mask_file).channel_mask)
     assert (out / "model.onnx").exists()
 
 
-def test_disk_that_is_full_while_weights_are_written_is_no_traceback(checkpoint, tmp_path, monkeypatch):
-    def save(path, external_data):
-        path.with_name("model.onnx.data").write_bytes(b"a part")
-        raise OSError("problem writing element 24576 to file")  # numpy's, without a number
+def save_on_a_full_disk(path, external_data):
+    path.with_name("model.onnx.data").write_bytes(b"a part")
+    raise OSError("problem writing element 24576 to file")  # numpy's, without a number
 
-    program = SimpleNamespace(save=save)
-    monkeypatch.setattr(export, "write_graph", lambda pruned, path, opset: export._save(program, path))
-    result = run("export", checkpoint, "--format", "onnx", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "model.onnx.data` could not be written to its end: problem writing element 24576" in result.stderr
-    assert "hint: most likely the disk is full" in result.stderr
-    assert list(tmp_path.iterdir()) == []
+
+def fail_with(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_full_disk_leaves_nothing_behind(retriever_folder, mask_file, tmp_path, monkeypatch):
-    def fill(trials, path):
-        raise OSError(errno.ENOSPC, "No space left on device", "model.onnx.data")
-
-    monkeypatch.setattr(export, "check_graph", fill)
-    arguments = ["--mask", mask_file, "--format", "onnx", "-o", tmp_path / "out"]
-    result = run("export", retriever_folder, *arguments)
+@pytest.mark.parametrize(
+    ("name", "stand_in", "options", "message"),
+    [
+        (
+            "write_graph",
+            lambda pruned, path, opset: export._save(SimpleNamespace(save=save_on_a_full_disk), path),
+            [],
+            "model.onnx.data` could not be written to its end: problem writing element 24576 to file\n"
+            "hint: most likely the disk is full",
+        ),
+        (
+            "check_graph",
+            fail_with(OSError(errno.ENOSPC, "No space left on device", "model.onnx.data")),
+            [],
+            "error: `model.onnx.data`: No space left on device\n",
+        ),
+        ("quantize_weights", fail_with(LeanKError("no")), ["--weights", "int4"], "error: no\n"),
+    ],
+    ids=["weights", "graph", "quantizing"],
+)
+def test_a_failure_while_a_folder_is_written_leaves_nothing_behind(
+    name, stand_in, options, message, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(export, name, stand_in)
+    result = run(checkpoint, *options, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert result.stderr == "error: `model.onnx.data`: No space left on device\n"
+    assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("without_tracing")
-def test_model_without_a_fast_tokenizer_is_exported_with_a_warning(checkpoint, tmp_path, caplog):
-    bare = shutil.copytree(checkpoint, tmp_path / "bare")
-    (bare / "tokenizer.json").unlink()
-    result = run("export", bare, "--format", "onnx", "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "`leank_onnx.py` will take tokens alone" in caplog.text

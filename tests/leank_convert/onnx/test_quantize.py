@@ -18,8 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
-from leank_convert.onnx import export, load_pruned
-from leank_convert.onnx.check import make_trials, measure_quantized
+from leank_convert.files import read_json, sha256_of
+from leank_convert.onnx import load_pruned
+from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.quantize import (
     SCHEMES,
@@ -27,15 +28,10 @@ from leank_convert.onnx.quantize import (
     quantize_weights,
     round_weights,
 )
-from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import TASKS, build_sample
 
 # No multiple of a block.
 IN, OUT, VOCAB = 200, 24, 40
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def open_graph(path):
@@ -88,6 +84,9 @@ def quantized(request, once_per_run, shipped_onnx):
     def make(folder):
         shutil.copytree(shipped_onnx, folder)
         quantize_weights(folder / "model.onnx", request.param)
+        description = read_json(folder / "leank_onnx.json")
+        description["files"]["model.onnx"] = sha256_of(folder / "model.onnx")
+        (folder / "leank_onnx.json").write_text(json.dumps(description))
 
     return once_per_run(f"shipped_{request.param}", make), request.param
 
@@ -177,7 +176,7 @@ def test_graph_that_does_not_compute_with_the_rounded_weights_is_refused(quantiz
     with torch.no_grad():
         pruned.model.model.layers[0].self_attn.o_proj.weight.neg_()
     with pytest.raises(LeanKError, match=f"with {weights} weights logits of a prompt differ by") as caught:
-        measure_quantized(make_trials(pruned, weights), folder / "model.onnx", weights)
+        check_graph(make_trials(pruned, weights), folder / "model.onnx", weights)
     assert caught.value.exit_code == 1
 
 
@@ -186,39 +185,22 @@ def test_weights_that_do_not_bear_their_bits_are_measured_with_a_warning(
 ):
     folder, weights = quantized
     trials = make_trials(load_pruned(shipped_checkpoint), weights)
-    assert measure_quantized(trials, folder / "model.onnx", weights) < 0.25
+    assert check_graph(trials, folder / "model.onnx", weights) < 0.25
     assert caplog.text == ""
     # As of a deep model, in which little differences grow.
     far = [dataclasses.replace(trial, logits=-trial.logits) for trial in trials]
-    assert measure_quantized(far, folder / "model.onnx", weights) == pytest.approx(2, abs=0.25)
+    assert check_graph(far, folder / "model.onnx", weights) == pytest.approx(2, abs=0.25)
     assert f"with {weights} weights logits differ by" in caplog.text
 
 
-def test_failure_while_quantizing_leaves_nothing_behind(shipped_checkpoint, tmp_path, monkeypatch):
-    def fail(path, weights):
-        raise LeanKError("no", hint="none")
-
-    monkeypatch.setattr(export, "write_graph", lambda pruned, path, *, opset: path.touch())
-    monkeypatch.setattr(export, "check_graph", lambda trials, path: None)
-    monkeypatch.setattr(export, "quantize_weights", fail)
-    options = ["--format", "onnx", "--weights", "int4"]
-    result = run("export", shipped_checkpoint, *options, "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_weights_are_refused_with_those_that_exist():
+def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(LeanKError, match="weights `int2` are not supported") as caught:
         check_quantizer("int2")
     assert "use one of int8, int4" in str(caught.value.hint)
-
-
-def test_missing_quantizer_is_told_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.delattr("onnxruntime.quantization.matmul_nbits_quantizer", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime.quantization.matmul_nbits_quantizer", None)
-    result = run(
-        "export", MODEL_DIR, "--all-channels", "--format", "onnx", "--weights", "int8", "-o", tmp_path
-    )
+    arguments = ["export-onnx", "testbed", "--all-channels", "--weights", "int8", "-o", str(tmp_path)]
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in result.stderr
     assert "hint: pip install --upgrade 'leank-convert[onnx]'" in result.stderr

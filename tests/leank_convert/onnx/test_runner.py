@@ -59,10 +59,10 @@ def test_the_cache_grows_by_a_sixteenth_and_is_written_in_place_between(exported
     held.hold(ours.feed(rows, all_logits=True), rows)
     sizes = {ours.cache_bytes}
     for step in range(130):
-        before = {name: array.ctypes.data for name, array in ours._cache.tensors().items()}
+        before = {name: array.ctypes.data for name, array in ours.cache.tensors().items()}
         new = [[3 + step % 60], [5 + step % 50]]
         held.hold(ours.feed(new), new)
-        moved = {name for name, array in ours._cache.tensors().items() if array.ctypes.data != before[name]}
+        moved = {name for name, array in ours.cache.tensors().items() if array.ctypes.data != before[name]}
         if moved:
             assert moved == {name for name in before if ".pruned." in name}
         assert bool(moved) == (ours.cache_bytes not in sizes)
@@ -125,15 +125,15 @@ def test_a_cache_whose_growth_ran_out_of_memory_goes_on(exported, monkeypatch):
     whole, failing = model.start(), model.start()
     for session in (whole, failing):
         session.feed([tokens(83)])  # room for 128 pruned tokens after it, 74 of them taken
-    allocate, allocated = failing._cache._new_pruned, []
+    allocate, allocated = failing.cache._new_pruned, []
 
-    def fail_once(bucket, capacity):
-        allocated.append(capacity)
+    def fail_once(*sizes):
+        allocated.append(sizes)
         if len(allocated) == 2:
             raise MemoryError
-        return allocate(bucket, capacity)
+        return allocate(*sizes)
 
-    monkeypatch.setattr(failing._cache, "_new_pruned", fail_once)
+    monkeypatch.setattr(failing.cache, "_new_pruned", fail_once)
     failures = 0
     for token in tokens(80, 1):
         expected = whole.feed([[token]])
@@ -168,37 +168,22 @@ def test_generate_gives_the_runtimes_tokens_for_padded_rows(exported):
     for row, prompt in enumerate(prompts):
         ids[row, -len(prompt) :], mask[row, -len(prompt) :] = torch.tensor(prompt), 1
     expected = model.leank.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, 37:]
-    answers = model.load().generate(prompts, max_new_tokens=40, prompt_chunk=16)
+    told = [[], [], []]
+    answers = model.load().generate(
+        prompts, max_new_tokens=40, prompt_chunk=16, streamer=lambda row, token: told[row].append(token)
+    )
+    assert told == answers
     for answer, reference in zip(answers, expected.tolist(), strict=True):
         assert answer == reference[: len(answer)]
         assert len(answer) == 40 or answer[-1] == 2
 
 
-def test_a_row_is_answered_in_a_batch_as_it_is_alone(exported):
-    model = exported("Qwen2").load()
-    prompts = [tokens(length, length) for length in (21, 4, 13, 1)]
-    together = model.generate(prompts, max_new_tokens=24)
-    assert together == [model.generate([prompt], max_new_tokens=24)[0] for prompt in prompts]
-
-
-def test_an_answer_ends_with_the_models_own_token_while_others_go_on(exported):
-    model = exported().load()
-    prompts = [tokens(15, 4), tokens(6, 5)]
-    object.__setattr__(model.description, "eos_token_ids", frozenset())
-    free = model.generate(prompts, max_new_tokens=12)
-    ending = next(token for token in free[0] if token not in free[1])
-    object.__setattr__(model.description, "eos_token_ids", frozenset({ending}))
-    first, second = model.generate(prompts, max_new_tokens=12)
-    assert first == free[0][: free[0].index(ending) + 1]
-    assert second == free[1]
-
-
 def test_rows_whose_answers_ended_early_go_on_as_they_do_alone(exported):
     model = exported("Qwen3").load()
     prompts, turns = [tokens(15, 4), tokens(26, 5), tokens(2, 6)], [tokens(3, 7), tokens(19, 8), tokens(1, 9)]
-    object.__setattr__(model.description, "eos_token_ids", frozenset())
+    model.description.eos_token_ids = frozenset()
     free = model.generate(prompts, max_new_tokens=20)
-    object.__setattr__(model.description, "eos_token_ids", frozenset({free[0][2], free[2][9]}))
+    model.description.eos_token_ids = frozenset({free[0][2], free[2][9]})
     together = model.start()
     answers = [together.generate(rows, max_new_tokens=20) for rows in (prompts, turns)]
     assert len({len(answer) for answer in answers[0]}) > 1
@@ -206,17 +191,6 @@ def test_rows_whose_answers_ended_early_go_on_as_they_do_alone(exported):
         alone = model.start()
         for turn, rows in enumerate((prompts, turns)):
             assert alone.generate([rows[row]], max_new_tokens=20) == [answers[turn][row]]
-
-
-def test_the_next_turn_begins_with_the_token_that_ended_the_answer(exported, reference):
-    model = exported()
-    session, held = model.load().start(), reference(model.leank)
-    prompt, turn = tokens(18), tokens(6, 1)
-    (answer,) = session.generate([prompt], max_new_tokens=9)
-    for read in (prompt, *([token] for token in answer[:-1])):
-        held.read([read])
-    held.hold(session.feed([turn], all_logits=True), [answer[-1:] + turn])
-    held.settle()
 
 
 def test_a_row_without_a_turn_keeps_the_token_that_ended_its_answer(exported):
@@ -247,15 +221,6 @@ def test_a_long_turn_in_chunks_is_as_many_turns(exported):
     assert np.array_equal(logits, np.concatenate(expected))
 
 
-def test_a_streamer_is_told_every_token_in_order(exported):
-    model = exported().load()
-    told = [[], []]
-    answers = model.generate(
-        [tokens(9), tokens(4, 1)], max_new_tokens=8, streamer=lambda row, token: told[row].append(token)
-    )
-    assert told == answers
-
-
 def test_texts_are_tokenized_and_answers_decoded(exported):
     model = exported().load()
     assert model.encode("w0 w59 other") == [4, 63, 3]
@@ -263,35 +228,15 @@ def test_texts_are_tokenized_and_answers_decoded(exported):
     assert model.decode([4, 2, 63]) == "w0 </s> w59"
 
 
-def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(exported):
+def test_equal_seeds_draw_equal_tokens_and_the_least_top_p_or_temperature_is_greedy(exported):
     model = exported().load()
-    draw = {"max_new_tokens": 20, "do_sample": True, "temperature": 3.0}
-    assert model.generate([tokens(9)], seed=1, **draw) == model.generate([tokens(9)], seed=1, **draw)
-    assert model.generate([tokens(9)], seed=1, **draw) != model.generate([tokens(9)], seed=2, **draw)
 
+    def draw(**options):
+        return model.generate([tokens(9)], max_new_tokens=20, do_sample=True, **options)
 
-@pytest.mark.parametrize("least", [{"top_p": 1e-6}, {"temperature": 1e-310}])
-def test_the_least_top_p_or_temperature_is_greedy(least, exported):
-    model = exported().load()
-    drawn = model.generate([tokens(9)], max_new_tokens=20, do_sample=True, seed=0, **least)
-    assert drawn == model.generate([tokens(9)], max_new_tokens=20)
-
-
-def test_an_answer_that_its_streamer_ends_is_gone_on_with(exported):
-    model = exported().load()
-    whole, ended = model.start(), model.start()
-    (answer,) = whole.generate([tokens(18)], max_new_tokens=5)
-    told = []
-
-    def stop(row, token):
-        told.append(token)
-        if len(told) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ended.generate([tokens(18)], max_new_tokens=40, streamer=stop)
-    assert told == answer
-    assert np.array_equal(ended.feed([tokens(3)])[0], whole.feed([tokens(3)])[0])
+    assert draw(seed=1, temperature=3.0) == draw(seed=1, temperature=3.0) != draw(seed=2, temperature=3.0)
+    greedy = model.generate([tokens(9)], max_new_tokens=20)
+    assert draw(seed=0, top_p=1e-6) == draw(seed=0, temperature=1e-310) == greedy
 
 
 def test_a_session_whose_prompt_was_interrupted_is_empty(exported, monkeypatch):
@@ -335,12 +280,20 @@ def test_an_interrupted_turn_is_read_as_far_as_lengths_say(number, read, exporte
     assert np.array_equal(session.feed([rest], prompt_chunk=8)[0], expected[0])
 
 
-def test_an_answer_that_is_interrupted_while_it_decodes_is_gone_on_with(exported, monkeypatch):
+@pytest.mark.parametrize("by", ["its streamer", "Ctrl-C"])
+def test_an_answer_that_is_ended_from_outside_is_gone_on_with(by, exported, monkeypatch):
     model = exported().load()
     whole, session = model.start(), model.start()
     told = []
-    interrupt(session, monkeypatch, 6)  # the prompt's is the first
+
+    def tell(_, token):
+        told.append(token)
+        if by == "its streamer" and len(told) == 5:
+            raise KeyboardInterrupt
+
+    if by == "Ctrl-C":
+        interrupt(session, monkeypatch, 6)  # the prompt's is the first
     with pytest.raises(KeyboardInterrupt):
-        session.generate([tokens(18)], max_new_tokens=40, streamer=lambda _, token: told.append(token))
+        session.generate([tokens(18)], max_new_tokens=40, streamer=tell)
     assert whole.generate([tokens(18)], max_new_tokens=5) == [told]
     assert np.array_equal(session.feed([tokens(3)])[0], whole.feed([tokens(3)])[0])

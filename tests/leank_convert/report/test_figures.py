@@ -11,7 +11,7 @@ from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
 from leank_convert.report.figures import BLUE, ORANGE
-from leank_convert.train.log import StepRecord
+from tests.leank_convert.report.records import make_records
 
 
 @pytest.fixture
@@ -25,31 +25,6 @@ def heights(axes):
 
 def cells(axes):
     return axes.images[-1].get_array().tolist()
-
-
-def make_records(count, *, ratio=0.71):
-    """Stage 1, then a quarter of the steps in stage 2; the loss falls, the first being rounding."""
-    first = count * 3 // 4
-    return [
-        StepRecord(
-            step=step,
-            stage=1 if step <= first else 2,
-            pruning_ratio_asked=None if step <= first else 0.7,
-            task="retrieval",
-            num_tokens=1000,
-            num_answer_tokens=10,
-            learning_rate=0.01,
-            distillation=1e-13 if step == 1 else 1 / step,
-            mean_factor=1 / step,
-            pruning_ratio=None if step <= first else ratio,
-            empty_heads=None,
-            heads_leaving="",
-            heads_entering="",
-            seconds=1.5,
-            gpu_bytes=None,
-        )
-        for step in range(1, count + 1)
-    ]
 
 
 def test_heat_maps_show_channels_and_widths_of_every_head(axes):
@@ -140,7 +115,7 @@ def test_ratios_are_drawn_by_head_and_against_width(axes):
 
 
 def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_stretch(axes):
-    records = make_records(400)
+    records = make_records(ratios=(1.0,), steps=(300, 100))
     figures.draw_distillation(axes, records)
     assert axes.get_yscale() == "log"
     each, first, second = axes.lines[:3]
@@ -157,7 +132,8 @@ def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_str
 
 @pytest.mark.parametrize("ratio", [0.71, 0.0])
 def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(axes, ratio):
-    records = make_records(8, ratio=ratio)
+    made = make_records(steps=(6, 2))
+    records = [replace(one, pruning_ratio=ratio if one.stage == 2 else None) for one in made]
     figures.draw_pruning(axes, records)
     mean, reached, asked = axes.lines[:3]
     assert list(mean.get_ydata()) == [record.mean_factor for record in records]

@@ -12,10 +12,9 @@ from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train import derive as module
-from leank_convert.train.choice import choose_training_recipe
+from leank_convert.train.choice import choose_recipe
 from leank_convert.train.derive import derive_recipe
-from leank_convert.train.forecast import count_bytes
-from leank_convert.train.model import find_model
+from leank_convert.train.model import count_bytes, find_model
 from tests.tiny_families import tiny_llama
 
 SHORT = ["data.questions_per_context=1", "data.min_length=1000", "data.max_length=1100", "stage1.steps=2"]
@@ -168,7 +167,7 @@ def test_a_dry_run_shows_the_recipe_and_writes_nothing(instructed, tmp_path):
 def test_a_folder_whose_config_names_a_model_is_trained_by_that_models_recipe(source_model, edit_json):
     folder = source_model()
     edit_json(folder / "config.json", _name_or_path="Qwen/Qwen3-4B")
-    recipe = choose_training_recipe(folder, None, None)
+    recipe = choose_recipe(None, folder, training=True)
     assert recipe == load_recipe("qwen3-4b")
     assert recipe.derivation == ""
 

@@ -12,8 +12,8 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train import forecast as module
-from leank_convert.train.forecast import Forecast, describe_seconds, forecast
-from leank_convert.train.model import find_model
+from leank_convert.train.forecast import Forecast, forecast
+from leank_convert.train.model import count_bytes, find_model
 
 GB = 10**9
 
@@ -22,17 +22,16 @@ GB = 10**9
 def forecast_llama():
     """The paper's recipe on one GPU of so many bytes, with changes."""
 
-    def build(*overrides, **changes):
+    def build(*overrides, capacity=80 * GB, **changes):
         values = {
             "processes": 1,
             "device": "Some GPU",
-            "weights": 16_060_522_496,
-            "context": 2 * 32 * 8 * 128 * 2 * 98304,
-            "working": 2 * GB,
-            "capacity": 80 * GB,
             "tokens": 57344,
             "why_unmeasured": "not asked for",
         }
+        memory = {"weights": 16_060_522_496, "context": 2 * 32 * 8 * 128 * 2 * 98304, "working": 2 * GB}
+        memory |= {"total": sum(memory.values()), "capacity": capacity}
+        values["memory"] = memory | {"fits": capacity and memory["total"] <= capacity}
         recipe = load_recipe("llama-3.1-8b-instruct", overrides)
         return Forecast("llama", GEOMETRIES["llama-3.1-8b"].facts, recipe, **{**values, **changes})
 
@@ -52,11 +51,12 @@ def test_steps_contexts_questions_and_time_are_counted(forecast_llama):
     document = json.loads(json.dumps(found.to_dict()))
     assert (document["steps"], document["contexts"], document["questions"]) == (2400, 9600, 76800)
     assert document["tokens_per_step"] == 4 * 57792
-    assert found.seconds == 2400 * 2 * 1.5  # each process has two contexts of a step
+    assert document["seconds"] == 2400 * 2 * 1.5  # each process has two contexts of a step
     text = found.render()
     assert "2,400: 2,000 of stage 1, 200 of stage 2 at 50%, 200 of stage 2 at 62.5%" in text
     assert "2 h 00 min with 2 processes, at 1.50 s a context of 57,792 tokens" in text
-    assert [describe_seconds(seconds) for seconds in (4.21, 1080, 3590)] == ["4.2 s", "18 min", "1 h 00 min"]
+    for pace, told in ((4.21 / 2200, "4.2 s,"), (1080 / 2200, "18 min,"), (3590 / 2200, "1 h 00 min,")):
+        assert told in forecast_llama(seconds_per_context=pace).render()
 
 
 def test_what_fits_is_told_to_and_what_does_not_with_what_helps(forecast_llama):
@@ -71,10 +71,9 @@ def test_what_fits_is_told_to_and_what_does_not_with_what_helps(forecast_llama):
         (("model.device_map=auto",), GB, "lower `data.max_length`"),
     ):
         found = forecast_llama(*overrides, capacity=capacity)
-        assert found.fits is False and "DOES NOT FIT: Some GPU has " in found.render()
+        assert found.to_dict()["memory"]["fits"] is False and "DOES NOT FIT: Some GPU has " in found.render()
         assert remedy in found.render()
-    on_cpu = forecast_llama(capacity=None)
-    assert on_cpu.fits is None and "not judged: `Some GPU` is no GPU" in on_cpu.render()
+    assert "not judged: `Some GPU` is no GPU" in forecast_llama(capacity=None).render()
 
 
 def test_a_dry_run_measures_the_toy_and_writes_nothing(retriever_folder, tmp_path, monkeypatch, snapshot):
@@ -105,7 +104,7 @@ def test_memory_is_counted_in_the_dtype_that_is_trained_in(source_model, short_r
         ({"offload_context": True}, 4, 1),
     ):
         recipe = short_recipe(**changes)
-        found = module.count_bytes(find_model(folder, recipe), recipe, torch.device("cpu"))
+        found = count_bytes(find_model(folder, recipe), recipe, torch.device("cpu"))
         # Files have headers beside their numbers.
         assert 0.7 * numbers * size < found["weights"] < numbers * size
         assert found["context"] == 2 * layers * 4 * 12 * 280 * size
@@ -120,7 +119,7 @@ def test_what_cannot_be_measured_leaves_the_rest(retriever_folder, short_recipe,
         with monkeypatch.context() as patch:
             patch.setattr(f"leank_convert.{place}", fail)
             found = forecast(retriever_folder, short_recipe(), device="cpu")
-        assert found.seconds is None and found.to_dict()["steps"] == 13
+        assert found.to_dict()["seconds"] is None and found.to_dict()["steps"] == 13
         assert f"not estimated: memory does not suffice for {part}" in found.render()
 
 
@@ -138,7 +137,7 @@ def test_weights_that_a_gpu_cannot_hold_are_not_loaded(retriever_folder, short_r
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_judged(retriever_folder, short_recipe):
     found = forecast(retriever_folder, short_recipe())
-    assert found.fits and found.seconds is not None
+    assert found.memory["fits"] and found.seconds_per_context is not None
 
 
 def test_what_training_refuses_a_dry_run_refuses(retriever_folder, short_recipe):

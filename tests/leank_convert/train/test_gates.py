@@ -9,22 +9,20 @@ import yaml
 
 from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError, RecipeError
-from leank_convert.export import export_checkpoint
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_masks
-from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import load_recipe
 from leank_convert.report import mask_report
 from leank_convert.train import loop
+from leank_convert.train.attention import Student
 from leank_convert.train.forecast import forecast
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
-from leank_convert.train.passes import Student, distil
+from leank_convert.train.passes import distil
 from leank_convert.train.run import Run
 from leank_convert.train.selection import select_channels
 from leank_convert.train.state import TrainingDirectory, load_state
-from leank_convert.verify import verify_checkpoint
 from leank_convert.windows import Windows
 
 HEADS = {"steps": 5, "learning_rate": 0.1, "l1_weight": 0.5}
@@ -213,32 +211,14 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
     assert torch.equal(load_state(killed.state).gates, load_state(whole.state).gates)
 
 
-@pytest.mark.parametrize("changes", [{}, BOTH], ids=["duo-attention", "duo-attention+leank"])
-def test_a_checkpoint_of_the_mask_verifies(make, retriever_folder, tmp_path, changes):
-    mask = make(**changes)
-    export_checkpoint(str(retriever_folder), mask, tmp_path / "out")
-    report = verify_checkpoint(tmp_path / "out", str(retriever_folder))
-    assert report.ok, report.checks
-    saved = load_mask(tmp_path / "out" / "channel_mask.safetensors")
-    assert torch.equal(saved.channel_mask, mask.channel_mask)
-    assert Recipe(**yaml.safe_load((tmp_path / "out/leank/recipe.yaml").read_text())).heads.steps == 5
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"method": "duo-attention", "budget": "uniform"},
-            "`budget: uniform` does not go with `method: duo",
-        ),
-        ({"method": "duo-attention", "max_width": 64}, "`max_width` 64 does not go with `method: duo-a"),
         ({"method": "duo-attention+leank", "budget": "uniform"}, "some of whose heads keep no channel"),
         (
             {"method": "duo-attention+leank", "pruning_ratio": [0.8, 0.4]},
             "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
         ),
-        ({"heads": {"step": 3}}, "unknown key `heads.step`"),
-        ({"method": "duo-attention+leank", "heads": {"steps": 0}}, "`heads.steps` is 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_recipe(tmp_path, changes, problem):

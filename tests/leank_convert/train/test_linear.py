@@ -6,9 +6,8 @@ from transformers import Cache, Qwen3_5ForCausalLM
 
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_mask
-from leank_convert.train.forecast import count_bytes
 from leank_convert.train.graphs import Gradients, is_bound_by_host
-from leank_convert.train.model import find_model, load_model
+from leank_convert.train.model import count_bytes, find_model, load_model
 from tests.tiny_families import TRAINS_LINEAR
 
 

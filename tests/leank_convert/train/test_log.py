@@ -3,13 +3,13 @@
 import json
 import re
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.recipe import Recipe
-from leank_convert.train.log import StepRecord, TrainingLog, check_trackers, read_log
+from leank_convert.train.log import StepRecord, TrainingLog, read_log
 
 
 def record(step, stage=1, **changes):
@@ -57,7 +57,7 @@ def write(folder):
 def wandb(monkeypatch):
     """A stand-in for the module, which notes what it is told. Its run ids count up from `run-1`."""
     module = ModuleType("wandb")
-    module.runs, module.settings = [], {}
+    module.runs = []
 
     class Run:
         def __init__(self, options):
@@ -76,7 +76,6 @@ def wandb(monkeypatch):
         return module.runs[-1]
 
     module.init = init
-    module.config = SimpleNamespace(update=lambda values, allow_val_change: module.settings.update(values))
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return module
@@ -138,8 +137,8 @@ def test_wandb_is_given_the_values_the_settings_and_the_end(write, folder, wandb
     (run,) = wandb.runs
     assert run.options["project"] == "leank"
     assert run.options["name"] == "my-run"
-    assert wandb.settings["width_multiple"] == 16
-    assert wandb.settings["stage1"]["steps"] == 2000
+    assert run.options["config"]["width_multiple"] == 16
+    assert run.options["config"]["stage1"]["steps"] == 2000
     assert [step for step, _ in run.rows] == [1, 2]
     assert run.rows[0][1]["stage1/distillation"] == 0.01
     assert "stage1/pruning_ratio" not in run.rows[0][1]
@@ -175,15 +174,6 @@ def test_wandb_that_does_not_start_is_told_with_the_ways_out_and_ends_what_has_b
     for way_out in ("`wandb login`", "`WANDB_MODE=offline`", "drop `wandb`"):
         assert way_out in caught.value.hint
     assert read_scalars(folder) == {}
-
-
-def test_missing_wandb_is_told_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(LeanKError, match="`trackers` name `wandb`, which cannot be imported") as caught:
-        check_trackers(("tensorboard", "wandb"))
-    assert caught.value.hint == "`pip install wandb`, or drop `wandb` from the recipe's `trackers`"
-    check_trackers(("tensorboard",))
-    check_trackers(())
 
 
 def test_progress_tells_stage_loss_speed_ratio_and_memory_within_eighty_columns(write, capsys, monkeypatch):

@@ -17,15 +17,9 @@ from transformers import (
 
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
-from leank_convert.train.attention import ATTENTION_NAME
+from leank_convert.train.attention import ATTENTION_NAME, Student
 from leank_convert.train.packing import pack_sample, padded_sizes
-from leank_convert.train.passes import (
-    Student,
-    distil,
-    run_answer_pass,
-    run_context_pass,
-    run_question_pass,
-)
+from leank_convert.train.passes import distil, run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from tests.tiny_families import TRAINS_LINEAR

@@ -12,7 +12,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.train.loop import check_run
-from leank_convert.train.ranks import Ranks, join_ranks
+from leank_convert.train.ranks import join_ranks
 from leank_convert.train.schedule import Schedule
 from leank_convert.train.state import TrainingDirectory, load_state
 
@@ -111,7 +111,7 @@ def test_what_is_refused_is_told_once(name, message, ended):
 
 def test_a_batch_that_cannot_be_shared_is_refused(short_recipe):
     with pytest.raises(LeanKError, match="`batch_size` 3 cannot be shared evenly by 2 processes"):
-        check_run(short_recipe(batch_size=3), Ranks(torch.device("cpu"), 0, 2))
+        check_run(short_recipe(batch_size=3), 2)
 
 
 def test_one_device_for_several_processes_is_refused(monkeypatch):
@@ -132,13 +132,3 @@ def test_ranks_share_every_steps_samples_without_overlap(short_recipe):
         together = shares[0][2 * step : 2 * step + 2] + shares[1][2 * step : 2 * step + 2]
         assert sorted(together) == whole[4 * step : 4 * step + 4]
     assert list(schedule.sample_indices(5)) == whole[20:]
-
-
-def test_one_process_is_its_own_first_rank():
-    ranks = Ranks(torch.device("cpu"))
-    assert ranks.is_first
-    assert ranks.on_first(lambda: 3) == 3
-    assert ranks.totals([1.5, 2]) == [1.5, 2]
-    ranks.check(None)
-    with pytest.raises(LeanKError, match=r"^told$"):
-        ranks.check(LeanKError("told"))

@@ -137,43 +137,6 @@ def test_gradients_equal_those_of_naive_attention(num_context, questions, offloa
             assert (gradients[0][3][0] != 0).all()
 
 
-def test_gradient_of_factors_and_queries_equals_finite_differences():
-    case = Case(24, [(1, 2), (2, 1)], head_dim=4)
-    query, key, value, factors = case.tensors()
-    windows = Windows(2, 4)
-    assert torch.autograd.gradcheck(
-        lambda q, a: case.split(windows, tensors=(q, key, value, a)),
-        (query.requires_grad_(), factors.requires_grad_()),
-    )
-
-
-def test_zero_factors_leave_logits_of_zero_but_a_head_without_channels_sees_no_middle():
-    case, windows = Case(30, [(0, 2)]), Windows(2, 3)
-    query, key, value, factors = case.tensors()
-    zeros = torch.zeros_like(factors)
-    changed = value.clone()
-    changed[:, :, 10] += 1  # a token of the middle
-    nobody = torch.tensor([False, False])
-    before, after = ((query, key, values, zeros) for values in (value, changed))
-    assert not torch.equal(case.split(windows, tensors=before), case.split(windows, tensors=after))
-    blind = case.split(windows, nobody, tensors=before)
-    assert torch.equal(blind, case.split(windows, nobody, tensors=after))
-    assert torch.isfinite(blind).all()
-
-
-def test_a_key_at_the_recent_windows_edge_keeps_every_channel():
-    """p and the `recent_size` tokens before it: the runtime's ring at flush_size 1."""
-    case, windows = Case(20, [(0, 1)]), Windows(2, 5)
-    query, key, value, factors = case.tensors()
-    nothing, nobody = torch.zeros_like(factors), torch.tensor([False, False])
-    base = case.split(windows, nobody, tensors=(query, key, value, nothing))
-    for j in range(21):
-        changed = value.clone()
-        changed[:, :, j] += 1
-        differs = not torch.equal(case.split(windows, nobody, tensors=(query, key, changed, nothing)), base)
-        assert differs == (j < 2 or j >= 20 - 5), j
-
-
 def test_low_precision_inputs_are_attended_in_float32():
     case = Case(200, [(0, 4)], head_dim=64, dtype=torch.float32)
     query, key, value, factors = case.tensors()

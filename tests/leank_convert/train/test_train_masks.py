@@ -27,7 +27,7 @@ def test_run_leaves_a_mask_a_log_a_report_and_the_resolved_recipe(finished, shor
     assert "<html" in (folder / "report.html").read_text()
     resolved = Recipe(**yaml.safe_load((folder / "recipe.yaml").read_text()))
     assert resolved.model_dump() == short_recipe().model_dump()
-    assert [path.name for path in (folder / "state").iterdir()] == ["training_state.safetensors"]
+    assert [path.name for path in (folder / "state").iterdir()] == ["training_state.pt"]
 
 
 def test_mask_is_the_selection_from_the_final_factors_with_provenance(

@@ -66,9 +66,7 @@ def test_a_step_of_several_contexts_averages_their_gradients(train_one, short_re
             draw = SampleSource.draw
             patched.setattr(SampleSource, "draw", lambda self, index: draw(self, index + seed_of_sample))
             # Factors below one, so that the student differs from the teacher.
-            patched.setattr(
-                run, "initial_scaling_factors", lambda *_: torch.full((2, 2, 16), 0.5, requires_grad=True)
-            )
+            patched.setattr(run, "ones", lambda *_: torch.full((2, 2, 16), 0.5, requires_grad=True))
             train_one(recipe, out)
         return load_state(TrainingDirectory(out).state).optimizer["exp_avg"]
 
@@ -112,14 +110,22 @@ def test_layers_on_two_devices_train_the_same_mask(train_one, short_recipe, tmp_
     torch.testing.assert_close(one.scaling_factors, other.scaling_factors, rtol=1e-3, atol=1e-4)
 
 
-def test_context_in_host_memory_trains_the_same_mask(train_one, finished_mask, short_recipe, tmp_path):
-    mask = train_one(short_recipe(offload_context=True), tmp_path)
-    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
-
-
-def test_model_spread_over_devices_trains_the_same_mask(train_one, finished_mask, short_recipe, tmp_path):
-    mask = train_one(short_recipe(model={"device_map": "auto"}), tmp_path, device="cpu")
-    assert torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({}, True),
+        ({"offload_context": True}, True),
+        ({"model": {"device_map": "auto"}}, True),
+        ({"seed": 1}, False),
+    ],
+    ids=str,
+)
+def test_where_a_run_keeps_things_changes_no_bit_of_its_mask(
+    changes, is_same, train_one, finished_mask, short_recipe, tmp_path
+):
+    mask = train_one(short_recipe(**changes), tmp_path, device="cpu")
+    for name in ("channel_mask", "scaling_factors", "key_mean") if is_same else ("scaling_factors",):
+        assert torch.equal(getattr(mask, name), getattr(finished_mask, name)) == is_same
 
 
 def test_several_ratios_share_stage_one_and_are_what_each_would_be_alone(

@@ -9,12 +9,13 @@ from leank_convert.data import SampleSource
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_masks
 from leank_convert.train import graphs
+from leank_convert.train.attention import Student
+from leank_convert.train.held_out import Validation
 from leank_convert.train.log import read_log
 from leank_convert.train.model import find_model, load_model
 from leank_convert.train.packing import pack_sample
-from leank_convert.train.passes import Student, distil
+from leank_convert.train.passes import distil
 from leank_convert.train.state import TrainingDirectory, load_state
-from leank_convert.train.validation import _SEED_OFFSET, Validation
 from leank_convert.windows import Windows
 
 CONTEXTS = 3
@@ -35,7 +36,7 @@ def train(folder, recipe, out, **options):
 def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path):
     masks = train(retriever_folder, recipe, tmp_path)
     loaded = load_model(find_model(retriever_folder, recipe), recipe, torch.device("cpu"))
-    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + _SEED_OFFSET)
+    source = SampleSource(loaded.tokenizer, recipe.data, recipe.seed + 500_000)
     log = read_log(tmp_path / "leank" / "log.jsonl")
     differed = False
     for ratio, mask in masks.items():

@@ -32,23 +32,25 @@ class OnnxFolder:
     def made(self, source: Path | None = None) -> list[str]:
         return [check.name for check in verify_checkpoint(self.path, source).checks]
 
-    def read(self) -> dict[str, Any]:
-        return json.loads((self.path / "leank_onnx.json").read_text())
-
-    def describe(self, edit: Callable[[Any], object]) -> None:
-        """Change the description."""
-        content = self.read()
-        edit(content)
+    def describe(self, place: str, edit: Callable[[Any], object] | None) -> None:
+        """Change what stands at a place, keys and numbers between dots; without `edit` remove the key."""
+        content = holder = json.loads((self.path / "leank_onnx.json").read_text())
+        *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+        for part in way:
+            holder = holder[part]
+        if edit is None:
+            del holder[last]
+        else:
+            holder[last] = edit(holder.get(last) if isinstance(holder, dict) else holder[last])
         (self.path / "leank_onnx.json").write_text(json.dumps(content))
 
     def bless(self) -> None:
         """Bring the digests up to date, so that what lies behind them is looked at alone."""
 
-        def edit(content: dict[str, Any]) -> None:
-            for name in content["files"]:
-                content["files"][name] = hashlib.sha256((self.path / name).read_bytes()).hexdigest()
+        def digests(files: dict[str, str]) -> dict[str, str]:
+            return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in files}
 
-        self.describe(edit)
+        self.describe("files", digests)
 
     def rewrite(self, edit: Callable[[Any], object]) -> None:
         """Change the graph, its weights left where they are."""

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from leank_convert.data.haystack import GrammarHaystack
+from leank_convert.data.haystack import Haystack
 from leank_convert.evaluate.ruler import RULER_TASKS, synthetic
 from leank_convert.evaluate.ruler.synthetic import NEEDLE_TASKS, NOISE, draft_frequent_words, draft_needles
 from leank_convert.evaluate.ruler.words import ADJECTIVES, NOUNS, VERBS
@@ -72,7 +72,7 @@ def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task
 def test_no_filler_repeats_the_key_even_where_keys_are_few(monkeypatch):
     monkeypatch.setattr(synthetic, "ADJECTIVES", ("red",))
     monkeypatch.setattr(synthetic, "NOUNS", ("oak", "elm"))
-    draft = draft_needles(NEEDLE_TASKS["niah_multikey_2"], random.Random(0), GrammarHaystack())
+    draft = draft_needles(NEEDLE_TASKS["niah_multikey_2"], random.Random(0), Haystack())
     message = draft.render(50)
     asked = re.search(r"state for (\S+)\?", message).group(1)
     assert Counter(key for _, key, _ in NEEDLE.findall(message))[asked] == 1

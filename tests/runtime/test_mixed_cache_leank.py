@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.cache_leank import LeanKCache
+from runtime.tools import concatenate
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WINDOW = 7
@@ -41,14 +41,16 @@ def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
         decoded(model, prefilled(model, length, row), ids(3, 9), torch.arange(3)[None] + length)
         for row, length in enumerate(LENGTHS)
     ]
-    cache = LeanKCache.concatenate([prefilled(model, length, row) for row, length in enumerate(LENGTHS)])
+    cache = concatenate([prefilled(model, length, row) for row, length in enumerate(LENGTHS)])
     positions = torch.tensor(LENGTHS)[:, None]
     steps = [decoded(model, cache, ids(3, 9)[:, [i]].expand(2, 1), positions + i) for i in range(3)]
     torch.testing.assert_close(torch.cat(steps, 1), torch.cat(alone))
 
 
 @pytest.mark.parametrize("length", [WINDOW - 2, WINDOW + 5])
-@pytest.mark.parametrize("drop", [LeanKCache.reset, lambda cache: cache.crop(-cache.get_seq_length())])
+@pytest.mark.parametrize(
+    "drop", [lambda cache: cache.reset(), lambda cache: cache.crop(-cache.get_seq_length())]
+)
 def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     # transformers' layers keep zeros in the place of what they drop: in older releases, and where they hold a
     # state, of as many rows as it had.
@@ -100,7 +102,7 @@ def test_steps_are_captured_once_windows_are_full(
 ):
     options = dict(OPTIONS.get(architecture.model_type, SLIDING))
     model = model_pair(some_masks([[0, 3, 16], [4, 8, 8]]), architecture.stem, **options).leank
-    if architecture.experts is not None:
+    if architecture.experts:
         model.config._experts_implementation = "grouped_mm"  # others ask the device for lengths
     turns, mask = [4, *[1] * 20, 3, *[1] * 5], None
     if padding is not None:
@@ -159,5 +161,5 @@ def test_why_a_step_is_not_captured(graphs, model):
 def test_a_step_lets_go_of_the_prompt(model):
     cache = prefilled(model, 20)
     decoded(model, cache, ids(1), torch.tensor([[20]]))
-    for layer in cache.other_layers:
+    for layer in cache.other_layers.values():
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes

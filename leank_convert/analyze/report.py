@@ -1,25 +1,19 @@
-"""Report of a mask's analysis: text, a page that opens offline, figures, and numbers for JSON."""
+"""Report of a mask's analysis: text, and a folder of a page that opens offline, figures, numbers as JSON."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leank_convert.errors import LeanKError
+from leank_convert.export.publish import check_replaceable, staged_folder
+from leank_convert.files import write_atomically
+from leank_convert.folders import check_folder
 from leank_convert.mask import ChannelMask
-from leank_convert.report.figures import (
-    draw_cache,
-    draw_correlation,
-    draw_empty_by_layer,
-    draw_kept_by_head,
-    draw_kept_by_layer,
-    draw_layers_by_pair,
-    draw_outlier_pairs,
-    draw_ratio_by_head,
-    draw_ratio_by_width,
-    draw_width_histogram,
-)
+from leank_convert.report import figures
 from leank_convert.report.page import Section, panels, render_page, rows_height
 
 if TYPE_CHECKING:
@@ -65,10 +59,26 @@ class AnalysisReport:
         measured = None if self.measured is None else self.measured.to_dict()
         return {**self.analysis.to_dict(), "measured": measured}
 
-    def to_html(self) -> str:
-        """The page."""
+    def write(self, out: Path) -> list[Path]:
+        """Write page, figures and numbers into a folder that appears whole or not at all.
+
+        Returns:
+            The files, the page first.
+
+        Raises:
+            LeanKError: If the folder already holds something.
+            OSError: If it cannot be written.
+        """
+        check_writable(out)
         title = f"Analysis of {self.analysis.model or Path(self.origin).name}"
-        return render_page(title, self.facts, [section.to_html() for section in self.sections])
+        page = render_page(title, self.facts, [section.to_html() for section in self.sections])
+        contents = {"analysis.html": page.encode()}
+        contents |= {f"{section.name}.png": section.to_png() for section in self.sections}
+        contents["analysis.json"] = (json.dumps(self.to_dict(), indent=1) + "\n").encode()
+        with staged_folder(out, overwrite=False) as partial:
+            for name, content in contents.items():
+                write_atomically(partial / name, content)
+        return [out / name for name in contents]
 
     def to_text(self) -> str:
         """The facts, then tables by RoPE pair and by layer."""
@@ -91,6 +101,17 @@ class AnalysisReport:
             cells = (f"{width:>{digits}}" for width in widths)
             lines.append(f"{layer:>5}  {100 * share:>8.1f}  {empty:>7}  {''.join(cells)}")
         return "\n".join(lines) + "\n"
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a folder that already holds something, or cannot be one.
+
+    Raises:
+        LeanKError: If it does, or is a file.
+    """
+    if check_folder(out).exists() and any(out.iterdir()):
+        raise LeanKError(f"`{out}` already exists", hint="name another folder by `--out`, or remove this one")
+    check_replaceable(out, overwrite=False)
 
 
 def _describe_mask(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]:
@@ -171,9 +192,9 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
     def layers() -> Figure:
         figure = panels(
             height,
-            lambda axes: draw_kept_by_head(axes, channels),
-            lambda axes: draw_kept_by_layer(axes, channels),
-            lambda axes: draw_empty_by_layer(axes, analysis),
+            (figures.draw_kept_by_head, channels),
+            (figures.draw_kept_by_layer, channels),
+            (figures.draw_empty_by_layer, analysis),
             width_ratios=[1.4, 1, 0.7],
         )
         for axes in figure.axes[1:3]:
@@ -184,7 +205,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "RoPE pairs",
             "pairs",
-            lambda: panels(3.8, lambda axes: draw_outlier_pairs(axes, mask, analysis)),
+            lambda: panels(3.8, (figures.draw_outlier_pairs, mask, analysis)),
             "A pair is two channels that RoPE turns together, at a frequency that falls with its number. "
             + analysis.outlier_rule,
         ),
@@ -197,17 +218,13 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
         Section(
             "Pairs in each layer",
             "layers-by-pair",
-            lambda: panels(height, lambda axes: draw_layers_by_pair(axes, mask)),
+            lambda: panels(height, (figures.draw_layers_by_pair, mask)),
             "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
         ),
         Section(
             "Widths and bytes",
             "widths",
-            lambda: panels(
-                3.2,
-                lambda axes: draw_width_histogram(axes, channels),
-                lambda axes: draw_cache(axes, analysis),
-            ),
+            lambda: panels(3.2, (figures.draw_width_histogram, channels), (figures.draw_cache, analysis)),
             "A head keeps as many K channels as its width and all of V; a head of width 0 keeps neither. "
             "Tokens in sink and recent window stay whole.",
         ),
@@ -223,10 +240,8 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
             "staticity",
             lambda: panels(
                 0.5 * max(len(measured.tasks), len(names)) + 1.2,
-                lambda axes: draw_correlation(axes, measured.between_tasks, measured.tasks, "Between tasks"),
-                lambda axes: draw_correlation(
-                    axes, measured.between_lengths, names, "Between lengths (tokens)"
-                ),
+                (figures.draw_correlation, measured.between_tasks, measured.tasks, "Between tasks"),
+                (figures.draw_correlation, measured.between_lengths, names, "Between lengths (tokens)"),
             ),
             "Pearson correlation of the channels' norm ratios over all layers and heads: a channel's part in "
             "the products of the last 32 queries with all keys. Near 1, one mask can serve all.",
@@ -236,8 +251,8 @@ def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Se
             "frequencies",
             lambda: panels(
                 rows_height(len(mask.channel_mask)),
-                lambda axes: draw_ratio_by_head(axes, ratios),
-                lambda axes: draw_ratio_by_width(axes, ratios, mask.channel_mask.sum(-1)),
+                (figures.draw_ratio_by_head, ratios),
+                (figures.draw_ratio_by_width, ratios, mask.channel_mask.sum(-1)),
             ),
             "The norm of a head's attention logits from the faster half of the RoPE pairs alone, against "
             "that of all. By the paper, heads with a high ratio look at what is near and matter little far "

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.evaluated import load_model
+from leank_convert.evaluate.loading import load_model
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):

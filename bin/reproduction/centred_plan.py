@@ -1,0 +1,158 @@
+"""Centred keys on Qwen2.5-Coder, whose keys have large constant parts: answers and text, centred and not.
+
+Masks of 50 to 80% come from one training, that of 90% from one with a larger lambda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bin.reproduction.plan import (
+    DENSE,
+    MAIN,
+    Cell,
+    Entry,
+    Pace,
+    Part,
+    Plan,
+    Round,
+    Run,
+    Table,
+    TextPlan,
+    by_name,
+    singles,
+)
+
+_RULER_SEED, _OTHERS_SEED = 7_000_000, 8_000_000
+_FLOOR = 0.2  # of the dense model's score in a cell that counts, as of SmolLM2
+_NO_SAMPLES = "held_out_samples=0"
+_ROUNDS_BEFORE_OTHERS = 2
+_WIDE_LAMBDA, _WIDE = 0.2, "larger-lambda"
+
+
+@dataclass(frozen=True)
+class CentredSizes:
+    """How much is done."""
+
+    overrides: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
+    wide_ratios: tuple[float, ...] = (0.7, 0.8, 0.9)  # of the larger lambda
+    tasks: tuple[str, ...] = (
+        "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
+        "niah_multiquery", "vt", "fwe",
+    )  # fmt: skip
+    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    rounds: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 80, 100)  # prompts of a cell that are answered by then
+    other_tasks: tuple[str, ...] = ("niah_single_2", "niah_multikey_1", "niah_multivalue")
+    other_lengths: tuple[int, ...] = (8192, 16384)
+    num_others: int = 32
+    text_tokens: tuple[int, ...] = (4000, 12000)  # of a text, before those that are fed
+    num_fed: int = 128
+    num_texts: int = 6  # of each kind
+    batch_tokens: int = 2**18
+
+
+CENTRED = CentredSizes()
+QUICK_CENTRED = CentredSizes(
+    overrides=(
+        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+        "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
+        "stage2.validation_contexts=0", "calibration_prompts=1", "held_out_samples=1",
+    ),
+    ratios=(0.7, 0.8),
+    wide_ratios=(0.9,),
+    tasks=("niah_single_2", "fwe"),
+    lengths=(448,),
+    rounds=(1, 2),
+    other_tasks=("niah_single_2",),
+    other_lengths=(448,),
+    num_others=1,
+    text_tokens=(300,),
+    num_fed=4,
+    num_texts=2,
+    batch_tokens=1024,
+)  # fmt: skip
+
+
+def make_centred_plan(sizes: CentredSizes) -> Plan:
+    """Lay out all that answers and what it is asked."""
+    runs = {MAIN: Run((), sizes.ratios), _WIDE: Run((f"stage1.l1_weight={_WIDE_LAMBDA}",), sizes.wide_ratios)}
+    for method in ("static-norm", "double-sparsity"):
+        for centred in ("true", "false"):
+            settings = (f"method={method}", "width_multiple=1", f"key_mean={centred}", _NO_SAMPLES)
+            runs[f"{method}-{centred}"] = Run(settings, (0.7,))
+
+    def take(name: str, ratio: float = 0.7, run: str = MAIN, **changes: str) -> Entry:
+        return Entry(name, ratio=ratio, run=run, **changes)  # type: ignore[arg-type]
+
+    def keep(name: str, kv_dtype: str, **changes: str) -> Entry:
+        return Entry(name, run=MAIN, kv_dtype=kv_dtype, **changes)  # type: ignore[arg-type]
+
+    curve = [take(f"leank {ratio:.0%}", ratio) for ratio in sizes.ratios]
+    wide = [take(f"leank {ratio:.0%}, lambda {_WIDE_LAMBDA}", ratio, _WIDE) for ratio in sizes.wide_ratios]
+    rounded = [
+        keep("fp8", "fp8"),
+        take("leank 70% x fp8", kv_dtype="fp8"),
+        keep("int4", "int4"),
+        take("leank 70% x int4", kv_dtype="int4"),
+    ]
+    masked = [
+        *curve,
+        *wide,
+        *rounded,
+        keep("fp8, prompt's mean", "fp8", mean="prompt"),
+        take("leank 70%, not centred", mean="none"),
+        keep("fp8, not centred", "fp8", mean="none"),
+        take("leank 70% x fp8, not centred", kv_dtype="fp8", mean="none"),
+        keep("int4, not centred", "int4", mean="none"),
+    ]
+    untrained = [
+        take(f"{method}{suffix}", run=f"{method}-{centred}", mean=mean)
+        for method in ("static-norm", "double-sparsity")
+        for centred, suffix, mean in (("true", ", centred", "model"), ("false", "", "none"))
+    ]
+    every = [
+        DENSE,
+        *masked,
+        Entry("think", "think", 0.7),
+        *untrained,
+        *(Entry(name, "beside") for name in ("kivi", "quest-16", "snapkv-2048")),
+    ]
+    alone = []
+    for kv_dtype in ("fp8", "int4"):
+        for suffix, mean in (("", "model"), (", not centred", "none")):
+            named = f"{kv_dtype}, K alone{suffix}"
+            alone += [
+                keep(named, kv_dtype, rounded="K", mean=mean),
+                take(f"leank 70% x {named}", kv_dtype=kv_dtype, rounded="K", mean=mean),
+            ]
+        alone.append(keep(f"{kv_dtype}, V alone", kv_dtype, rounded="V"))
+    main = [DENSE, *(entry for entry in curve if entry.ratio in (0.7, 0.8)), *rounded]
+    cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
+    others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
+    rounds = tuple(Round(count, singles(main)) for count in sizes.rounds)
+    ruler = Part("ruler", _RULER_SEED, cells, rounds[:_ROUNDS_BEFORE_OTHERS], _FLOOR)
+    return Plan(
+        title="Centred keys on Qwen2.5-Coder-1.5B-Instruct",
+        recipe="qwen2.5-coder-1.5b-instruct",
+        overrides=sizes.overrides,
+        runs=runs,
+        parts=(
+            ruler,
+            Part("others", _OTHERS_SEED, others, (Round(sizes.num_others, singles(every)),), _FLOOR),
+            ruler._replace(rounds=rounds[_ROUNDS_BEFORE_OTHERS:]),
+        ),
+        tables=(
+            Table("RULER's tasks", "ruler", by_name(main[1:])),
+            Table("Needles, by all caches", "others", by_name(every[1:])),
+        ),
+        batch_tokens=sizes.batch_tokens,
+        pace=Pace(mask=54, prefill=0.007, answer=0.05, slow=0.3, text=1.5),
+        text=TextPlan(
+            lengths=sizes.text_tokens,
+            num_fed=sizes.num_fed,
+            num_texts=sizes.num_texts,
+            rows=singles([*masked, *untrained, *alone]),
+        ),
+        has_scales=True,
+    )

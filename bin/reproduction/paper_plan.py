@@ -1,0 +1,396 @@
+"""The paper's experiments: every method at every ratio and LeanK's parts, on the shipped model or SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from bin.reproduction.plan import (
+    DENSE,
+    EVERY_CHANNEL,
+    MAIN,
+    VALIDATION,
+    Cell,
+    Entry,
+    Pace,
+    Part,
+    Plan,
+    Round,
+    Row,
+    Run,
+    Table,
+    TextPlan,
+    by_name,
+    singles,
+)
+from leank_convert.evaluate.ruler.synthetic import NEEDLE_TASKS
+from leank_convert.methods import METHODS
+from leank_convert.recipe import Recipe
+from leank_convert.recipe_file import load_recipe
+
+UNALIGNED = "leank (any width)"
+"""The curve that meets the baselines on their terms: few channels in whole multiples are few heads."""
+# Apart from each other and from the seeds of training, which are small.
+_VALIDATION_SEED, _TEST_SEED, _RULER_SEED, _COMPARED_SEED = 2_000_000, 3_000_000, 5_000_000, 6_000_000
+# Baselines are not held to a width multiple that they do not need: of 64 channels each, a uniform budget of
+# 30% would be cut from 19 to 16.
+_ANY_WIDTH = "width_multiple=1"
+_STAGE1_ALONE = "magnitude-alpha"
+_COMBINED = "duo-attention+leank"
+_PER_HEAD_BUDGET = "per-head-budget-dynamic"
+_HEAD_METHODS = tuple(m.name for m in METHODS.values() if m.whole_heads or m.has_gates)
+_STATIC_METHODS = tuple(m.name for m in METHODS.values() if m.score and not m.whole_heads)
+_UNTRAINED = ("static-norm", "double-sparsity")  # of these the best stands beside LeanK on a real model
+_TOY_PACE = Pace(mask=15, prefill=0.0005, answer=0.001, slow=0.001, text=0)
+
+
+@dataclass(frozen=True)
+class RealSizes:
+    """What a real model is asked besides, and how much of it."""
+
+    # Variants of `evaluate --also` whose scores stand beside their caches' bytes.
+    alone: tuple[str, ...] = (
+        "fp8", "int4", "int4+hadamard", "kivi", "quest-16", "quest-16-kv", "quest-64", "quest-64-kv",
+        "snapkv-2048", "snapkv-56%",
+    )  # fmt: skip
+    products: tuple[str, ...] = (
+        "leank+fp8", "leank+int4", "leank+int4+hadamard", "leank+kivi", "leank+kivi+window", "leank+quest-16",
+        "leank+quest-16-kv", "leank+quest-64", "leank+quest-64-kv",
+    )  # fmt: skip
+    compared_lengths: tuple[int, ...] = (4096, 7680)  # of the test prompts' tasks, on which they are compared
+    num_compared: int = 64  # prompts of each task and length
+    ruler_tasks: tuple[str, ...] = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
+    ruler_lengths: tuple[int, ...] = (1024, 2048, 4096, 7680)  # tokens of a prompt and its answer
+    floor: float = 0.2  # a task at a length is left out where the dense model scores no more
+    # Prompts of a cell that the dense model alone answers, then all others too, then it and the main mask.
+    ruler_rounds: tuple[int, int, int] = (16, 64, 200)
+    text_tokens: int = 4096  # of a text, before those that are fed
+    num_fed: int = 256
+    num_texts: int = 16  # texts of each kind
+    answer_tokens: int = 512
+    num_answers: int = 24  # prompts of each kind of text
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done."""
+
+    model: str = "the shipped model"  # in the title
+    recipe: str = "quickstart"  # name or file of the recipe that every run changes
+    overrides: tuple[str, ...] = ()  # changes to it that all runs share
+    side_overrides: tuple[str, ...] = ()  # changes that all runs but the main one share
+    ratios: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # pruning ratios of the comparison, ascending
+    main_ratio: float = 0.7  # the one that all tables show
+    hard_ratio: float = 0.9  # another, where differences are large
+    head_ratio: float = 0.5  # where methods that prune whole heads are compared with one another
+    combined_ratio: float = 0.8  # of LeanK on top of DuoAttention, compared with DuoAttention at `head_ratio`
+    num_seeds: int = 5  # runs of the main setting
+    l1_weights: tuple[float, ...] = (0.0, 0.04, 0.06, 0.1, 1.0)  # of the sweep, beside the main setting's
+    width_multiples: tuple[int, ...] = (8, 32)  # beside the main setting's
+    # Tasks of runs that train on fewer than the main setting does.
+    task_choices: tuple[tuple[str, ...], ...] = (
+        ("retrieval",), ("multi_value",), ("retrieval", "multi_value"),
+    )  # fmt: skip
+    short_lengths: tuple[int, ...] = (1024,)  # the longest context of runs that are then asked longer ones
+    # Of the test prompts: RULER's tasks with the most tokens of an answer; none: the recipe's own.
+    ruler: tuple[tuple[str, int], ...] = ()
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)  # of the test prompts, in tokens
+    num_prompts: int = 200  # test prompts of each task and length
+    num_validation: int = 48  # prompts of each task and length that settings are chosen on
+    validation_lengths: tuple[int, ...] = ()  # of these prompts; none: all lengths
+    batch_tokens: int = 2**20
+    pace: Pace = _TOY_PACE
+    real: RealSizes | None = None  # None for the shipped model, which knows no language
+
+
+ON_GPU = Sizes()
+ON_CPU = Sizes(num_seeds=2, l1_weights=(0.0, 0.06, 1.0), num_prompts=24, num_validation=8, batch_tokens=2**14)
+QUICK = Sizes(
+    overrides=(
+        "stage1.steps=4", "stage2.steps=2", "heads.steps=4", "data.max_length=384", "calibration_prompts=2",
+    ),
+    ratios=(0.7, 0.9),
+    head_ratio=0.7,
+    combined_ratio=0.9,
+    num_seeds=2,
+    l1_weights=(0.06,),
+    width_multiples=(32,),
+    short_lengths=(300,),
+    lengths=(256, 384),
+    num_prompts=2,
+    num_validation=1,
+    batch_tokens=1024,
+)  # fmt: skip
+SMOLLM2 = Sizes(
+    model="SmolLM2-135M-Instruct",
+    recipe="smollm2-135m-instruct",
+    overrides=("heads.steps=600", "heads.learning_rate=0.04", "heads.l1_weight=0.1"),
+    side_overrides=("held_out_samples=0",),
+    ratios=(0.5, 0.6, 0.7, 0.8, 0.9),
+    num_seeds=2,
+    l1_weights=(0.06, 0.2, 0.4),
+    width_multiples=(32,),
+    task_choices=(("retrieval",), ("multi_value",)),
+    short_lengths=(2048, 4096),
+    # The dense model copies no code of 24 hexadecimal digits, as the recipe's own task asks for. A number
+    # takes 8 tokens, and it ends only some of its answers.
+    ruler=(("niah_single_2", 24), ("niah_multikey_1", 24), ("niah_multivalue", 64)),
+    lengths=(1024, 2048, 4096, 7680),
+    num_prompts=64,
+    validation_lengths=(1024, 4096),
+    pace=Pace(mask=55, prefill=0.006, answer=0.01, slow=0.04, text=9),
+    real=RealSizes(),
+)
+QUICK_SMOLLM2 = replace(
+    SMOLLM2,
+    overrides=(
+        "windows.sink_size=16", "windows.recent_size=64", "windows.flush_size=16", "data.min_length=448",
+        "data.max_length=512", "data.questions_per_context=1", "stage1.steps=2", "stage2.steps=1",
+        "stage2.validation_contexts=1", "heads.steps=2", "calibration_prompts=1", "held_out_samples=1",
+    ),
+    ratios=(0.7, 0.9),
+    head_ratio=0.7,
+    combined_ratio=0.9,
+    l1_weights=(),
+    num_seeds=1,
+    width_multiples=(),
+    task_choices=(("retrieval",),),
+    short_lengths=(480,),
+    ruler=(("niah_single_2", 3),),
+    lengths=(512,),
+    num_prompts=1,
+    num_validation=1,
+    validation_lengths=(512,),
+    batch_tokens=1024,
+    real=RealSizes(
+        ruler_tasks=("niah_single_2", "fwe"), ruler_lengths=(448,), floor=-1.0, ruler_rounds=(1, 1, 2),
+        text_tokens=300, num_fed=4, num_texts=2, answer_tokens=8, num_answers=2,
+        compared_lengths=(448, 480), num_compared=1,
+    ),
+)  # fmt: skip
+
+
+def make_paper_plan(sizes: Sizes) -> Plan:
+    """Lay out all experiments."""
+    recipe = load_recipe(sizes.recipe, sizes.overrides)
+    tables = _Tables(sizes, recipe)
+    compared = tables.compare_methods()
+    tables.add_ablations(compared)
+    rows = tuple(dict.fromkeys(row for table in tables.tables for _, row in table.rows))
+    open_rows = singles(dict.fromkeys(entry for row in rows if len(row) > 1 for entry in row))
+    validation = _list_cells(sizes, recipe, sizes.validation_lengths or sizes.lengths)
+    test = _list_cells(sizes, recipe, sizes.lengths)
+    parts = [
+        Part(
+            VALIDATION, _VALIDATION_SEED, validation, (Round(sizes.num_validation, ((DENSE,), *open_rows)),)
+        ),
+        Part("test", _TEST_SEED, test, (Round(sizes.num_prompts, ((DENSE,), *rows)),)),
+    ]
+    shown = (sizes.main_ratio, sizes.hard_ratio)
+    worse = [("static-norm", "think"), *((UNALIGNED, name) for name in (*_UNTRAINED, _PER_HEAD_BUDGET))]
+    plan = Plan(
+        title=f"The LeanK paper's experiments on {sizes.model}",
+        recipe=sizes.recipe,
+        overrides=sizes.overrides,
+        runs=tables.runs,
+        parts=tuple(parts),
+        tables=tuple(tables.tables),
+        batch_tokens=sizes.batch_tokens,
+        pace=sizes.pace,
+        pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in shown for a, b in worse),
+        main_ratio=sizes.main_ratio,
+    )
+    return plan if sizes.real is None else _add_real(plan, sizes, sizes.real, compared, recipe)
+
+
+def _add_real(
+    plan: Plan, sizes: Sizes, real: RealSizes, compared: Mapping[tuple[str, float], Row], recipe: Recipe
+) -> Plan:
+    """What only a model of natural language can be asked."""
+    curve = tuple(compared[MAIN, ratio][0] for ratio in sizes.ratios)
+    main = compared[MAIN, sizes.main_ratio][0]
+    untrained = tuple(entry for name in _UNTRAINED for entry in compared[name, sizes.main_ratio])
+    think = compared["think", sizes.main_ratio]
+    others = (*singles(curve), untrained, think)
+    labelled = (*by_name(curve), ("best untrained channels", untrained), ("think", think))
+    beside = (
+        *(Entry(name, "beside") for name in real.alone),
+        *(Entry(name, "beside", sizes.main_ratio, MAIN) for name in real.products),
+    )
+    weighed = (*curve, *beside)
+    first, second, last = real.ruler_rounds
+    ruler = Part(
+        "ruler",
+        _RULER_SEED,
+        tuple(Cell(task, length) for length in real.ruler_lengths for task in real.ruler_tasks),
+        (
+            Round(first, ((DENSE,),)),
+            Round(second, ((DENSE,), *others)),
+            Round(last, ((DENSE,), (main,))),
+        ),
+        real.floor,
+    )
+    cells = _list_cells(sizes, recipe, real.compared_lengths)
+    asked = Part(
+        "compared", _COMPARED_SEED, cells, (Round(real.num_compared, ((DENSE,), *singles(weighed))),)
+    )
+    return replace(
+        plan,
+        parts=(*plan.parts, ruler, asked),
+        tables=(Table("RULER's tasks", "ruler", labelled), *plan.tables),
+        text=TextPlan(
+            lengths=(real.text_tokens,),
+            num_fed=real.num_fed,
+            num_texts=real.num_texts,
+            rows=(*others, *singles(beside)),
+            answer_tokens=real.answer_tokens,
+            num_answers=real.num_answers,
+            answering=((DENSE,), *others),
+        ),
+        weighed=(DENSE, *weighed),
+        weighed_on="compared",
+    )
+
+
+@dataclass
+class _Tables:
+    """Runs, and tables of their masks, as they are laid out."""
+
+    sizes: Sizes
+    recipe: Recipe
+    runs: dict[str, Run] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+
+    def add_run(
+        self, name: str, *overrides: str, method: str = MAIN, ratios: Sequence[float] | None = None
+    ) -> str:
+        """Note masks that are needed, at the two shown ratios if no other are given; returns `name`."""
+        assert name not in self.runs, name
+        asked = (self.sizes.main_ratio, self.sizes.hard_ratio) if ratios is None else tuple(ratios)
+        self.runs[name] = Run((*self.sizes.side_overrides, f"method={method}", *overrides), asked)
+        return name
+
+    def compare_methods(self) -> dict[tuple[str, float], Row]:
+        """Add every method at every ratio; returns its rows."""
+        rows: dict[tuple[str, float], Row] = {}
+        recipe, ratios = self.recipe, self.sizes.ratios
+        self.runs[MAIN] = Run((), ratios)
+        num_steps = recipe.stage1.steps + recipe.stage2.steps
+        self.add_run(_STAGE1_ALONE, f"stage1.steps={num_steps}", method=_STAGE1_ALONE, ratios=ratios)
+        self.add_run("multiple-1", _ANY_WIDTH, ratios=ratios)
+        for label, run in ((MAIN, MAIN), (UNALIGNED, "multiple-1"), (_STAGE1_ALONE, _STAGE1_ALONE)):
+            rows |= {(label, ratio): (_take(run, ratio),) for ratio in ratios}
+        for method in _STATIC_METHODS:
+            for budget in ("uniform", "global"):
+                run, overrides = f"{method}-{budget}", (f"budget={budget}", _ANY_WIDTH)
+                self.add_run(run, *overrides, method=method, ratios=ratios)
+                for ratio in ratios:
+                    entry = _take(run, ratio)._replace(setting=f"{budget} budget")
+                    rows[method, ratio] = (*rows.get((method, ratio), ()), entry)
+        for method in _HEAD_METHODS:
+            # The combined method removes this share of heads before it looks at channels.
+            above = [ratio for ratio in ratios if method != _COMBINED or ratio >= recipe.heads.pruning_ratio]
+            self.add_run(method, method=method, ratios=above)
+            rows |= {(method, ratio): (_take(method, ratio),) for ratio in above}
+        for method, widths in (("think", None), (_PER_HEAD_BUDGET, MAIN)):
+            for ratio in ratios:
+                settings = (("the recipe's windows", False), ("ThinK's windows", True))
+                rows[method, ratio] = tuple(
+                    Entry(f"{method}, {setting}, {ratio:g}", "think", ratio, widths, setting, own)
+                    for setting, own in settings
+                )
+        labelled = tuple((label, row) for (label, _), row in rows.items())
+        self.tables.append(Table("Pruning ratio against accuracy", "test", labelled))
+        return rows
+
+    def add_ablations(self, compared: Mapping[tuple[str, float], Row]) -> None:
+        """Add LeanK's parts and settings, one changed at a time."""
+        sizes, recipe = self.sizes, self.recipe
+        self.add_run("uniform-budget", "budget=uniform", _ANY_WIDTH)
+        weights = {recipe.stage1.l1_weight: MAIN}
+        multiples = {1: "multiple-1", recipe.width_multiple: MAIN}
+        for weight in sizes.l1_weights:
+            if weight not in weights:
+                weights[weight] = self.add_run(f"lambda-{weight:g}", f"stage1.l1_weight={weight}")
+        for multiple in sizes.width_multiples:
+            if multiple not in multiples:
+                multiples[multiple] = self.add_run(f"multiple-{multiple}", f"width_multiple={multiple}")
+        tasks = {
+            _name_tasks(trained): self.add_run(
+                f"tasks-{'-'.join(trained)}", f"data.tasks=[{', '.join(trained)}]"
+            )
+            for trained in sizes.task_choices
+        }
+        lengths = {
+            length: self.add_run(f"up-to-{length}", f"data.max_length={length}")
+            for length in sizes.short_lengths
+        }
+        seeds = {
+            seed: self.add_run(f"seed-{seed}", f"seed={seed}")
+            for seed in range(recipe.seed + 1, recipe.seed + sizes.num_seeds)
+        }
+        every = {"all three" if len(recipe.data.tasks) == 3 else _name_tasks(recipe.data.tasks): MAIN}
+        self._ablate(
+            "With and without stage 2, at equal steps", {"both stages": MAIN, "stage 1 alone": _STAGE1_ALONE}
+        )
+        budgets: list[tuple[str, Row]] = []
+        for ratio in (sizes.main_ratio, sizes.hard_ratio):
+            budgets += [
+                ("uniform budget, dynamic channels (ThinK)", compared["think", ratio]),
+                ("uniform budget, learned channels", (_take("uniform-budget", ratio),)),
+                ("learned budget, dynamic channels", compared[_PER_HEAD_BUDGET, ratio]),
+                ("learned budget, learned channels (LeanK)", compared[MAIN, ratio]),
+            ]
+        self.tables.append(
+            Table("Budgets per head, and learned against dynamic channels", "test", tuple(budgets))
+        )
+        self._ablate(
+            "Lambda, the weight of the L1 penalty in stage 1",
+            {f"{weight:g}": run for weight, run in sorted(weights.items())},
+        )
+        self._ablate(
+            "Width multiple, which a head's kept channels are a multiple of",
+            {f"{multiple}": run for multiple, run in sorted(multiples.items())},
+        )
+        self._ablate("Training tasks", tasks | every)
+        limits = lengths | {recipe.data.max_length: MAIN}
+        self._ablate(
+            "Training lengths", {f"contexts up to {length} tokens": run for length, run in limits.items()}
+        )
+        self._ablate(
+            "Training seeds", {f"seed {seed}": run for seed, run in ({recipe.seed: MAIN} | seeds).items()}
+        )
+        heads, both = sizes.head_ratio, sizes.combined_ratio
+        self.tables.append(
+            Table(
+                "Whole heads, and channels of the rest",
+                "test",
+                (
+                    ("high-frequency ratio", compared["high-frequency-ratio", heads]),
+                    ("DuoAttention", compared["duo-attention", heads]),
+                    ("DuoAttention + LeanK", compared[_COMBINED, both]),
+                    ("LeanK", compared[MAIN, both]),
+                ),
+            )
+        )
+
+    def _ablate(self, title: str, runs: Mapping[str, str]) -> None:
+        """Compare runs, given by their labels, at the two shown ratios."""
+        ratios = (self.sizes.main_ratio, self.sizes.hard_ratio)
+        rows = tuple((label, (_take(run, ratio),)) for ratio in ratios for label, run in runs.items())
+        self.tables.append(Table(title, "test", rows))
+
+
+def _take(run: str, ratio: float) -> Entry:
+    assert ratio != EVERY_CHANNEL
+    return Entry(f"{run}, {ratio:g}", ratio=ratio, run=run)
+
+
+def _list_cells(sizes: Sizes, recipe: Recipe, lengths: Sequence[int]) -> tuple[Cell, ...]:
+    """Tasks at lengths that settings are chosen on, or the tables are filled by."""
+    tasks = sizes.ruler or [(task, None) for task in recipe.data.tasks]
+    return tuple(Cell(task, length, most) for length in lengths for task, most in tasks)
+
+
+def _name_tasks(tasks: Sequence[str]) -> str:
+    return f"{tasks[0]} alone" if len(tasks) == 1 else " and ".join(tasks)

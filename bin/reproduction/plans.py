@@ -1,0 +1,32 @@
+"""The table of plans: what `bin/reproduce --model NAME` does, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from bin.reproduction.centred_plan import CENTRED, QUICK_CENTRED, make_centred_plan
+from bin.reproduction.paper_plan import ON_CPU, ON_GPU, QUICK, QUICK_SMOLLM2, SMOLLM2, make_paper_plan
+from bin.reproduction.plan import Plan
+
+
+class Choice(NamedTuple):
+    """A plan at its sizes."""
+
+    make: Callable[[Any], Plan]
+    on_gpu: Any
+    on_cpu: Any
+    quick: Any
+
+
+PLANS = {
+    "testbed": Choice(make_paper_plan, ON_GPU, ON_CPU, QUICK),
+    "smollm2": Choice(make_paper_plan, SMOLLM2, SMOLLM2, QUICK_SMOLLM2),
+    "qwen2.5-coder": Choice(make_centred_plan, CENTRED, CENTRED, QUICK_CENTRED),
+}
+
+
+def make_plan(name: str, *, quick: bool, on_gpu: bool) -> Plan:
+    """The plan of that name."""
+    choice = PLANS[name]
+    return choice.make(choice.quick if quick else choice.on_gpu if on_gpu else choice.on_cpu)

@@ -1,0 +1,160 @@
+"""Resolve an evaluation: where its prompts come from, and what answers. Refuses what can be seen by that.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from leank_convert.checkpoint_io import read_leank_config
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.names import WINDOW, check_names
+from leank_convert.folders import check_folder
+from leank_convert.recipe import DataSection, Recipe
+from leank_convert.recipe_choice import find_recipe, require_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+SETTINGS_NAME, ANSWERS_NAME = "settings.json", "answers.jsonl"
+RESULT_NAMES = JSON_NAME, CSV_NAME, PLOT_NAME = "results.json", "results.csv", "results.png"
+
+HELD_OUT, RULER, LONGBENCH, GSM_INFINITE = "held-out", "ruler", "longbench", "gsm-infinite"
+MEASURES = {
+    HELD_OUT: "exact match", RULER: "RULER", LONGBENCH: "LongBench", GSM_INFINITE: "GSM-Infinite"
+}  # fmt: skip
+"""What a score is, by the source of the prompts."""
+_PUBLISHED = (LONGBENCH, GSM_INFINITE)  # whose files the user brings
+_SEED = 1_000_000  # far from what training draws by
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """An evaluation as it is asked for; the attributes are `evaluate_checkpoint`'s parameters."""
+
+    checkpoint: Path
+    recipe: Recipe | str | Path | None = None
+    overrides: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    haystack: str | None = None
+    questions: str | Path | None = None
+    data: str | Path | None = None
+    num_samples: int = 200
+    seed: int | None = None
+    also: Sequence[str] | None = None
+    against: str | None = None
+    out: Path | None = None
+    device: str | torch.device | None = None
+    batch_size: int = 8
+    trust: bool = False
+    progress: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that has been resolved; no model is loaded yet.
+
+    Attributes:
+        request: What was asked for.
+        source: Where prompts come from, a key of `MEASURES`.
+        section: The data of the recipe whose held-out samples are asked, None with another source.
+        seed: Of the prompts.
+        also: Names of what else answers.
+    """
+
+    request: EvaluationRequest
+    source: str
+    section: DataSection | None
+    seed: int
+    also: Sequence[str]
+
+
+def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
+    """Resolve an evaluation, and refuse what can be refused before a model is loaded.
+
+    Raises:
+        LeanKError: If arguments contradict each other, the checkpoint is none, there is no such recipe, or
+            `out` holds files that no evaluation wrote.
+    """
+    published = next((task for task in request.tasks if task in _PUBLISHED), None)
+    source = published or (RULER if request.tasks else HELD_OUT)
+    for message, hint in _contradictions(request, source):
+        raise LeanKError(message, hint=hint)
+    check_names(request.also or ())
+    if request.out is not None:
+        _refuse_foreign_results(check_folder(request.out))
+    read_leank_config(request.checkpoint)  # what is no checkpoint is refused as such
+    also = request.also
+    if also is None:
+        also = (WINDOW,) if source == HELD_OUT else ()
+    section = _choose_recipe(request).data if source == HELD_OUT else None
+    return Evaluation(request, source, section, _SEED if request.seed is None else request.seed, also)
+
+
+def _contradictions(request: EvaluationRequest, source: str) -> Iterator[tuple[str, str]]:
+    """What contradicts itself in a request, each with its remedy; names are those of the options."""
+    tasks, lengths = request.tasks, request.lengths
+    for option, value in (("--num-samples", request.num_samples), ("--batch-size", request.batch_size)):
+        if value < 1:
+            yield f"`{option}` is {value}, and at least 1 is needed", "ask for more"
+    if tasks and (request.recipe is not None or request.overrides):
+        yield (
+            "`--recipe` and `--set` choose a recipe's data, and `--task` asks something else",
+            "leave one of them out",
+        )
+    if request.data is not None and (source not in _PUBLISHED or len(set(tasks)) > 1):
+        listed = ", ".join(f"`{task}`" for task in tasks) or "no task"
+        yield (
+            f"published files and {listed} do not go together",
+            "`--data` goes with `--task longbench` or `--task gsm-infinite`, each alone",
+        )
+    if source != RULER and (request.haystack is not None or request.questions is not None):
+        yield (
+            "`--haystack` and `--questions` go with `--task` and the names of RULER's tasks",
+            "leave them out",
+        )
+    if source in (HELD_OUT, RULER) and bool(tasks) != bool(lengths):
+        yield "`--task` and `--length` go together", "add the other, or leave it out"
+    if source not in _PUBLISHED:
+        return
+    if request.data is None:
+        yield f"task `{source}` needs the benchmark's published files", "name their folder by `--data`"
+    if request.seed is not None:
+        yield "`--seed` has no effect with `--data`: every task's first prompts are asked", "leave it out"
+    if source == GSM_INFINITE and lengths:
+        yield (
+            f"task `{source}` takes no length: its problems have those of their files",
+            "bring the files of the lengths that you want",
+        )
+    if len(set(lengths)) > 1:
+        yield f"task `{source}` takes one length, not {list(lengths)}", "evaluate for each"
+
+
+def _refuse_foreign_results(out: Path) -> None:
+    """Refuse a folder where results would replace files that no evaluation wrote."""
+    if not (out / SETTINGS_NAME).exists():
+        for name in (ANSWERS_NAME, *RESULT_NAMES):
+            if (out / name).exists():
+                raise LeanKError(
+                    f"`{out / name}` was not written by `evaluate`: `{out}` has no `{SETTINGS_NAME}`",
+                    hint="name another folder with --out",
+                )
+
+
+def _choose_recipe(request: EvaluationRequest) -> Recipe:
+    """The recipe that is asked for, else the training run's, else that of the mask's model."""
+    checkpoint, overrides = request.checkpoint, request.overrides
+    found = find_recipe(request.recipe, None, run=checkpoint, overrides=overrides)
+    if found is not None:
+        return found
+    from leank_convert.mask import MASK_FILE_NAME, load_mask  # imports torch
+
+    mask_file = checkpoint / MASK_FILE_NAME
+    provenance = load_mask(mask_file).provenance if mask_file.exists() else None
+    model = provenance.model if provenance else None
+    return require_recipe(None, model, run=checkpoint, overrides=overrides)

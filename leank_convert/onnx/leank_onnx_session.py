@@ -1,0 +1,361 @@
+"""Reading and answering tokens with a graph exported by leank-convert; travels with `leank_onnx.py`.
+
+A `Step` runs the graph on new tokens and a cache; a `Session` reads and answers rows of tokens by such steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if __package__:  # that of a program which has these files
+    from .leank_onnx_cache import Array, Cache, Description, LeanKOnnxError, LeanKOnnxMemoryError, require
+else:
+    from leank_onnx_cache import Array, Cache, Description, LeanKOnnxError, LeanKOnnxMemoryError, require  # type: ignore
+
+DEFAULT_PROMPT_CHUNK = 256
+
+TokenIds = Sequence[int]
+Rows = Sequence[str] | Sequence[TokenIds]
+Streamer = Callable[[int, int], object]
+
+
+def load_graph(path: Path, threads: int | None = None, settings: Mapping[str, str] | None = None) -> Any:
+    """Load a graph into a session of onnxruntime on the CPU.
+
+    Args:
+        path: Its file.
+        threads: As for `LeanKOnnx`.
+        settings: Further ones of the session.
+
+    Raises:
+        LeanKOnnxError: If onnxruntime cannot load it.
+    """
+    import onnxruntime  # here, since a description can be read without it
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what fails is raised
+    if threads is not None:
+        require(1 <= threads <= 1024, f"threads is {threads}: pass 1 to 1024, or None")
+        options.intra_op_num_threads = threads
+    for name, value in (settings or {}).items():
+        options.add_session_config_entry(name, value)
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no class of their own
+        raise LeanKOnnxError(
+            f"onnxruntime {onnxruntime.__version__} cannot load `{path}`: {error}"
+        ) from error
+
+
+class Step:
+    """A run of the graph for `num_new` tokens per row, its inputs and outputs bound where they lie.
+
+    Run again, it binds nothing. Of the cache it holds addresses alone: whoever binds arrays must keep them.
+
+    Attributes:
+        logits: Of the last run `[B, K, V]`.
+        present: Keys and values of the last run's tokens.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        description: Description,
+        cache: Mapping[str, Array],
+        batch: int,
+        num_new: int = 1,
+        num_logits: int = 1,
+    ) -> None:
+        d, self._graph = description, graph
+        self._integers = {
+            "input_ids": np.zeros((batch, num_new), np.int64),
+            "past_lengths": np.zeros(batch, np.int64),
+            "pruned_lengths": np.zeros(batch, np.int64),
+            "logits_index": np.zeros((batch, num_logits), np.int64),
+        }
+        self.logits: Array = np.zeros((batch, num_logits, d.vocab_size), d.dtype)
+        self.present: list[tuple[Array, Array]] = [
+            (
+                np.zeros((batch, d.num_heads, num_new, d.head_dim), d.dtype),
+                np.zeros((batch, d.num_heads, d.head_dim, num_new), d.dtype),
+            )
+            for _ in d.buckets
+        ]
+        outputs = {"logits": self.logits}
+        for layer, (keys, values) in enumerate(self.present):
+            outputs |= {f"present.{layer}.key": keys, f"present.{layer}.value": values}
+        self._binding = graph.io_binding()
+        for bind, arrays in (
+            (self._binding.bind_input, {**self._integers, **cache}),
+            (self._binding.bind_output, outputs),
+        ):
+            for name, array in arrays.items():
+                try:
+                    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+                except Exception as error:  # onnxruntime's errors share no class of their own
+                    raise LeanKOnnxError(f"onnxruntime cannot run the graph: {error}") from error
+
+    def run(self, *, gives_back_memory: bool = False, **integers: Any) -> Array:
+        """Return logits `[B, K, V]`, valid until the next run, for the graph's integer inputs by name.
+
+        Raises:
+            LeanKOnnxError: If onnxruntime fails; LeanKOnnxMemoryError where memory runs out.
+        """
+        import onnxruntime
+
+        for name, values in integers.items():
+            self._integers[name][:] = values
+        options = onnxruntime.RunOptions()
+        options.log_severity_level = 4  # what fails is raised
+        if gives_back_memory:  # what the run takes beyond inputs and outputs, to the system
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        try:
+            self._graph.run_with_iobinding(self._binding, options)
+        except Exception as error:  # onnxruntime's errors share no class of their own
+            if "Failed to allocate memory" in str(error) or "bad_alloc" in str(error):
+                batch, num_new = self._integers["input_ids"].shape
+                raise LeanKOnnxMemoryError(
+                    f"too little memory for {num_new} new tokens of {batch} rows at a time: pass a smaller "
+                    "prompt_chunk, or fewer rows"
+                ) from error
+            raise LeanKOnnxError(f"onnxruntime cannot run the graph: {error}") from error
+        return self.logits
+
+
+class Session:
+    """Rows of tokens that the model has read, and their cache; turns are appended to it.
+
+    Attributes:
+        model: The `LeanKOnnx` that they are rows of.
+        cache: The cache, None before the prompts are read.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache: Cache | None = None
+        self._step: Step | None = None
+        self._bound: tuple[int, ...] = ()
+        # By row the last token of its answer and where it belongs: unread for as long as the row ends there.
+        self._endings: dict[int, tuple[int, int]] = {}
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens per row `[B]`, none before the prompts are read."""
+        return np.zeros(0, np.int64) if self.cache is None else self.cache.lengths
+
+    @property
+    def pruned_lengths(self) -> Array:
+        """How many of them are pruned `[B]`."""
+        return np.zeros(0, np.int64) if self.cache is None else self.cache.pruned_lengths
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache, room to grow included."""
+        return 0 if self.cache is None else sum(array.nbytes for array in self.cache.tensors().values())
+
+    def feed(
+        self, rows: Rows, *, prompt_chunk: int = DEFAULT_PROMPT_CHUNK, all_logits: bool = False
+    ) -> list[Array]:
+        """Read tokens: the prompts at first, later turns after that; with one token per row, decode.
+
+        However a prompt is cut, its tokens attend to all before them. Those of a later turn attend to one
+        another, within a chunk, and to the cache as it is. The last token of an answer is read before a turn,
+        whose text gets no special tokens. Of prompts that are interrupted nothing is kept, of a turn what
+        `lengths` says.
+
+        Args:
+            rows: Texts or tokens, one row for each one of the session; none may be empty at first.
+            prompt_chunk: Tokens per row that are read at a time: more need more memory.
+            all_logits: Return logits after every token, else after each row's last one alone.
+
+        Returns:
+            Per row, logits `[tokens, V]`.
+
+        Raises:
+            LeanKOnnxError: If the rows cannot be.
+        """
+        require(prompt_chunk >= 1, f"prompt_chunk is {prompt_chunk}: pass 1 or more")
+        return self._feed(self._rows_to_read(rows), prompt_chunk, all_logits)
+
+    def generate(
+        self,
+        rows: Rows,
+        *,
+        max_new_tokens: int = 128,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        prompt_chunk: int = DEFAULT_PROMPT_CHUNK,
+        streamer: Streamer | None = None,
+    ) -> list[list[int]]:
+        """Read rows as `feed` does and answer them until each has ended or has `max_new_tokens`.
+
+        Args:
+            rows: Texts or tokens.
+            max_new_tokens: Tokens that an answer may have.
+            do_sample: Draw tokens; else take the likeliest.
+            temperature: Divides logits before drawing; 1 if None.
+            top_p: Draw from the likeliest tokens that together have this probability; 1 if None.
+            seed: Of what is drawn; None for a new one each time.
+            prompt_chunk: As for `feed`.
+            streamer: Called with row and token as soon as there is one.
+
+        Returns:
+            New tokens per row, the one that ended the answer included.
+
+        Raises:
+            LeanKOnnxError: If an argument cannot be.
+        """
+        require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: pass 1 or more")
+        pick = _picker(do_sample, temperature, top_p, seed)
+        logits = self.feed(rows, prompt_chunk=prompt_chunk)
+        ended = self.model.description.eos_token_ids
+        answers: list[list[int]] = [[] for _ in logits]
+        running = [row for row, values in enumerate(logits) if len(values)]
+        while running:
+            for row in running:
+                answers[row].append(pick(logits[row][-1]))
+                # Before the streamer is told, which may raise to end the answer: the session can go on.
+                self._endings[row] = (int(self.lengths[row]), answers[row][-1])
+            if streamer is not None:
+                for row in running:
+                    streamer(row, answers[row][-1])
+            running = [
+                row for row in running if answers[row][-1] not in ended and len(answers[row]) < max_new_tokens
+            ]
+            if running:
+                tokens = [answer[-1:] if row in running else [] for row, answer in enumerate(answers)]
+                logits = self._feed(tokens, 1, False)
+        return answers
+
+    def _rows_to_read(self, rows: Rows) -> list[list[int]]:
+        """Put the tokens that ended the last answers before the given ones; raise where rows cannot be."""
+        given: list[list[int]] = self.model.token_rows(rows, add_special_tokens=self.cache is None)
+        if self.cache is None:
+            require(len(given) > 0, "prompts is empty: pass one prompt or more")
+            for number, row in enumerate(given):
+                require(len(row) > 0, f"prompts[{number}] is empty: a prompt has one token or more")
+            return given
+        require(
+            len(given) == len(self.lengths),
+            f"the turn has {len(given)} rows, the session {len(self.lengths)}: pass one row for each, [] "
+            "where there is nothing to read",
+        )
+        require(any(given), "every row of the turn is empty: pass one token or more")
+        for number, (position, ending) in self._endings.items():
+            if given[number] and position == self.lengths[number]:
+                given[number].insert(0, ending)
+        return given
+
+    def _feed(self, rows: Sequence[TokenIds], chunk: int, all_logits: bool) -> list[Array]:
+        if self.cache is not None:
+            return self._read(self.cache, rows, chunk, all_logits)
+        cache = Cache(self.model.description, len(rows), 1)
+        try:
+            logits = self._read(cache, rows, chunk, all_logits, is_prompt=True)
+        finally:
+            self._step = None
+        # Half a prompt is no cache that could be decoded on: where reading is interrupted, stay empty.
+        cache.split()
+        self.cache = cache
+        return logits
+
+    def _read(
+        self, cache: Cache, rows: Sequence[TokenIds], chunk: int, all_logits: bool, is_prompt: bool = False
+    ) -> list[Array]:
+        num_new = np.array([len(row) for row in rows])
+        d = self.model.description
+        longest = int(num_new.max())
+        parts: list[list[Array]] = [[np.zeros((0, d.vocab_size), d.dtype)] for _ in rows]
+        for start in range(0, longest, chunk):
+            counts = np.clip(num_new - start, 0, chunk)
+            ids = np.zeros((len(rows), int(counts.max())), np.int64)
+            for row, count in enumerate(counts):
+                ids[row, :count] = rows[row][start : start + count]
+            wanted = np.maximum(counts - 1, 0)[:, None]
+            if all_logits:
+                wanted = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+            if is_prompt:
+                num_left = longest - start - ids.shape[1]
+                # A long prompt's attention takes many times the memory that decoding needs.
+                logits, present = self._run(cache, ids, wanted, gives_back_memory=not num_left)
+                cache.write_prompt(present, counts, num_left)
+            else:
+                logits = self._append(cache, ids, counts, wanted)
+            for row in np.flatnonzero(counts).tolist():
+                if all_logits:
+                    parts[row].append(logits[row, : counts[row]].copy())
+                else:
+                    parts[row] = [logits[row].copy()]
+        return [np.concatenate(part) for part in parts]
+
+    def _append(self, cache: Cache, ids: Array, counts: Array, wanted: Array) -> Array:
+        """Read the first `counts[b]` of each row's tokens, one as decoding does, several as a turn."""
+        pruned_lengths = cache.pruned_lengths.copy()
+        cache.make_room(counts == 1)
+        try:
+            logits, present = self._run(cache, ids, wanted)
+        except BaseException:
+            # What was flushed is still in the window: the session is as it was.
+            cache.pruned_lengths[:] = pruned_lengths
+            raise
+        for position in range(ids.shape[1]):
+            here = counts > position
+            cache.make_room(here & (counts != 1))
+            cache.append(present, position, here)
+        return logits
+
+    def _run(
+        self, cache: Cache, ids: Array, wanted: Array, gives_back_memory: bool = False
+    ) -> tuple[Array, list[tuple[Array, Array]]]:
+        """Return logits and the new tokens' keys and values, both valid until the next run."""
+        sizes = (*ids.shape, wanted.shape[1])
+        if self._step is None or self._bound != (*sizes, cache.moves):
+            self._step = None  # its memory first
+            self._step = Step(self.model.graph, self.model.description, cache.tensors(), *sizes)
+            self._bound = (*sizes, cache.moves)
+        logits = self._step.run(
+            gives_back_memory=gives_back_memory,
+            input_ids=ids,
+            past_lengths=cache.lengths,
+            pruned_lengths=cache.pruned_lengths,
+            logits_index=wanted,
+        )
+        return logits, self._step.present
+
+
+def _picker(
+    do_sample: bool, temperature: float | None, top_p: float | None, seed: int | None
+) -> Callable[[Array], int]:
+    """Return a function from logits `[V]` to the next token."""
+    if not do_sample:
+        for name, value in (("temperature", temperature), ("top_p", top_p), ("seed", seed)):
+            require(
+                value is None,
+                f"{name} is {value}, but nothing is drawn: pass do_sample=True (--sample), or drop {name}",
+            )
+        return lambda logits: int(logits.argmax())
+    heat = 1.0 if temperature is None else temperature
+    share = 1.0 if top_p is None else top_p
+    require(heat > 0, f"temperature is {heat}: pass more than 0, or do_sample=False for the likeliest token")
+    require(0 < share <= 1, f"top_p is {share}: pass more than 0 and at most 1")
+    require(seed is None or seed >= 0, f"seed is {seed}: pass 0 or more, or None")
+    random = np.random.default_rng(seed)
+
+    def draw(logits: Array) -> int:
+        order = np.argsort(-logits, kind="stable")
+        below = logits[order].astype(np.float64) - logits[order[0]]
+        # At a temperature close to 0 all but the likeliest are infinitely far below it.
+        with np.errstate(over="ignore"):
+            weights = np.exp(below / heat)
+        before = np.cumsum(weights) - weights
+        # The token with which the share is reached belongs to it, as in transformers.
+        weights = weights[before < share * weights.sum()] if share < 1 else weights
+        return int(order[random.choice(len(weights), p=weights / weights.sum())])
+
+    return draw

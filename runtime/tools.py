@@ -1,0 +1,361 @@
+"""Caches without `generate`: fork and concatenate caches, and attention of one layer by itself.
+
+For evaluations and benchmarks. No checkpoint carries this file; it works on a cache of any checkpoint's code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .fp8_leank import as_bytes
+from .pages_leank import page_sources
+from .store_leank import ChunkStore, take_pages
+from .windows_leank import check_size
+
+if TYPE_CHECKING:
+    from .cache_leank import LeanKCache
+    from .layer_leank import LeanKLayer
+    from .rows_leank import RowState
+
+
+def fork(
+    cache: LeanKCache,
+    sink_size: int | None = None,
+    recent_size: int | None = None,
+    flush_size: int | None = None,
+) -> LeanKCache:
+    """Return another cache that goes on from the same pending input; the first stays as it is.
+
+    One prefill with `prune="deferred"` serves any number of forks, each with windows and channel masks
+    (`LeanKLayer.set_channel_mask`) of its own. Keys and values are shared, not copied.
+
+    Args:
+        cache: The cache.
+        sink_size: Tokens at the start of a row that stay whole; None for the cache's, as below.
+        recent_size: Latest tokens that stay whole.
+        flush_size: Tokens pruned at a time while decoding.
+
+    Raises:
+        ValueError: If the prompt is split already, or a size is too small or too large.
+    """
+    if cache.rows.is_split:
+        raise ValueError(
+            "a cache whose prompt is pruned already cannot be forked; build it with "
+            '`prune="deferred"` and fork it before decoding begins, or use `copy.deepcopy`'
+        )
+    sizes = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
+    for name, value in sizes.items():
+        if value is not None:
+            check_size(name, value)
+    shared = [
+        tensor
+        for layer in cache.pruned_layers
+        for tensor in (
+            layer.model_mask,
+            layer.channel_mask,
+            *(layer.pending or ()),
+            *(constant for constant in layer.model_constants if constant is not None),
+        )
+    ]
+    forked = copy.deepcopy(cache, {id(tensor): tensor for tensor in shared})
+    for name, value in sizes.items():
+        if value is not None:
+            setattr(forked.rows, name, value)
+    return forked
+
+
+def concatenate(caches: Sequence[LeanKCache], num_reserved: int = 0) -> LeanKCache:
+    """Make one cache of several, to decode together what was run one prompt at a time.
+
+    Layer by layer, so that no more than one layer is held twice. A cache of fewer columns than others counts
+    as padded on the left: pass `position_ids`, and if an attention mask then one that has this padding.
+
+    Args:
+        caches: Caches of one model, whose prompts are all split, or all pending (`deferred`); they are empty
+            afterwards.
+        num_reserved: Columns to allocate for, see `LeanKCache.reserve`; 0 for what is there.
+
+    Returns:
+        A cache with the rows of all, in order.
+
+    Raises:
+        ValueError: If they do not go together, or `num_reserved` is no number of columns.
+    """
+    check_size("num_reserved", num_reserved)
+    caches = list(caches)
+    _check_joinable(caches)
+    first = caches[0]
+    joined = copy.copy(first)
+    joined.rows, joined.graph = _join_rows(caches, num_reserved), type(first.graph)(first.use_graphs)
+    joined.set_layers(
+        [
+            _join_layers(parts, joined.rows)
+            for parts in zip(*(cache.pruned_layers for cache in caches), strict=True)
+        ],
+        {
+            number: _join_other_layers([cache.layers[number] for cache in caches])
+            for number in first.other_layers
+        },
+    )
+    for cache in caches:
+        cache.reset()
+    return joined
+
+
+def _check_joinable(caches: Sequence[LeanKCache]) -> None:
+    """Check that caches can become one.
+
+    Raises:
+        ValueError: If they cannot; none of them has changed.
+    """
+    if not caches:
+        raise ValueError("there is no cache to concatenate")
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("a cache is given twice, its rows can be moved only once; pass a copy of it")
+    masks = [layer.model_mask[0] for layer in caches[0].pruned_layers]
+    expected = _place_of(caches[0])
+    for index, cache in enumerate(caches):
+        if not cache.get_seq_length():
+            raise ValueError(f"cache {index} is empty; concatenate caches that hold a prompt")
+        if cache.rows.is_split != caches[0].rows.is_split:
+            state = "is pruned" if cache.rows.is_split else "holds input that is not pruned yet"
+            other = "is" if caches[0].rows.is_split else "is not"
+            raise ValueError(f"cache {index} {state}, cache 0 {other}; concatenate caches of one kind")
+        if not cache.is_made_of(masks):
+            raise ValueError(f"cache {index} is of a model that keeps other channels than that of cache 0")
+        place = _place_of(cache)
+        if place != expected:
+            differing = next(name for name in place if place[name] != expected[name])
+            raise ValueError(
+                f"cache {index} has {differing} {place[differing]}, cache 0 has {expected[differing]}"
+            )
+
+
+def _place_of(cache: LeanKCache) -> dict[str, object]:
+    """Return what caches must have in common apart from their model's masks."""
+    rows = cache.rows
+    return {
+        "window sizes": (rows.sink_size, rows.recent_size, rows.flush_size),
+        "widths": [layer.layout.widths for layer in cache.pruned_layers],
+        "chunk sizes": [layer.layout.chunk_size for layer in cache.pruned_layers],
+        "dtypes": [layer.dtype for layer in cache.pruned_layers],
+        "kv_dtype": cache.kv_dtype,
+        "devices": [layer.device for layer in cache.pruned_layers],
+    }
+
+
+def _join_rows(caches: Sequence[LeanKCache], num_reserved: int) -> RowState:
+    """Return the rows of several caches in order; fewer columns than others become left padding."""
+    parts = [cache.rows for cache in caches]
+    sizes = [cache.pruned_layers[0].batch_size or 0 for cache in caches]
+    first = parts[0]
+    joined = type(first)(first.sink_size, first.recent_size, first.flush_size, first.prune)
+    joined.is_pending, joined.num_reserved = first.is_pending, num_reserved
+    joined.num_columns = max(part.num_columns for part in parts)
+    device = caches[0].pruned_layers[0].device
+    if first.lengths is not None:
+        device = first.lengths.device
+        counters = [part.counters() for part in parts]
+        joined.lengths = torch.cat([lengths.to(device) for lengths, _ in counters])
+        joined.pruned_lengths = torch.cat([pruned.to(device) for _, pruned in counters])
+        joined.bounds = [length for part in parts for length in part.bounds]
+        joined.tables = joined.lay_out(joined.bounds, max(num_reserved - joined.num_columns, 0))
+    if any(part.padding is not None or part.num_columns != joined.num_columns for part in parts):
+        rows = zip(parts, sizes, strict=True)
+        joined.padding = torch.cat(
+            [_left_padded(part, joined.num_columns, size, device) for part, size in rows]
+        )
+    return joined
+
+
+def _left_padded(rows: RowState, num_columns: int, batch_size: int, device: torch.device) -> torch.Tensor:
+    padding = rows.extended_padding(None, rows.num_columns)
+    if padding is None:
+        padding = torch.ones(batch_size, rows.num_columns, dtype=torch.bool)
+    return torch.nn.functional.pad(padding.to(device), (num_columns - rows.num_columns, 0))
+
+
+def _join_layers(layers: Sequence[LeanKLayer], rows: RowState) -> LeanKLayer:
+    """Return a layer with the rows of several of one place, in order; those are emptied."""
+    first = layers[0]
+    joined = copy.copy(first)
+    joined.rows, joined.num_columns, joined.kernels = rows, rows.num_columns, None
+    sizes = [layer.batch_size or 0 for layer in layers]
+    masks = [layer.channel_mask.cpu() for layer in layers]
+    per_row = any(mask.shape[0] > 1 or not torch.equal(mask, masks[0]) for mask in masks)
+    joined.channel_mask = _cat_rows(masks, sizes) if per_row else masks[0]
+    pending = [layer.pending for layer in layers if layer.pending is not None]
+    if pending:
+        keys, values = (_cat_left_padded(parts, rows.num_columns) for parts in zip(*pending, strict=True))
+        joined.pending = keys, values
+    else:
+        stores = [layer.store for layer in layers if layer.store is not None]
+        indices = [store.chunk_index for store in stores]
+        joined.store = _join_stores(stores, _cat_rows(indices, sizes) if per_row else indices[0], rows, sizes)
+    for layer in layers:
+        layer.pending = layer.store = None
+    return joined
+
+
+def _join_stores(
+    stores: Sequence[ChunkStore], index: torch.Tensor, rows: RowState, sizes: Sequence[int]
+) -> ChunkStore:
+    """Return a store with the rows of several of one layout, window size, dtype and device, in order.
+
+    Args:
+        stores: The stores.
+        index: Channel of every lane of the result `[1 or B, C + C_dropped, E]`.
+        rows: Those of the result.
+        sizes: Rows of each store.
+    """
+    first, tables = stores[0], rows.tables
+    assert tables is not None
+    held = zip(*(store.constants for store in stores), strict=True)
+    constants = type(first.constants)(*(_join_constant(parts, sizes) for parts in held))
+    joined = type(first)(first.layout, index, tables, first.dtype, constants, bool(first.groups))
+    row, pages = 0, [0, 0]
+    for store, size in zip(stores, sizes, strict=True):
+        for place, names in enumerate(joined.pools):
+            source = page_sources(tables.pool_runs[place][row : row + size], store.tables.pool_runs[place])
+            span = slice(pages[place], pages[place] + len(source))
+            for name in names:
+                as_bytes(getattr(joined, name))[span] = as_bytes(take_pages(getattr(store, name), source))
+            pages[place] = span.stop
+        row += size
+    return joined
+
+
+def _join_constant(parts: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
+    """Join a constant of so many rows each; one that all have in common stays one for all rows."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
+        return None
+    if all(len(part) == 1 and torch.equal(part, present[0]) for part in present):
+        return present[0]
+    return _cat_rows(present, sizes)
+
+
+def _join_other_layers(parts: Sequence[Any]) -> Any:
+    """Return a layer that is not pruned with the rows of several; a window is padded on the left."""
+    joined = copy.copy(parts[0])
+    if not hasattr(joined, "sliding_window"):
+        for name, value in vars(joined).items():
+            if isinstance(value, dict):  # several states, or what is known of each
+                setattr(joined, name, dict(value))
+        for name in ("conv_states", "recurrent_states"):
+            states = [getattr(part, name) for part in parts]
+            if isinstance(states[0], dict):
+                setattr(joined, name, {key: torch.cat([s[key] for s in states]) for key in states[0]})
+            else:  # in older releases of transformers
+                setattr(joined, name, torch.cat(states))
+        return joined
+    joined.cumulative_length = max(part.cumulative_length for part in parts)
+    longest = max(part.keys.shape[2] for part in parts)
+    for name in ("keys", "values"):
+        setattr(joined, name, _cat_left_padded([getattr(part, name) for part in parts], longest))
+    return joined
+
+
+def _cat_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Join what is per row `[1 or B, m, n]`, of so many rows each."""
+    return torch.cat([part.expand(size, -1, -1) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _cat_left_padded(parts: Sequence[torch.Tensor], num_columns: int) -> torch.Tensor:
+    """Join `[B, H, S, D]` by rows, with zeros before each that has fewer than `num_columns` columns."""
+    return torch.cat(
+        [torch.nn.functional.pad(part, (0, 0, num_columns - part.shape[2], 0)) for part in parts]
+    )
+
+
+def fill_layer(cache: LeanKCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put a whole prompt into one layer without a model, and split it at once, whatever `prune` says.
+
+    Layers filled one after the other before anything is decoded take prompts of one shape.
+
+    Args:
+        cache: The cache.
+        layer_idx: An empty layer.
+        keys: Keys after rotary embedding, without padding `[B, H_kv, S, D]`.
+        values: `[B, H_kv, S, D]`.
+
+    Raises:
+        ValueError: If the layer holds tokens, or keys and values do not fit it.
+    """
+    layer: LeanKLayer = cache.layers[layer_idx]
+    rows, (batch_size, _, num_columns, _) = cache.rows, keys.shape
+    if layer.num_columns:
+        raise ValueError(f"layer {layer_idx} holds {layer.num_columns} columns, only an empty one is filled")
+    layer.lazy_initialization(keys, values)
+    step = rows.step(0, batch_size, num_columns, None, keys.device, split_now=True)
+    if step.split is None or step.num_columns != num_columns or rows.batch_size != batch_size:
+        raise ValueError(
+            f"layer {layer_idx} is given {batch_size} rows of {num_columns} columns, another layer holds "
+            f"{rows.batch_size} of {step.num_columns}; reset the cache to fill it with other prompts"
+        )
+    layer.extend_pending(keys, values)
+    layer.num_columns = num_columns
+    layer.split(step)
+
+
+def decode_layer(
+    cache: LeanKCache,
+    layer_idx: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """Append one token to one pruned layer without a model, and attend with it, attention sinks left out.
+
+    Args:
+        cache: The cache.
+        layer_idx: A layer that is split, see `fill_layer`.
+        query: `[B, H, 1, D]`.
+        key: `[B, H_kv, 1, D]`.
+        value: `[B, H_kv, 1, D]`.
+        softmax_scale: Factor on the logits; 1/√D if None.
+
+    Returns:
+        `[B, H, 1, D]`.
+
+    Raises:
+        ValueError: If the layer is not split, or there is more than one token.
+    """
+    layer: LeanKLayer = cache.layers[layer_idx]
+    if layer.store is None or query.shape[2] != 1:
+        state = "holds no pruned prompt" if layer.store is None else "is given one token at a time"
+        raise ValueError(
+            f"layer {layer_idx} {state}, here {query.shape[2]} tokens are to be decoded; fill it with "
+            "`fill_layer`, or run a model on this cache"
+        )
+    step = cache.rows.step(layer.num_columns, query.shape[0], 1, None, query.device)
+    layer.num_columns += 1
+    return layer.decode(query, key, value, step, _scale_of(query, softmax_scale))
+
+
+def attend_layer(
+    cache: LeanKCache, layer_idx: int, query: torch.Tensor, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """Attend with the last token of one pruned layer again, attention sinks left out; changes nothing.
+
+    Args:
+        cache: The cache.
+        layer_idx: A layer that is split.
+        query: `[B, H, 1, D]`.
+        softmax_scale: Factor on the logits; 1/√D if None.
+
+    Returns:
+        `[B, H, 1, D]`.
+    """
+    append = cache.rows.attended(query.device)
+    layer: LeanKLayer = cache.layers[layer_idx]
+    return layer.attend(query, append, _scale_of(query, softmax_scale))
+
+
+def _scale_of(query: torch.Tensor, softmax_scale: float | None) -> float:
+    return float(query.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale

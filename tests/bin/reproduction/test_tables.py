@@ -1,0 +1,124 @@
+"""What the report says follows from the answers that are there, and from nothing else."""
+
+import json
+
+import pytest
+
+from bin.reproduction.experiment import Experiment, reproduce
+from bin.reproduction.plan import VALIDATION, Entry
+from bin.reproduction.plans import make_plan
+from bin.reproduction.tables import describe_difference
+from bin.reproduction.texts import DOCUMENTATION, compare_answers, find_kinds
+from leank_convert.errors import LeanKError
+from leank_convert.evaluate.comparison import compare
+
+CENTRED = make_plan("qwen2.5-coder", quick=False, on_gpu=True)
+SMOLLM2 = make_plan("smollm2", quick=False, on_gpu=True)
+
+
+def keep(out, cells):
+    """Leave scores as an earlier run has left them."""
+    for name, scores in cells.items():
+        path = out / name / "scores.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(scores))
+
+
+def rows(report, title):
+    """Cells of a table's rows, by their first ones."""
+    lines = report[report.index(f"## {title}") :].split("\n\n")[1].splitlines()
+    header, _, *found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return header, {row[0]: row for row in found}
+
+
+def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_path):
+    keep(
+        tmp_path / "ruler",
+        {
+            "vt-4096": {"dense": [1.0, 1.0, 0.0], "leank 70%": [1.0, 0.0, 0.0], "int4": [1.0]},
+            "vt-8192": {"dense": [1.0, 0.5, 1.0], "leank 70%": [1.0, 1.0, 1.0]},
+            "fwe-8192": {"dense": [0.0, 0.0, 0.5], "leank 70%": [1.0, 1.0, 1.0]},
+        },
+    )
+    text = {"documentation, 12": {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}}
+    (tmp_path / "text.json").write_text(json.dumps(text))
+    # In no time, nothing is begun: what an earlier run has left is told.
+    report = reproduce(tmp_path, CENTRED, model="testbed", device="cpu", minutes=0).read_text()
+    assert "| documentation, 12 | fp8 | 0.0123 | 50.0% |" in report
+    header, found = rows(report, "RULER's tasks")
+    assert header == ["", "asked", "n", "score", "against dense", "4096", "8192", "vt"]
+    assert found["dense"][1:] == ["", "6", "75.0", "", "66.7", "83.3", "75.0"]
+    assert found["leank 70%"][header.index("n")] == "6"
+    assert found["leank 70%"][header.index("score")] == "66.7"
+    assert found["leank 70%"][header.index("against dense")].startswith("-8.3 [")
+    assert found["leank 70%"][header.index("8192")].startswith("100.0; +16.7 [")
+    assert found["int4"][header.index("n")] == "1"
+    assert found["int4"][header.index("against dense")].startswith("+0.0 [")
+    assert rows(report, "Left out of ruler")[1]["fwe"] == ["fwe", "8,192", "16.7"]
+
+
+def test_rounds_ask_more_of_every_cell_that_the_dense_model_can_answer(tmp_path):
+    units = {unit.name: unit for unit in Experiment(tmp_path, CENTRED, "model", device="cpu").list_units()}
+    first, second, third = (units[f"ruler/vt-4096-7x{count}"] for count in (8, 16, 24))
+    assert "masks/leank" in first.needs and first.name in second.needs and second.name in third.needs
+    names = [row[0].name for row in CENTRED.parts[0].rounds[0].rows]
+    scores = dict.fromkeys(names, [1.0] * 16)
+    keep(tmp_path / "ruler", {"vt-4096": {**scores, "int4": [1.0] * 8}, "fwe-4096": {"dense": [0.0] * 8}})
+    assert first.is_done() and not second.is_done()  # which int4 has to answer, too
+    assert units["ruler/fwe-4096-7x100"].is_done()
+
+
+def test_the_setting_that_is_best_on_validation_prompts_is_shown(tmp_path):
+    experiment = Experiment(tmp_path, SMOLLM2, "model", device="cpu")
+    row = first, second = Entry("a", setting="one"), Entry("b", setting="two")
+    assert experiment.choose(row) is None
+    cell = experiment.parts[VALIDATION].cells[0].name
+    keep(tmp_path / VALIDATION, {cell: {"dense": [1.0], "a": [0.8], "b": [0.9]}})
+    assert experiment.choose(row) == (second, {"one": 0.8, "two": 0.9})
+    keep(tmp_path / "equal" / VALIDATION, {cell: {"dense": [1.0], "a": [0.9], "b": [0.9]}})
+    assert Experiment(tmp_path / "equal", SMOLLM2, "model", device="cpu").choose(row)[0] == first
+
+
+def test_bytes_stand_beside_the_score_on_prompts_that_all_answered(tmp_path):
+    right = {"dense": [1.0, 1.0, 0.0, 1.0], "leank, 0.7": [1.0, 1.0, 1.0, 0.0]}
+    keep(tmp_path / "compared", {"niah_single_2-4096": {**right, "kivi": [0.0, 0.0, 0.0, 1.0]}})
+    held = {"dense": 8000, "leank, 0.7": 4800, "kivi": 1600}
+    found = {
+        entry.name: {"held": held.get(entry.name, 100), "read": held.get(entry.name, 100)}
+        for entry in SMOLLM2.weighed
+    }
+    (tmp_path / "bytes.json").write_text(json.dumps({**found, "tokens": 8}))
+    kl = {name: {"kl": 0.02, "agreement": 1, "nll": 1, "dense_nll": 1} for name in ("kivi", "leank, 0.7")}
+    (tmp_path / "text.json").write_text(json.dumps({"essays, 4096": kl}))
+    report = reproduce(tmp_path, SMOLLM2, model="testbed", device="cpu", minutes=0).read_text()
+    _, found = rows(report, "Bytes of a cache of 8 tokens")
+    assert found["dense"][:5] == ["dense", "1,000", "100.0%", "100.0%", "75.0"]
+    assert found["leank, 0.7"][:5] == ["leank, 0.7", "600", "60.0%", "60.0%", "75.0"]
+    assert found["kivi"][1:5] == ["200", "20.0%", "20.0%", "25.0"] and found["kivi"][6] == "0.0200"
+    assert found["kivi"][5].startswith("-50.0 [")
+
+
+def test_answers_are_compared_token_by_token():
+    dense = {"answers": [[1, 2, 3, 4], [5, 6]], "log_likelihood": [-1.0, -2.0]}
+    pruned = {"answers": [[1, 2, 9, 4], [5, 6]], "log_likelihood": [-1.5, -2.0]}
+    assert compare_answers(pruned, dense) == {
+        "identical": 0.5,
+        "first_difference": 2.0,
+        "equal_tokens": 5 / 6,
+        "tokens": 3.0,
+        "log_likelihood": -1.75,
+    }
+    longer = {"answers": [[1, 2, 3, 4, 5], [5, 6]], "log_likelihood": [-1.0, -2.0]}
+    assert compare_answers(longer, dense)["equal_tokens"] == 6 / 7
+
+
+def test_kinds_of_text_are_those_that_were_fetched(tmp_path):
+    assert find_kinds(None) == [DOCUMENTATION]
+    with pytest.raises(LeanKError, match=r"holds neither `wikipedia.txt` nor `essays.txt`"):
+        find_kinds(tmp_path)
+    (tmp_path / "essays.txt").touch()
+    assert find_kinds(tmp_path) == [DOCUMENTATION, "essays"]
+
+
+def test_a_difference_that_rounds_to_nothing_has_no_minus():
+    assert describe_difference(compare([-0.0001, 0.0])).startswith("+0.0 ")

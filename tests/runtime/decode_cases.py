@@ -1,0 +1,173 @@
+"""Decode steps on random data that no cache comes to hold: any pages and lengths, NaN where no token lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.constants_leank import Constants
+from runtime.decode_kernels_leank import DecodeKernels
+from runtime.fp8_leank import quantise
+from runtime.kernel_key_leank import TILE
+from runtime.layout_leank import ChunkLayout, StoreTensors, order_channels
+from runtime.reference_leank import decode_attention
+from tests.runtime.stand_ins import PlainKernels
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One decode step on random data: a cache that lacks every row's new tokens, and these tokens.
+
+    Attributes:
+        layout: How channels are cut into chunks.
+        sink_size: Tokens at the front that are never pruned.
+        query: `[B, H, d, D]`.
+        keys: New tokens `[B, H_kv, d, D]`, NaN at padding.
+        values: `[B, H_kv, d, D]`.
+        valid: Columns that are no padding `[B, d]`, bool; None if all are.
+        store: K and V on shuffled pages, NaN where no token lies.
+        seen: Tokens that a column sees, itself among them `[B, d]`, int32.
+        pruned: Pruned ones among them `[B, d]`, int32.
+        sinks: Logits of attention sinks `[H]`; None without any.
+    """
+
+    layout: ChunkLayout
+    sink_size: int
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor | None
+    store: StoreTensors
+    seen: torch.Tensor
+    pruned: torch.Tensor
+    sinks: torch.Tensor | None = None
+
+    def appended(self) -> StoreTensors:
+        """Return the store with the new tokens in it, by plain indexing."""
+        store = self.store.map_memory(torch.clone)
+        head_dim, num_groups = self.layout.head_dim, self.query.shape[1] // self.keys.shape[1]
+        plain = PlainKernels(head_dim, num_groups, self.layout.chunk_size)
+        plain.append(self.keys, self.values, store, self.seen, self.valid)
+        return store
+
+    def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
+        # The reference needs finite memory.
+        store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
+        return decode_attention(
+            self.query.to(dtype),
+            store,
+            self.seen,
+            self.pruned,
+            layout=self.layout,
+            sink_size=self.sink_size,
+            max_length=max(int(self.seen.max()), 1),
+            softmax_scale=softmax_scale,
+            sinks=self.sinks,
+        )
+
+
+def make_case(
+    channel_mask: torch.Tensor,
+    rows: Sequence[tuple[int, ...]],
+    *,
+    chunk_size: int,
+    num_groups: int,
+    sink_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    num_columns: int = 1,
+    valid: torch.Tensor | None = None,
+    page_sizes: tuple[int, int] = (TILE, TILE),
+    cache_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
+) -> DecodeCase:
+    """Make a decode step on random data, with a mean of keys and with scales of every row's own.
+
+    A row of `rows` is tokens, new ones counted, and pruned ones among them: one number for all columns, or
+    that of the first and that of the last.
+    """
+    num_heads, head_dim = channel_mask.shape
+    batch_size, device = len(rows), torch.device(device)
+    widths = tuple(int(width) for width in channel_mask.sum(-1))
+    layout = ChunkLayout(widths, head_dim, chunk_size)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def random_scale() -> torch.Tensor | None:
+        if cache_dtype is None:
+            return None
+        size = (batch_size, num_heads, head_dim)
+        return torch.randint(-8, -5, size, generator=generator, device=device).float().exp2()
+
+    real = torch.ones(batch_size, num_columns, dtype=torch.bool) if valid is None else valid.cpu()
+    lengths = torch.tensor([row[0] for row in rows])
+    stored = (lengths - real.sum(1)).clamp(min=0)[:, None]
+    seen = (lengths[:, None] - real.sum(1, keepdim=True) + real.cumsum(1)).clamp(min=0)
+    first, last = (torch.tensor([row[place] for row in rows])[:, None] for place in (1, -1))
+    pruned = first + (last - first) * torch.arange(num_columns) // max(num_columns - 1, 1)
+    index = layout.chunk_index(order_channels(channel_mask.to(device))[None])
+    num_kept = layout.num_kept_chunks
+    memory: list[torch.Tensor] = []
+    tables: list[torch.Tensor] = []
+    for page_size, in_window in zip(page_sizes, (False, True), strict=True):
+        num_entries = -(-max(int(lengths.max()), 1) // page_size)
+        token = torch.arange(num_entries * page_size)
+        used = (token < lengths[:, None]).expand(batch_size, -1)
+        if in_window:
+            used = used & ((token < sink_size) | (token >= sink_size + first))
+        is_page = used.view(batch_size, num_entries, page_size).any(2)
+        num_pages = int(is_page.sum()) + 2
+        # Entries without a token name a page that holds none.
+        table = torch.full((batch_size, num_entries), num_pages - 1, dtype=torch.int32)
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed))
+        table[is_page] = order[: num_pages - 2].to(torch.int32)
+        free = torch.ones(num_pages, page_size, dtype=torch.bool)
+        holds = (used & (token < stored)).view(batch_size, num_entries, page_size)
+        free[table[is_page].long()] = ~holds[is_page]
+        heads = layout.window_heads if in_window else layout.value_heads
+        chunks = index[0, num_kept:] if in_window else index[0, :num_kept]
+        keys = random(num_pages, len(chunks), page_size, chunk_size)
+        keys.masked_fill_((chunks < 0)[None, :, None, :], 0)
+        for pool in (keys, random(num_pages, len(heads), page_size, head_dim)):
+            pool.masked_fill_(free.to(device)[:, None, :, None], torch.nan)
+            memory.append(pool if cache_dtype is None else quantise(pool, torch.tensor(2.0**-6)))
+        tables.append(table.to(device))
+    table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
+    padding = ~real.to(device)[:, None, :, None]
+    key_mean = random(batch_size, num_heads, head_dim).float()
+    constants = Constants(key_mean, random_scale(), random_scale())
+    return DecodeCase(
+        layout=layout,
+        sink_size=sink_size,
+        query=random(batch_size, num_heads * num_groups, num_columns, head_dim),
+        keys=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
+        values=random(batch_size, num_heads, num_columns, head_dim).masked_fill(padding, torch.nan),
+        valid=valid,
+        store=StoreTensors._make([*memory, index, table, *tables, *constants, None]),
+        seen=seen.to(device, torch.int32),
+        pruned=pruned.to(device, torch.int32),
+        sinks=random(num_heads * num_groups) if has_sinks else None,
+    )
+
+
+def run_case(kernels: DecodeKernels, case: DecodeCase, softmax_scale: float) -> torch.Tensor:
+    """Append and attend by kernel; return the output `[B, H, d, D]`. The case's store is left as it is."""
+    store, sink_size = case.store.map_memory(torch.clone), case.sink_size
+    plan = kernels.plan(case.seen, case.pruned, sink_size)
+    kernels.append(case.keys, case.values, store, case.seen, case.valid)
+    return kernels.attend(
+        case.query,
+        store,
+        case.seen,
+        case.pruned,
+        plan,
+        sink_size=sink_size,
+        softmax_scale=softmax_scale,
+        sinks=case.sinks,
+    )
