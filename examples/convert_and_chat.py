@@ -47,7 +47,7 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         ).to(model.device)
-        output = model.generate(**inputs, past_key_values=cache, max_new_tokens=256, streamer=streamer)
+        output = model.generate(**inputs, cache=cache, max_new_tokens=256, streamer=streamer)
         answer = output[0, inputs["input_ids"].shape[1] :]
         messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
     print(cache.memory())

@@ -1,6 +1,6 @@
 """The attention function through which transformers reaches the cache.
 
-transformers' attention modules pass whatever `past_key_values.update(k, v)` returned straight to the
+transformers' attention modules pass whatever `cache.update(k, v)` returned straight to the
 registered attention function. A LeanK layer returns an `AttentionHandle` in place of both tensors: the
 function sees either tensors (no cache: plain SDPA) or a handle, which knows what to do by itself. So two
 checkpoints loaded in one process, two copies of these files over one registry, do not disturb each other.
@@ -135,7 +135,7 @@ def leank_attention(
     if key.shape[2] != query.shape[2] and _is_pruned(module):
         raise ValueError(
             f"{key.shape[2]} keys for {query.shape[2]} queries: this model was given a cache that is not "
-            "LeanK's and would decode densely; leave `past_key_values` out, or pass `model.build_cache()`"
+            "LeanK's and would decode densely; leave `cache` out, or pass `model.build_cache()`"
         )
     return _attend_densely(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]
 

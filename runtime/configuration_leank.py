@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 # Checkpoints of other parts so have other config classes, by which transformers finds a model class again.
 from .parts_leank import CARRIED as CARRIED
@@ -18,6 +19,8 @@ from .windows_leank import Windows, check_prune, check_size
 
 FORMAT_VERSION = 1
 KV_DTYPES = ("auto", "fp8", "int4")
+# What transformers calls a cache, as an argument and in a model's output; before 5.24 `past_key_values`.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 @dataclass(frozen=True, eq=False)

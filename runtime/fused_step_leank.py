@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .configuration_leank import CACHE
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import LANES, MAX_NORMED, Product
 
@@ -111,9 +112,10 @@ def fused_forward(model: Any, cache: LeanKCache, inputs: dict[str, Any]) -> Any:
         delta = _product(kernels, gated, mlp.down_proj)
     _, normed = kernels.add_norm(hidden, delta, *_norm(base.norm))
     normed = normed.view(batch_size, num_columns, -1)
+    held: dict[str, Any] = {CACHE: cache}
     if head is None:
-        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=cache)
-    return CausalLMOutputWithPast(logits=head(normed), past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=normed, **held)
+    return CausalLMOutputWithPast(logits=head(normed), **held)
 
 
 def _attend(

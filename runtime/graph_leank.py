@@ -26,6 +26,7 @@ import torch
 from transformers.utils import logging
 
 from .capture_leank import StepGraph
+from .configuration_leank import CACHE
 from .fused_step_leank import fuse_weights, fused_forward
 from .kernel_key_leank import MAX_DRAFT
 from .model_state_leank import ModelState, why_step_is_eager
@@ -330,7 +331,7 @@ class DecodeGraph:
         output = {
             name: _asked_for(name, tensor, inputs, given).clone() for name, tensor in captured.output.items()
         }
-        return captured.output_type(**output, past_key_values=cache)
+        return captured.output_type(**output, **{CACHE: cache})
 
     @staticmethod
     def _warm_up(

@@ -31,7 +31,7 @@ from transformers.utils import logging
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
-from .configuration_leank import check_kv_dtype, config_class_of, read_settings, stock_class
+from .configuration_leank import CACHE, check_kv_dtype, config_class_of, read_settings, stock_class
 from .constants_leank import Constants
 from .fp8_leank import SCALE_NAMES, check_scales
 from .fused_step_leank import own_storages
@@ -158,7 +158,7 @@ class LeanKMixin:
     def build_cache(
         self, prune: str | None = None, use_graphs: bool = True, kv_dtype: str | None = None
     ) -> LeanKCache:
-        """Return an empty cache for this model, to pass as `past_key_values`.
+        """Return an empty cache for this model, to pass as `cache`.
 
         Args:
             prune: `eager` or `deferred`, see `LeanKCache`. Default: the config's.
@@ -205,13 +205,14 @@ class LeanKMixin:
 
     def _forward(
         self,
-        past_key_values: Cache | None,
+        given: Cache | None,
         use_cache: bool | None,
         attention_mask: torch.Tensor | None,
         output_attentions: bool | None,
+        past_key_values: Cache | None = None,
         **inputs: Any,
     ) -> Any:
-        """Run the stock model, on a LeanK cache if on any.
+        """Run the stock model, on a LeanK cache if on any; `past_key_values` is what transformers called it.
 
         Raises:
             ValueError: If the request cannot be served from a LeanK cache.
@@ -226,16 +227,17 @@ class LeanKMixin:
                 f"attention implementation was changed to {self.config._attn_implementation!r}, which does "
                 'not know the pruned cache; call `model.set_attn_implementation("leank")`'
             )
+        given = past_key_values if given is None else given
         training: bool = self.training  # type: ignore[attr-defined]
-        if training and (use_cache or past_key_values is not None):
+        if training and (use_cache or given is not None):
             raise ValueError(
                 "the model is in training mode and was asked to use a cache, which cannot be trained "
                 "through; call `model.eval()` first, or pass `use_cache=False`"
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not training
-        if past_key_values is not None or use_cache:
-            return self._forward_with_cache(past_key_values, use_cache, attention_mask, inputs)
+        if given is not None or use_cache:
+            return self._forward_with_cache(given, use_cache, attention_mask, inputs)
         return super().forward(attention_mask=attention_mask, use_cache=False, **inputs)  # type: ignore[misc]
 
     # torch.compile runs this as it is: the cache's counters change with every token, and traced code would be
@@ -243,12 +245,12 @@ class LeanKMixin:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward_with_cache(
         self,
-        past_key_values: Cache | None,
+        given: Cache | None,
         use_cache: bool,
         attention_mask: torch.Tensor | None,
         inputs: dict[str, Any],
     ) -> Any:
-        cache = self.build_cache() if past_key_values is None else self._checked_cache(past_key_values)
+        cache = self.build_cache() if given is None else self._checked_cache(given)
         tokens = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
         if attention_mask is not None:
             if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
@@ -267,7 +269,7 @@ class LeanKMixin:
         if cache.takes_step(tokens.shape[1]):
             return self._decode_step(cache, use_cache, attention_mask, inputs, tokens)
         return super().forward(  # type: ignore[misc]
-            past_key_values=cache, use_cache=use_cache, attention_mask=attention_mask, **inputs
+            use_cache=use_cache, attention_mask=attention_mask, **inputs, **{CACHE: cache}
         )
 
     def _decode_step(
@@ -283,7 +285,7 @@ class LeanKMixin:
 
         def forward(arguments: dict[str, Any]) -> Any:
             output = stock_forward(
-                past_key_values=cache, use_cache=use_cache, attention_mask=cache.step_mask, **arguments
+                use_cache=use_cache, attention_mask=cache.step_mask, **arguments, **{CACHE: cache}
             )
             cache.settle()
             return output
@@ -300,26 +302,26 @@ class LeanKMixin:
             cache.rows.padding = attention_mask
         return output
 
-    def _checked_cache(self, past_key_values: object) -> LeanKCache:
-        """Return `past_key_values` if this model can go on with it.
+    def _checked_cache(self, given: object) -> LeanKCache:
+        """Return what was given as a cache if this model can go on with it.
 
         Raises:
             ValueError: If it is no LeanK cache, or an empty one of a model with other channel masks.
         """
         # Not isinstance: the cache may come from another copy of these files.
-        if hasattr(past_key_values, "prefill_length"):
-            cache: LeanKCache = past_key_values  # type: ignore[assignment]
+        if hasattr(given, "prefill_length"):
+            cache: LeanKCache = given  # type: ignore[assignment]
             # Only once: in every step it would cost more than the step's other work on the host.
             if not cache.get_seq_length() and not cache.is_made_of(self._channel_masks()):
                 raise ValueError(
-                    "past_key_values was built for a model that keeps other channels; build one with this "
+                    "the cache was built for a model that keeps other channels; build one with this "
                     "model's `model.build_cache()`"
                 )
             return cache
         # An empty dense cache is refused too: its owner would go on with it, and it would stay empty.
-        held = past_key_values.get_seq_length() if type(past_key_values) is DynamicCache else 0
+        held = given.get_seq_length() if type(given) is DynamicCache else 0
         raise ValueError(
-            f"past_key_values is a {type(past_key_values).__name__}"
+            f"cache is a {type(given).__name__}"
             + (f" with {held} tokens of a dense model" if held else "")
             + ", which a LeanK model cannot use; leave it out, or pass `model.build_cache()`"
             + (" and run the prompt through this model" if held else "")
@@ -334,14 +336,14 @@ class LeanKModelMixin(LeanKMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the stock model on a LeanK cache; arguments as in the stock class."""
         output: BaseModelOutputWithPast = self._forward(
-            past_key_values,
+            cache,
             use_cache,
             attention_mask,
             kwargs.pop("output_attentions", None),
@@ -361,7 +363,7 @@ class LeanKForCausalLMMixin(LeanKMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -370,7 +372,7 @@ class LeanKForCausalLMMixin(LeanKMixin):
     ) -> CausalLMOutputWithPast:
         """Run the stock model on a LeanK cache; arguments as in the stock class."""
         output: CausalLMOutputWithPast = self._forward(
-            past_key_values,
+            cache,
             use_cache,
             attention_mask,
             kwargs.pop("output_attentions", None),
@@ -402,7 +404,7 @@ class LeanKForCausalLMMixin(LeanKMixin):
             prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
                 the generation config's, else the config's `leank.prune`.
             kv_dtype: `auto`, `fp8` or `int4`, see `build_cache`. Default: as for `prune`.
-            **kwargs: As in the stock class. `past_key_values` may be the cache of an earlier call.
+            **kwargs: As in the stock class. `cache` may be that of an earlier call.
 
         Raises:
             ValueError: If another kind of cache or a draft by early exit is asked for.
@@ -437,12 +439,13 @@ class LeanKForCausalLMMixin(LeanKMixin):
             generation_config.cache_implementation = None  # type: ignore[union-attr]
         if kwargs.pop("cache_implementation", None) or configs[1].cache_implementation:
             kwargs["cache_implementation"] = None
-        past_key_values = kwargs.pop("past_key_values", None)
-        if past_key_values is None:
+        cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        cache = earlier_name if cache is None else cache
+        if cache is None:
             chosen = {name: given[name] or defaults[name] for name in given}
             cache = self.build_cache(prune=chosen["prune"], kv_dtype=chosen["kv_dtype"])
         else:
-            cache = self._checked_cache(past_key_values)
+            self._checked_cache(cache)
             for name, value in given.items():
                 if value is not None:
                     setattr(cache, name, value)
@@ -455,7 +458,7 @@ class LeanKForCausalLMMixin(LeanKMixin):
                 cache.reserve(max(num_columns, cache.rows.num_reserved))
         try:
             return super().generate(  # type: ignore[misc]
-                inputs, generation_config, *args, past_key_values=cache, **kwargs
+                inputs, generation_config, *args, **kwargs, **{CACHE: cache}
             )
         finally:
             cache.prefill_length = None

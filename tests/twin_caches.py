@@ -131,7 +131,7 @@ class Both:
                     ids(len(new), count, self.seed),
                     attention_mask=None if self.mask.all() else self.mask,
                     position_ids=positions,
-                    past_key_values=cache,
+                    cache=cache,
                 )
             logits.append(output.logits[new.bool()])
         # Alike but for the order in which a matrix product adds up; a number stored wrongly is 2e-2.

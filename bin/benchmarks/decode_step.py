@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from bin.benchmarks.decode_attention import count_attention_bytes, pruned_length
 from bin.benchmarks.measuring import Timing, capture, time_replays
 from bin.benchmarks.random_models import Setup
+from leank_convert._runtime.configuration_leank import CACHE
 
 # SDPA, for which transformers makes no mask: it knows none for this name. For SDPA's own, release 5.17 makes
 # one while a graph is captured, though a single query needs none, and repeats K and V because there is one.
@@ -56,11 +57,11 @@ def time_own_step(model: Any, prompt: Tensor, num_drafted: int = 0) -> Timing:
     """
     cache = model.build_cache()
     cache.reserve(prompt.shape[1] + _ROOM * (1 + num_drafted))
-    model(prompt, past_key_values=cache, logits_to_keep=1)
+    model(prompt, logits_to_keep=1, **{CACHE: cache})
     tokens = prompt[:, -1:].repeat(1, 1 + num_drafted)
 
     def step() -> None:
-        model(tokens, past_key_values=cache)
+        model(tokens, **{CACHE: cache})
 
     for _ in range(_STEPS_TO_CAPTURE):
         step()
@@ -126,7 +127,7 @@ class GraphedStep:
             assert isinstance(layer, PreallocatedLayer)
             layer.length = self._length
         with sdpa_kernel(self._backend) if self._on_gpu else nullcontext():
-            output = self._dense(self._token, position_ids=self._position, past_key_values=self._cache)
+            output = self._dense(self._token, position_ids=self._position, **{CACHE: self._cache})
         logits: Tensor = output.logits
         return logits
 
@@ -145,16 +146,17 @@ class GraphedDense:
     def __init__(self, dense: Any, backend: SDPBackend) -> None:
         self._dense, self._backend = dense, backend
 
-    def __call__(self, input_ids: Tensor, past_key_values: Cache | None = None, **options: Any) -> Any:
+    def __call__(self, input_ids: Tensor, **options: Any) -> Any:
         """Run a prompt `[B, S]`, or a step `[B, 1]` behind one."""
-        if past_key_values is not None:
-            logits = GraphedStep(self._dense, input_ids, past_key_values, self._backend).run()
-            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        if options.get(CACHE) is not None:
+            held = {CACHE: options[CACHE]}
+            logits = GraphedStep(self._dense, input_ids, options[CACHE], self._backend).run()
+            return CausalLMOutputWithPast(logits=logits, **held)
         capacity = input_ids.shape[1] + _ROOM
-        cache = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
-        return self._dense(input_ids, past_key_values=cache, **options)
+        options[CACHE] = Cache(layers=[PreallocatedLayer(capacity) for _ in self._dense.model.layers])
+        return self._dense(input_ids, **options)
 
     def time_step(self, prompt: Tensor) -> Timing:
         """Time the step behind a prompt `[B, S]`."""
-        cache = self(prompt, logits_to_keep=1).past_key_values
+        cache = self(prompt, logits_to_keep=1)[CACHE]
         return GraphedStep(self._dense, prompt[:, -1:], cache, self._backend).time()

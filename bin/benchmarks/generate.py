@@ -35,6 +35,7 @@ from bin.benchmarks.random_models import (
     random_prompt,
 )
 from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
 
 OURS, ALL_CHANNELS, OWN_DTYPE, DYNAMIC = "leank", "all-channels", "own-dtype", "dense-dynamic"
@@ -220,7 +221,7 @@ def call_generate(model: Any, prompt: Tensor, num_new: int) -> Generation:
     synchronize(model.device)
     seconds = time.perf_counter() - began
     prefill, *steps = clock.stopwatch.gaps()
-    return Generation(seconds, prefill / 1e3, steps, output.past_key_values)
+    return Generation(seconds, prefill / 1e3, steps, output[CACHE])
 
 
 def time_generate(model: Any, prompt: Tensor, num_new: int, rounds: int) -> dict[str, Any]:

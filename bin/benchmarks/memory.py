@@ -17,6 +17,7 @@ from bin.benchmarks.generate import call_generate
 from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Report, number, ratio, share
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert._runtime.tools import concatenate
 from leank_convert.head_layout import count_cache_bytes
 
@@ -155,7 +156,7 @@ class Trial:
         cache = join_rows([copy.deepcopy(row) for _ in range(batch_size - 1)] + [row], self._length)
         for column in range(self._new.shape[1]):
             token = self._new[:, column : column + 1].repeat(batch_size, 1)
-            self._model(token, past_key_values=cache, use_cache=True)
+            self._model(token, use_cache=True, **{CACHE: cache})
         synchronize(self._device)
         return cache
 
@@ -169,7 +170,7 @@ def prefill_row(model: Any, prompt: torch.Tensor, num_tokens: int) -> Any:
     else:
         cache = model.build_cache()
         cache.reserve(num_tokens)
-    model(prompt, past_key_values=cache, logits_to_keep=1)
+    model(prompt, logits_to_keep=1, **{CACHE: cache})
     return cache
 
 

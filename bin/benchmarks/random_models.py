@@ -21,6 +21,7 @@ from bin.benchmarks.geometries import Geometry, find_geometry
 from bin.benchmarks.measuring import release_memory
 from bin.benchmarks.rounded_cache import rounded_cache
 from bin.benchmarks.tables import Report
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.checkpoint_io import CONFIG_NAME
 from leank_convert.errors import out_of_memory
 from leank_convert.export.config_json import build_config, build_leank_facts, encode_json
@@ -356,9 +357,9 @@ def forced_logits(model: Any, tokens: Tensor, cache: Any = None) -> Tensor:
     The cache is an empty one; None for the model's own.
     """
     prompt = tokens.shape[1] - _CHECKED_STEPS
-    output = model(tokens[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(tokens[:, :prompt], use_cache=True, logits_to_keep=1, **{CACHE: cache})
     logits = [output.logits]
     for column in range(prompt, tokens.shape[1]):
-        output = model(tokens[:, column : column + 1], past_key_values=output.past_key_values, use_cache=True)
+        output = model(tokens[:, column : column + 1], use_cache=True, **{CACHE: output[CACHE]})
         logits.append(output.logits)
     return torch.cat(logits, dim=1)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert._runtime.tools import concatenate, fork
 from leank_convert.windows import Windows
 
@@ -93,7 +94,7 @@ def prefill_stock(model: Any, input_ids: Tensor, attention_mask: Tensor) -> tupl
             logits_to_keep=1,
             use_cache=True,
         )
-        return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+        return output.logits[:, -1].argmax(-1, keepdim=True), output[CACHE]
 
     if bool(attention_mask.all()):
         return run(input_ids, attention_mask)
@@ -145,7 +146,7 @@ def decode_token(model: Any, cache: Any, token: Tensor, attention_mask: Tensor) 
         input_ids=token,
         attention_mask=attention_mask,
         position_ids=positions_of(attention_mask)[:, -1:],
-        past_key_values=cache,
+        **{CACHE: cache},
     ).logits
     return logits[:, -1], attention_mask
 
@@ -175,7 +176,7 @@ def _run(model: Any, input_ids: Tensor, query_window: int) -> Prefill:
         output = model(
             input_ids=input_ids,
             position_ids=positions_of(attention_mask),
-            past_key_values=cache,
+            cache=cache,
             logits_to_keep=1,
         )
     next_token = output.logits[:, -1].argmax(-1, keepdim=True)

@@ -98,12 +98,12 @@ def answer_rounded(checkpoint: Path, recipe: Recipe, kv_dtype: str, device: torc
 def _log_probabilities(model: Any, prompt: Tensor, answer: Tensor, kv_dtype: str) -> list[Tensor]:
     """Of what follows each of an answer's tokens, from a cache as it comes and a rounded one [N, V]."""
     prefilled = model.build_cache("deferred", kv_dtype="auto")
-    model(input_ids=prompt[None], past_key_values=prefilled, logits_to_keep=1)
+    model(input_ids=prompt[None], cache=prefilled, logits_to_keep=1)
     found = []
     for dtype in ("auto", kv_dtype):
         cache = fork(prefilled)
         cache.kv_dtype = dtype
         for token in answer:  # one by one, as decoding does
-            logits = model(input_ids=token.view(1, 1), past_key_values=cache).logits[0].double()
+            logits = model(input_ids=token.view(1, 1), cache=cache).logits[0].double()
             found.append(logits.log_softmax(-1))
     return [torch.cat(half) for half in (found[: len(answer)], found[len(answer) :])]

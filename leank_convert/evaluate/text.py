@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Cache
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, out_of_memory
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated, warn_of_positions
@@ -342,7 +343,7 @@ def _feed(
         here = slice(place, place + 1)
         log_probs = torch.stack(
             [
-                model(input_ids=input_ids[:, here], position_ids=places[:, here], past_key_values=cache)
+                model(input_ids=input_ids[:, here], position_ids=places[:, here], **{CACHE: cache})
                 .logits[:, -1]
                 .float()
                 .log_softmax(-1)

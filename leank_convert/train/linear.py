@@ -75,8 +75,9 @@ def _enter(
     """Give a layer its state, and each question's tokens as a row [Q, S, hidden_size]."""
     context, index = leank_pass.context, layer.layer_idx
     states: Any = context.states
+    name = "cache" if "cache" in kwargs else "cache_params"  # before transformers 5.24
     if isinstance(leank_pass, ContextPass):
-        return args, {**kwargs, "cache_params": states}
+        return args, {**kwargs, name: states}
     hidden_states: Tensor = kwargs["hidden_states"]
     if leank_pass.student is None:
         context.inputs[index] = hidden_states[:, : leank_pass.num_questions]
@@ -90,7 +91,7 @@ def _enter(
     )
     padded = torch.nn.functional.pad(hidden_states[0], (0, 0, 0, 1))
     continued = _Continued(conv_state, recurrent_state)
-    return args, {**kwargs, "hidden_states": padded[tokens], "cache_params": continued}
+    return args, {**kwargs, "hidden_states": padded[tokens], name: continued}
 
 
 def _leave(leank_pass: ContextPass | FollowingPass, layer: Any, args: Any, output: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, open_checkpoint, read_leank_facts
 from leank_convert.config_overrides import apply_config_overrides
@@ -273,7 +274,7 @@ def _compare_with_source(model: LeanKOnnx, source: _Source, mask: ChannelMask, c
     stock = load_stock(source.folder, config, source.facts.architecture, description.content["dtype"])
     with torch.no_grad():
         expected = stock(torch.from_numpy(tokens)[None], use_cache=True)
-    layers = [(layer.keys, layer.values) for layer in expected.past_key_values.layers]
+    layers = [(layer.keys, layer.values) for layer in expected[CACHE].layers]
     order = None if source.is_checkpoint else description.content["head_permutation"]
     checks.holds(
         "source: keys and values", lambda: _check_cache(cached, layers, order, description, mask.key_mean)

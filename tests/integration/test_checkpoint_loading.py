@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.dynamic_module_utils import get_imports
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.leank_block import encode_masks
 from leank_convert.verify import verify_checkpoint
 from runtime import configuration_leank, modeling_leank
@@ -116,7 +117,7 @@ def test_every_auto_class_finds_its_class(converted):
     base = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
     assert type(base).__name__ == "LeanKLlamaModel"
     with torch.no_grad():
-        assert base(**batch()).past_key_values.memory().kept_keys.used
+        assert base(**batch())[CACHE].memory().kept_keys.used
 
 
 def test_without_trust_in_its_code_the_checkpoint_is_not_silently_dense(converted):
@@ -175,7 +176,7 @@ def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
 def test_it_loads_in_any_dtype_with_a_device_map(dtype, converted, load):
     model = load(converted(widths=WIDTHS).folder, dtype=dtype, device_map="auto")
     result = model.generate(**batch(), **GREEDY, return_dict_in_generate=True)
-    store = result.past_key_values.layers[0].store
+    store = result[CACHE].layers[0].store
     assert store.kept_keys.dtype == store.window_values.dtype == dtype
     assert result.sequences.shape == (2, 43)
 
@@ -262,12 +263,12 @@ def slow_logits(checkpoint: Converted, ids: torch.Tensor, num_decoded: int) -> t
     num_prompt = ids.shape[1] - num_decoded
     state["pruned"] = max(num_prompt - sink - recent, 0)
     with torch.no_grad():
-        model(ids[:, :num_prompt], past_key_values=cache)
+        model(ids[:, :num_prompt], **{CACHE: cache})
         state["decodes"] = True
         for place in range(num_prompt, ids.shape[1]):
             if place + 1 - sink - state["pruned"] > recent + flush:
                 state["pruned"] += flush
-            found.append(model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1])
+            found.append(model(ids[:, place : place + 1], **{CACHE: cache}).logits[0, -1])
     return torch.stack(found)
 
 
@@ -284,14 +285,14 @@ def test_heads_that_moved_take_their_own_mean(family, converted, load):
     expected = slow_logits(checkpoint, ids, 20)
     model = load(checkpoint.folder, dtype=torch.float64)
     with torch.no_grad():
-        cache = model(ids[:, :30]).past_key_values
+        cache = model(ids[:, :30])[CACHE]
         found = torch.stack(
-            [model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1] for place in range(30, 50)]
+            [model(ids[:, place : place + 1], **{CACHE: cache}).logits[0, -1] for place in range(30, 50)]
         )
         assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
         model.key_means = [mean.flip(1) for mean in model.key_means]  # as if no head had moved
-        cache = model(ids[:, :30]).past_key_values
-        wrong = model(ids[:, 30:31], past_key_values=cache).logits[0, -1]
+        cache = model(ids[:, :30])[CACHE]
+        wrong = model(ids[:, 30:31], **{CACHE: cache}).logits[0, -1]
     assert (wrong - expected[0]).abs().max() > 1e-3 * expected.abs().max()
 
 
@@ -388,7 +389,7 @@ def test_two_checkpoints_live_in_one_process(converted, load):
         for index, model in enumerate((first, second)):
             with torch.no_grad():
                 ids = batch()["input_ids"][:1] if turn == 0 else torch.tensor([[5]])
-                caches[index] = model(ids, past_key_values=caches[index]).past_key_values
+                caches[index] = model(ids, cache=caches[index])[CACHE]
     assert [cache.get_seq_length() for cache in caches] == [25, 25]
     assert first.generate(**batch(), **GREEDY).tolist() == alone.tolist()
     third = load(one.folder)

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
@@ -59,10 +60,8 @@ def test_with_all_channels_kept_generate_is_the_sources(row: Architecture, conve
     for _ in range(2):
         answers = []
         for index, model in enumerate((dense, ours)):
-            result = model.generate(
-                **turn, **GREEDY, past_key_values=caches[index], return_dict_in_generate=True
-            )
-            caches[index] = result.past_key_values
+            result = model.generate(**turn, **GREEDY, return_dict_in_generate=True, **{CACHE: caches[index]})
+            caches[index] = result[CACHE]
             answers.append(result.sequences)
         assert answers[1].tolist() == answers[0].tolist()
         ids = torch.cat([answers[0], batch()["input_ids"][:1, :5].repeat(2, 1)], dim=1)
@@ -146,7 +145,7 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
     assert "prunes 1 of 2 layers" in card and "K cache of 1 of 2 layers pruned by 75.0%" in card
     told = render_inspection(inspect_artifact(checkpoint.folder / "channel_mask.safetensors"))
     assert "1 of the model's 2, those with full attention" in told
-    cache = ours.generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
+    cache = ours.generate(**batch(), **GREEDY, return_dict_in_generate=True)[CACHE]
     assert cache.layers[1].keys.shape[2] == 6
     assert cache.memory().other_values.used == 2 * 2 * 6 * 16 * 4  # rows, heads, tokens, channels, bytes
     with pytest.raises(ValueError, match="window of 7 tokens keep no tokens before it"):
@@ -167,9 +166,7 @@ def test_masks_beside_linear_layers_are_measured(converted, load):
         held_out_samples=0,
     )
     assert measure_cache(checkpoint.source, recipe).statistics.mean.shape == facts.mask_shape
-    cache = (
-        load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True).past_key_values
-    )
+    cache = load(checkpoint.folder).generate(**batch(), **GREEDY, return_dict_in_generate=True)[CACHE]
     with pytest.raises(ValueError, match="state cannot forget a token"):
         cache.crop(-2)
 
@@ -213,7 +210,7 @@ def test_measured_scales_of_an_fp8_cache_travel_with_it(row: Architecture, conve
     assert failed(verify_checkpoint(out, checkpoint.source)) == []
     result = load(out).generate(**batch(), **GREEDY, return_dict_in_generate=True)
     assert result.sequences.shape == (2, 39)
-    assert result.past_key_values.layers[1].store.kept_keys.dtype == torch.float8_e4m3fn
+    assert result[CACHE].layers[1].store.kept_keys.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("row", FAMILIES)

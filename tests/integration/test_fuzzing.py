@@ -23,6 +23,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.errors import LeanKError
@@ -360,8 +361,8 @@ def run_case(kind: str, seed: str, material: Path, folder: Path) -> str | None:
         try:
             model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
             tokens = torch.tensor([[5, 6, 7]])
-            cache = model(tokens, use_cache=True, output_attentions=False, return_dict=True).past_key_values
-            model(tokens[:, :1], past_key_values=cache, use_cache=True, output_attentions=False)
+            cache = model(tokens, use_cache=True, output_attentions=False, return_dict=True)[CACHE]
+            model(tokens[:, :1], cache=cache, use_cache=True, output_attentions=False)
         except Exception as error:
             return "written, but not to be used:\n" + "".join(traceback.format_exception(error)[-3:])
     return None

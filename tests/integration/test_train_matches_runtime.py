@@ -5,6 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.data import Question, TrainingSample
 from leank_convert.export import export_checkpoint
 from leank_convert.families import ARCHITECTURES
@@ -132,7 +133,7 @@ def test_answer_pass_equals_decoding_at_flush_size_one(family, kind, place, size
             prompt = torch.cat([prefix, question.input_ids[: question.answer_start]])
             output = deployed(prompt[None], use_cache=True)
             for token in question.input_ids[question.answer_start :]:
-                output = deployed(token[None, None], past_key_values=output.past_key_values, use_cache=True)
+                output = deployed(token[None, None], cache=output[CACHE], use_cache=True)
                 decoded.append(output.last_hidden_state[0])
     row = ARCHITECTURES[family]
     # Routers, norms over all heads and linear attention compute in float32, whatever the model's dtype.

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from leank_convert import convert
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import read_model_facts
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
@@ -162,7 +163,7 @@ def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tm
     ours, expected = (one.generate(ids, **settings) for one in (model, dense))
     assert torch.equal(ours.sequences, expected.sequences)
     assert torch.allclose(torch.stack(ours.logits), torch.stack(expected.logits), atol=1e-3)
-    constants = ours.past_key_values.layers[0].store.constants
+    constants = ours[CACHE].layers[0].store.constants
     assert constants.key_mean is not None and constants.key_scale is None
 
 

@@ -45,7 +45,7 @@ def test_a_loaded_checkpoint_decodes_from_as_many_bytes_as_are_told(testbed, tmp
     ids = torch.randint(3, 60, (1, 600), generator=torch.Generator().manual_seed(0))
     cache = model.build_cache()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    answer = model.generate(ids, past_key_values=cache, **options)
+    answer = model.generate(ids, cache=cache, **options)
     assert cache.kv_dtype == "int4" and cache.layers[0].store.kept_keys.dtype == torch.uint8
     assert torch.equal(answer, model.generate(ids, kv_dtype="int4", **options))
     told = json.loads(run("inspect", testbed, "--json").stdout)["bytes_per_token"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from leank_convert import kv_scales
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
@@ -112,7 +113,7 @@ def test_scales_are_measured_on_the_recipes_data_and_leave_room(testbed):
     text = tokenizer.apply_chat_template([{"role": "user", "content": "the red key opens box 7 . " * 40}])
     cache = DynamicCache()
     with torch.no_grad():
-        dense(torch.tensor([list(text["input_ids"])]), past_key_values=cache)
+        dense(torch.tensor([list(text["input_ids"])]), **{CACHE: cache})
     for layer, mean, keys, values in zip(cache.layers, means, scales.keys, scales.values, strict=True):
         for states, scale in ((layer.keys - mean[:, None], keys), (layer.values, values)):
             stored = states[0].abs().amax(1) / scale
@@ -156,7 +157,7 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
             assert report.ok, [check for check in report.checks if not check.ok]
             model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         with torch.no_grad():
-            cache = model(ids).past_key_values
+            cache = model(ids)[CACHE]
         assert cache.kv_dtype == "fp8"
         for number, layer in enumerate(cache.layers):
             assert layer.store.kept_keys.dtype == torch.float8_e4m3fn
@@ -175,7 +176,7 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, f
     assert tensors_of(out).keys() == tensors_of(source).keys() and verify_checkpoint(out, source=source).ok
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     with torch.no_grad():
-        cache = model(torch.randint(3, 60, (2, 30))).past_key_values
+        cache = model(torch.randint(3, 60, (2, 30)))[CACHE]
     assert all(layer.store.constants.key_scale.shape == (2, 4, 12) for layer in cache.layers)
 
 

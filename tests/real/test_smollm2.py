@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bin.real_models.models import MODELS
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.onnx import export_onnx
 from leank_convert.onnx.leank_onnx import LeanKOnnx
@@ -84,7 +85,7 @@ def test_with_every_channel_tokens_and_logits_are_the_stock_class(ours, stock, c
         output = ours(row[:, :-NEW_TOKENS])
         steps = []
         for token in row[0, -NEW_TOKENS:]:
-            output = ours(token[None, None], past_key_values=output.past_key_values)
+            output = ours(token[None, None], cache=output[CACHE])
             steps.append(output.logits[0, -1])
         exact = stock.double()(row).logits[0, -NEW_TOKENS:]
         stock.float()
@@ -114,7 +115,7 @@ def test_a_chat_of_two_turns_goes_on_from_its_cache(ours, stock, tokenizer):
     second = render(tokenizer, chat)
     assert torch.equal(second[0, : len(so_far)], so_far)
     options = {"max_new_tokens": 24, "do_sample": False}
-    answer = ours.generate(second, past_key_values=output.past_key_values, **options)
+    answer = ours.generate(second, cache=output[CACHE], **options)
     assert torch.equal(answer, stock.generate(second, **options))
     assert "Rome" in tokenizer.decode(answer[0, second.shape[1] :])
 

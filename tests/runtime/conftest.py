@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import configuration_leank, graph_leank, layer_leank, model_state_leank, modeling_leank
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
 
@@ -266,9 +267,9 @@ def fed_logits() -> Callable[..., tuple[list[torch.Tensor], Any]]:
             padded = None if bool(mask.all()) else mask
             with torch.no_grad():
                 output = model(
-                    ids, attention_mask=padded, position_ids=positions, past_key_values=cache, use_cache=True
+                    ids, attention_mask=padded, position_ids=positions, use_cache=True, **{CACHE: cache}
                 )
-            cache = output.past_key_values
+            cache = output[CACHE]
             for b in range(len(rows)):
                 logits[b].append(output.logits[b][new_mask[b].bool()])
         return [torch.cat(parts) for parts in logits], cache

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import attend_layer, concatenate, decode_layer, fill_layer, fork
 from tests.twin_caches import ids
 
@@ -23,7 +24,7 @@ def model(model_pair, some_masks):
 def prefilled(model, lengths=LENGTHS, **kwargs):
     with torch.no_grad():
         return [
-            model(ids(1, length, seed), past_key_values=model.build_cache(**kwargs)).past_key_values
+            model(ids(1, length, seed), cache=model.build_cache(**kwargs))[CACHE]
             for seed, length in enumerate(lengths)
         ]
 
@@ -35,7 +36,7 @@ def decode(model, cache, positions, steps=30, mask=None):
             tokens = ids(positions.shape[0], 1, 100 + step)
             if mask is not None:
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            output = model(tokens, attention_mask=mask, position_ids=positions + step, past_key_values=cache)
+            output = model(tokens, attention_mask=mask, position_ids=positions + step, cache=cache)
             logits.append(output.logits)
     return torch.cat(logits, 1)
 
@@ -48,7 +49,7 @@ def test_a_joined_cache_is_that_of_a_padded_batch(with_mask, model, assert_close
         batch[row, -length:] = ids(1, length, row)[0]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        padded = model(batch, attention_mask=mask, position_ids=positions).past_key_values
+        padded = model(batch, attention_mask=mask, position_ids=positions)[CACHE]
     joined = concatenate(prefilled(model))
     next_position = torch.tensor(LENGTHS)[:, None]
     given = mask if with_mask else None
@@ -73,8 +74,8 @@ def test_rows_of_several_batches_and_own_masks(model_pair, some_masks, assert_cl
     tokens, next_tokens = ids(3, 30), ids(3, 1, 9)
     with torch.no_grad():
         for cache, rows in ((caches[0], [0]), (caches[1], [1, 2]), (expected, [0, 1, 2])):
-            model(tokens[rows], past_key_values=cache)
-            model(next_tokens[rows], past_key_values=cache)
+            model(tokens[rows], cache=cache)
+            model(next_tokens[rows], cache=cache)
     joined = concatenate(caches)
     positions = torch.full((3, 1), 31)
     assert_close(model, decode(model, joined, positions, 5), decode(model, expected, positions, 5))
@@ -120,9 +121,7 @@ def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, 
     for row, length in enumerate(LENGTHS):
         batch[row, -length:] = ids(1, length, row)[0]
     with torch.no_grad():
-        padded = model(
-            batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
-        ).past_key_values
+        padded = model(batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))[CACHE]
     caches = prefilled(model)
     joined = concatenate(caches)
     assert all(cache.get_seq_length() == 0 and cache.layers[0].pending is None for cache in caches)
@@ -141,7 +140,7 @@ def test_pending_prompts_join_to_a_pending_padded_batch(model_pair, some_masks, 
 
 def decoded(model, cache, steps=12):
     with torch.no_grad():
-        return torch.cat([model(ids(1, 1, step), past_key_values=cache).logits for step in range(steps)])
+        return torch.cat([model(ids(1, 1, step), cache=cache).logits for step in range(steps)])
 
 
 def states(tokens: int, heads: int, seed: int) -> torch.Tensor:
@@ -152,14 +151,14 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
     cache = model.build_cache("deferred")
     other = model_pair(some_masks(WIDTHS), sink=1, recent=4, flush=2).leank
     with torch.no_grad():
-        model(ids(1, 30), past_key_values=cache)
+        model(ids(1, 30), cache=cache)
     forks = [fork(cache), fork(cache, sink_size=1, recent_size=4, flush_size=2)]
     for forked in forks:
         for ours, theirs in zip(forked.layers, cache.layers, strict=True):
             assert all(a is b for a, b in zip(ours.pending, theirs.pending, strict=True))
     for forked, alone in zip(forks, (model, other), strict=True):
         with torch.no_grad():
-            expected = alone(ids(1, 30)).past_key_values
+            expected = alone(ids(1, 30))[CACHE]
         assert torch.equal(decoded(model, forked), decoded(alone, expected))
     assert cache.rows.is_pending and (cache.rows.sink_size, cache.get_seq_length()) == (3, 30)
 
@@ -167,7 +166,7 @@ def test_forks_share_a_prompt_and_go_their_own_ways(model, model_pair, some_mask
 def test_forks_are_refused_where_they_make_no_sense(model):
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(1, 30), past_key_values=cache)
+        model(ids(1, 30), cache=cache)
     for sizes, message in (
         ({"flush_size": 0}, "`flush_size` is 0, not an integer from 1 to 16777216"),
         ({"recent_size": -1}, "`recent_size` is -1"),

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.memory_leank import CacheMemory
 from runtime.tools import concatenate
 from tests.twin_caches import ids
@@ -17,14 +18,14 @@ GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_tok
 
 def feed(model, tokens, cache=None, **kwargs):
     with torch.no_grad():
-        return model(tokens, past_key_values=cache, use_cache=True, **kwargs)
+        return model(tokens, cache=cache, use_cache=True, **kwargs)
 
 
 def test_bytes_are_counted_by_region(model_pair, some_masks):
     pair = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :10] = 0
-    cache = feed(pair.leank, ids(2, 30), attention_mask=mask).past_key_values
+    cache = feed(pair.leank, ids(2, 30), attention_mask=mask)[CACHE]
     memory = cache.memory()
     # Rows of 30 and 20 tokens, 9 whole tokens each; fp32; head_dim 16 in chunks of 4; a page of 64 each.
     assert memory.kept_keys.used == (30 + 20) * (0 + 4 + 8 + 48) * 4
@@ -38,15 +39,15 @@ def test_bytes_are_counted_by_region(model_pair, some_masks):
     assert memory.dense_keys == memory.dense_values == (30 + 20) * 2 * 3 * 16 * 4
     assert memory.total.used == memory.keys.used + memory.values.used
     for _ in range(4):
-        cache = feed(pair.leank, ids(2, 1), cache).past_key_values
+        cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
     assert cache.memory().window_keys.used == 2 * 13 * (16 + 12 + 8) * 4
-    cache = feed(pair.leank, ids(2, 1), cache).past_key_values
+    cache = feed(pair.leank, ids(2, 1), cache)[CACHE]
     assert cache.memory().window_keys.used == 2 * 10 * (16 + 12 + 8) * 4
 
 
 def test_the_report_is_what_the_tensors_hold(model_pair, some_masks):
     pair = model_pair(some_masks([[1, 5, 15], [2, 7, 9]]))
-    cache = feed(pair.leank, ids(2, 300)).past_key_values
+    cache = feed(pair.leank, ids(2, 300))[CACHE]
     held = 0
     for layer in cache.layers:
         store = layer.store
@@ -57,7 +58,7 @@ def test_the_report_is_what_the_tensors_hold(model_pair, some_masks):
 
 def test_pending_input_is_counted_as_dense(model_pair, some_masks):
     pair = model_pair(some_masks(MASK_WIDTHS), prune="deferred")
-    memory = feed(pair.leank, ids(2, 30)).past_key_values.memory()
+    memory = feed(pair.leank, ids(2, 30))[CACHE].memory()
     assert isinstance(memory, CacheMemory)
     assert (
         memory.total.used == memory.pending_keys.used * 2 == memory.dense_keys * 2 == 2 * 30 * 2 * 2 * 48 * 4
@@ -66,9 +67,9 @@ def test_pending_input_is_counted_as_dense(model_pair, some_masks):
 
 def test_beyond_4096_tokens_allocated_bytes_are_within_an_eighth_of_used(model_pair, some_masks):
     pair = model_pair(some_masks([[0, 4, 8]]), sink=128, recent=1024, flush=32, max_position_embeddings=8192)
-    cache = feed(pair.leank, ids(1, 4096)).past_key_values
+    cache = feed(pair.leank, ids(1, 4096))[CACHE]
     for count in (1, 1, 255, 1, 1, 31):
-        cache = feed(pair.leank, ids(1, count), cache).past_key_values
+        cache = feed(pair.leank, ids(1, count), cache)[CACHE]
         total = cache.memory().total
         assert total.used < total.allocated <= total.used * 9 / 8
 
@@ -77,8 +78,8 @@ def test_rows_of_mixed_lengths_take_what_each_needs(model_pair, some_masks):
     pair = model_pair(some_masks([[0, 4, 8]]), sink=128, recent=1024, flush=32, max_position_embeddings=8192)
     lengths = [2048, *[100] * 7]
     mask = (torch.arange(2048) >= 2048 - torch.tensor(lengths)[:, None]).long()
-    padded = feed(pair.leank, ids(8, 2048), attention_mask=mask).past_key_values
-    caches = [feed(pair.leank, ids(1, length)).past_key_values for length in lengths]
+    padded = feed(pair.leank, ids(8, 2048), attention_mask=mask)[CACHE]
+    caches = [feed(pair.leank, ids(1, length))[CACHE] for length in lengths]
     joined = concatenate(caches)
     page = 64 * (4 + 8 + 2 * 16) * 4, 64 * (16 + 12 + 8 + 16) * 4  # of kept channels and V, and of the window
     for cache in (padded, joined):
@@ -100,7 +101,7 @@ def test_unreached_memory_is_zero(model_pair, some_masks):
     pair = model_pair(some_masks(MASK_WIDTHS))
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :60] = 0
-    cache = feed(pair.leank, ids(2, 70), attention_mask=mask).past_key_values
+    cache = feed(pair.leank, ids(2, 70), attention_mask=mask)[CACHE]
     for layer in cache.layers:
         store = layer.store
         pages = store.tables.on(torch.device("cpu"))[0]
@@ -114,7 +115,7 @@ def test_unreached_memory_is_zero(model_pair, some_masks):
 @pytest.mark.parametrize("prune", ["eager", "deferred"])
 def test_crop_takes_tokens_back(prune, model_pair, some_masks, assert_close):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=8, prune=prune).leank
-    cache = feed(model, ids(2, 20)).past_key_values
+    cache = feed(model, ids(2, 20))[CACHE]
     expected = copy.deepcopy(cache)
     feed(model, ids(2, 4, 1), cache)
     cache.crop(torch.tensor(-4))
@@ -130,7 +131,7 @@ def test_crop_counts_padding_columns_per_row(model_pair, some_masks):
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[1, :5] = 0
     mask[1, 21:23] = 0
-    cache = feed(model, ids(2, 20), attention_mask=mask[:, :20]).past_key_values
+    cache = feed(model, ids(2, 20), attention_mask=mask[:, :20])[CACHE]
     feed(model, ids(2, 4), cache, attention_mask=mask)
     assert cache.rows.lengths.tolist() == [24, 17]
     cache.crop(-3)
@@ -144,7 +145,7 @@ def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(mask, model
     if mask == "padded":
         full[1, :5] = 0
     masks = (None, None) if mask == "none" else (full[:, :20], full)
-    cache = feed(model, ids(2, 20), attention_mask=masks[0]).past_key_values
+    cache = feed(model, ids(2, 20), attention_mask=masks[0])[CACHE]
     feed(model, ids(2, 1), cache, attention_mask=masks[1])
     allocated = cache.memory().total.allocated
     for _ in range(70):
@@ -156,7 +157,7 @@ def test_scoring_tokens_and_taking_them_back_does_not_grow_the_cache(mask, model
 
 def test_crop_into_the_pruned_region_is_refused_and_changes_nothing(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
-    cache = feed(model, ids(1, 20)).past_key_values
+    cache = feed(model, ids(1, 20))[CACHE]
     message = (
         r"crop of 7 tokens reaches into the pruned region: only the last 6 .* at most recent_size \+ 1 tokens"
     )
@@ -171,7 +172,7 @@ def test_crop_into_the_pruned_region_is_refused_and_changes_nothing(model_pair, 
 
 def test_crop_of_everything_leaves_an_empty_cache(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS), sink=3, recent=6, flush=4).leank
-    cache = feed(model, ids(1, 8)).past_key_values
+    cache = feed(model, ids(1, 8))[CACHE]
     cache.crop(-8)
     assert cache.get_seq_length() == 0
     assert torch.equal(feed(model, ids(1, 12), cache).logits, feed(model, ids(1, 12)).logits)
@@ -189,8 +190,8 @@ def test_rows_are_reordered_repeated_and_selected(prune, model_pair, some_masks,
         (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
         (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
     ):
-        cache = feed(model, ids(3, 20), attention_mask=mask).past_key_values
-        expected = feed(model, ids(3, 20)[rows], attention_mask=mask[rows]).past_key_values
+        cache = feed(model, ids(3, 20), attention_mask=mask)[CACHE]
+        expected = feed(model, ids(3, 20)[rows], attention_mask=mask[rows])[CACHE]
         change(cache)
         new, full = ids(3, 1, 1)[rows], torch.cat([mask[rows], torch.ones(len(rows), 1, dtype=torch.long)], 1)
         ours = feed(model, new, cache, attention_mask=full).logits
@@ -204,26 +205,26 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(
     count, decoded, prune, model_pair, some_masks, assert_close
 ):
     model = model_pair(some_masks(MASK_WIDTHS), prune=prune).leank
-    expected = feed(model, ids(1, 20)).past_key_values
+    expected = feed(model, ids(1, 20))[CACHE]
     with torch.inference_mode():
-        cache = model(ids(1, 20), attention_mask=torch.ones(1, 20)).past_key_values
+        cache = model(ids(1, 20), attention_mask=torch.ones(1, 20))[CACHE]
         if decoded:
-            model(ids(1, 1), past_key_values=cache)
+            model(ids(1, 1), cache=cache)
     if decoded:
         feed(model, ids(1, 1), expected)
     for _ in range(2):
-        ours = model(ids(1, count, 1), past_key_values=cache).logits
+        ours = model(ids(1, count, 1), cache=cache).logits
         ours.sum().backward()
         assert_close(model, ours, feed(model, ids(1, count, 1), expected).logits)
     with torch.inference_mode():
-        model(ids(1, 1), past_key_values=cache)
+        model(ids(1, 1), cache=cache)
 
 
 def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_masks, assert_close):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
-    expected = feed(model, ids(1, 20)).past_key_values
+    expected = feed(model, ids(1, 20))[CACHE]
     with torch.inference_mode():
-        cache = model(ids(1, 20)).past_key_values
+        cache = model(ids(1, 20))[CACHE]
     cache.reserve(200)
     ours, theirs = (feed(model, ids(1, 1), each).logits for each in (cache, expected))
     assert_close(model, ours, theirs)
@@ -232,21 +233,21 @@ def test_a_cache_filled_in_inference_mode_may_grow_outside_it(model_pair, some_m
 def test_a_reset_cache_starts_again(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
     cache = model.build_cache()
-    first = model.generate(ids(2, 20), past_key_values=cache, **GREEDY)
+    first = model.generate(ids(2, 20), cache=cache, **GREEDY)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.memory().total.allocated == 0
-    assert torch.equal(model.generate(ids(2, 20), past_key_values=cache, **GREEDY), first)
+    assert torch.equal(model.generate(ids(2, 20), cache=cache, **GREEDY), first)
 
 
 def test_the_mode_cannot_change_under_tokens(model_pair, some_masks):
     model = model_pair(some_masks(MASK_WIDTHS)).leank
-    cache = feed(model, ids(1, 20)).past_key_values
+    cache = feed(model, ids(1, 20))[CACHE]
     cache.prune = "eager"
     with pytest.raises(ValueError, match="holds tokens already, it cannot change to `deferred`"):
-        model.generate(ids(1, 25), past_key_values=cache, prune="deferred", **GREEDY)
+        model.generate(ids(1, 25), cache=cache, prune="deferred", **GREEDY)
     cache.reset()
     cache.prune = "deferred"
-    assert feed(model, ids(1, 20), cache).past_key_values.rows.is_pending
+    assert feed(model, ids(1, 20), cache)[CACHE].rows.is_pending
 
 
 class TestOwnChannelMasks:
@@ -256,11 +257,11 @@ class TestOwnChannelMasks:
         masks, others = some_masks(MASK_WIDTHS), some_masks([[3, 16, 0], [8, 0, 8]], seed=9)
         model = model_pair(masks, prune="deferred").leank
         expected = model_pair(others, prune="deferred").leank.generate(ids(2, 30), **GREEDY)
-        cache = feed(model, ids(2, 30)[:, :29]).past_key_values
+        cache = feed(model, ids(2, 30)[:, :29])[CACHE]
         for layer, mask in zip(cache.layers, others, strict=True):
             assert layer.pending[0].shape == (2, 3, 29, 16)
             layer.set_channel_mask(mask)
-        ours = model.generate(ids(2, 30), past_key_values=cache, **GREEDY)
+        ours = model.generate(ids(2, 30), cache=cache, **GREEDY)
         assert torch.equal(ours, expected)
 
     def test_every_row_may_have_its_own(self, model_pair, some_masks, assert_close):
@@ -295,7 +296,7 @@ class TestOwnChannelMasks:
         ids=["not bool", "heads", "rows", "widths"],
     )
     def test_a_mask_that_does_not_fit_is_refused(self, mask, message, model_pair, some_masks):
-        cache = feed(model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank, ids(2, 30)).past_key_values
+        cache = feed(model_pair(some_masks(MASK_WIDTHS), prune="deferred").leank, ids(2, 30))[CACHE]
         if "different" in message:
             mask[1, 0, 5] = False
         with pytest.raises(ValueError, match=message):

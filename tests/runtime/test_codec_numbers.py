@@ -85,9 +85,9 @@ def test_large_constants_of_slow_pairs_cost_a_rounded_cache_little(kv_dtype, mod
         for dtype in ("auto", kv_dtype):
             cache = model.build_cache(kv_dtype=dtype)
             with torch.no_grad():
-                model(ids(4, 360), past_key_values=cache)
+                model(ids(4, 360), cache=cache)
                 steps = ids(4, 24, seed=1).split(1, 1)
-                logits.append(torch.cat([model(token, past_key_values=cache).logits for token in steps], 1))
+                logits.append(torch.cat([model(token, cache=cache).logits for token in steps], 1))
         exact, rounded = (x.double().log_softmax(-1) for x in logits)
         losses.append(float((exact.exp() * (exact - rounded)).sum(-1).mean()))
     assert 0 < losses[1] <= 2 * losses[0]
@@ -124,7 +124,7 @@ def test_bits_that_a_number_of_half_precision_takes(kv_dtype, bits, model_pair, 
         cache = model.build_cache(kv_dtype=kv_dtype)
         cache.reserve(length)
         with torch.no_grad():
-            model(ids(1, length), past_key_values=cache)
+            model(ids(1, length), cache=cache)
         memories.append(cache.memory())
     numbers = (32 + 64 + 128) + 3 * 128
     for kind in ("used", "allocated"):

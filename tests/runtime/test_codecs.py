@@ -14,6 +14,7 @@ import torch
 
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import graph_leank, layer_leank
 from runtime.constants_leank import Constants
 from runtime.fp8_leank import SCALE_NAMES
@@ -103,7 +104,7 @@ class Coded:
         caches = self.twins(prune="deferred")
         for cache in caches:
             with torch.no_grad():
-                self.model(ids(rows, length), past_key_values=cache)
+                self.model(ids(rows, length), cache=cache)
         return caches
 
 
@@ -204,14 +205,14 @@ def test_generate_decodes_from_a_rounded_cache(codec, kwargs, build):
         mask[1, :30] = 0
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "attention_mask": mask, **kwargs}
     generate, (ours, slow) = coded.model.generate, coded.twins()
-    expected = generate(prompt, past_key_values=slow, kv_dtype="auto", **options)
+    expected = generate(prompt, cache=slow, kv_dtype="auto", **options)
     assert torch.equal(generate(prompt, kv_dtype=codec, **options), expected)
-    assert torch.equal(generate(prompt, past_key_values=ours, **options), expected)
+    assert torch.equal(generate(prompt, cache=ours, **options), expected)
     if len(prompt) == 2:  # a turn
         turn = torch.cat([expected, ids(2, 7)], 1)
         more = torch.ones(2, turn.shape[1] - 50, dtype=torch.long)
         options["attention_mask"] = torch.cat([mask, more], 1)
-        assert torch.equal(*(generate(turn, past_key_values=cache, **options) for cache in (ours, slow)))
+        assert torch.equal(*(generate(turn, cache=cache, **options) for cache in (ours, slow)))
 
 
 @pytest.mark.parametrize("codec", CODECS[:4])
@@ -266,11 +267,11 @@ def test_with_all_channels_kept_no_mean_changes_an_answer(architecture, model_pa
     caches = {leank: None, dense: None}
     for _ in range(2):  # a turn attends by another way than a token
         answers = [
-            model.generate(prompt, past_key_values=cache, attention_mask=mask, **options)
+            model.generate(prompt, attention_mask=mask, **options, **{CACHE: cache})
             for model, cache in caches.items()
         ]
         torch.testing.assert_close(*(torch.stack(answer.logits) for answer in answers), rtol=1e-7, atol=1e-7)
-        caches = {model: answer.past_key_values for model, answer in zip(caches, answers, strict=True)}
+        caches = {model: answer[CACHE] for model, answer in zip(caches, answers, strict=True)}
         prompt = torch.cat([answers[0].sequences, ids(2, 40, seed=5)], 1)
         mask = torch.cat([mask, torch.ones(2, prompt.shape[1] - mask.shape[1], dtype=torch.long)], 1)
 
@@ -335,7 +336,7 @@ def test_int4_in_chunks_of_16_takes_what_evaluate_counts(build):
     model = build("int4").model.to(torch.bfloat16)
     cache = model.build_cache(kv_dtype="int4")
     with torch.no_grad():
-        model(ids(1, 200), past_key_values=cache)
+        model(ids(1, 200), cache=cache)
     memory, groups = cache.memory(), 4 + (1 + 2 + 2) + 5 * 3
     pruned_region = memory.kept_keys.used + memory.kept_values.used
     assert pruned_region == 200 * ((7 + 80 + 16 + 48 + 33 + 5 * 80) / 2 + groups * 4)
@@ -363,10 +364,10 @@ def test_the_config_the_generation_config_and_arguments_choose(codec, build):
     other = "fp8" if codec == "fp8" else "auto"
     model.generation_config.kv_dtype = other
     cache = model.build_cache()
-    model.generate(ids(1, 9), past_key_values=cache, max_new_tokens=2, pad_token_id=0)
+    model.generate(ids(1, 9), cache=cache, max_new_tokens=2, pad_token_id=0)
     assert cache.kv_dtype == other
     with pytest.raises(ValueError, match=rf"^the cache stores `{other}` and holds tokens already, it cannot"):
-        model.generate(ids(1, 20), past_key_values=cache, kv_dtype="auto" if other == "fp8" else "fp8")
+        model.generate(ids(1, 20), cache=cache, kv_dtype="auto" if other == "fp8" else "fp8")
 
 
 def test_what_is_no_dtype_or_does_not_go_together_is_refused(build):
@@ -382,7 +383,7 @@ def test_what_is_no_dtype_or_does_not_go_together_is_refused(build):
     caches = [model.build_cache(kv_dtype=kv_dtype) for kv_dtype in ("fp8", "auto")]
     for cache in caches:
         with torch.no_grad():
-            model(ids(1, 9), past_key_values=cache)
+            model(ids(1, 9), cache=cache)
     with pytest.raises(ValueError, match=r"^cache 1 has kv_dtype auto, cache 0 has fp8$"):
         concatenate(caches)
 

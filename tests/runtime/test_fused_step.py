@@ -61,7 +61,7 @@ def decode(model, cache, prompt=15, steps=12, rows=2, mask=None, embeds=False, k
             if mask is not None:
                 inputs["attention_mask"] = mask[:, :stop]
                 inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            logits.append(model(**inputs, past_key_values=cache, logits_to_keep=keep).logits[:, -columns:])
+            logits.append(model(**inputs, cache=cache, logits_to_keep=keep).logits[:, -columns:])
     return torch.cat(logits[1:], 1)  # what a prompt gives is not fused
 
 
@@ -122,11 +122,11 @@ def test_rows_that_keep_channels_of_their_own(fused_steps, build, some_masks, as
     for use_graphs in (True, False):
         cache = model.build_cache(prune="deferred", use_graphs=use_graphs)
         with torch.no_grad():
-            model(ids(2, 15), past_key_values=cache)
+            model(ids(2, 15), cache=cache)
             for index, layer in enumerate(cache.layers):
                 masks = [some_masks(WIDTHS, seed=seed)[index] for seed in (1, 2)]
                 layer.set_channel_mask(torch.stack(masks))
-            results.append([model(ids(2, 1), past_key_values=cache).logits for _ in range(6)])
+            results.append([model(ids(2, 1), cache=cache).logits for _ in range(6)])
     assert_close(model, *(torch.cat(logits, 1) for logits in results))
     assert len(fused_steps) == 2
 
@@ -138,7 +138,7 @@ def test_a_model_without_a_head(fused_steps, build):
     caches = model.build_cache(), model.build_cache(use_graphs=False)
     with torch.no_grad():
         for count in (15, 1, 1, 1):
-            ours, stock = (model(ids(2, count), past_key_values=cache).last_hidden_state for cache in caches)
+            ours, stock = (model(ids(2, count), cache=cache).last_hidden_state for cache in caches)
             torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-4)
     assert len(fused_steps) == 2
 
@@ -285,11 +285,11 @@ def test_ids_and_embeddings_at_once_are_refused_as_in_a_prompt(fused_steps, buil
     model, token = build(), ids(2, 1)
     cache, embeds = model.build_cache(), model.get_input_embeddings()(token).detach()
     with torch.no_grad():
-        model(ids(2, 15), past_key_values=cache)
+        model(ids(2, 15), cache=cache)
         for _ in range(3):
             with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-                model(token, inputs_embeds=embeds, past_key_values=cache)
-            model(inputs_embeds=embeds, past_key_values=cache)
+                model(token, inputs_embeds=embeds, cache=cache)
+            model(inputs_embeds=embeds, cache=cache)
     assert cache.graph.num_replays == 2
 
 
@@ -304,7 +304,7 @@ def test_models_that_share_parameters_share_fused_ones(fused_steps, build, asser
     with torch.no_grad():
         cache = other.build_cache()
         for count in (15, 1, 1):
-            other(ids(2, count), past_key_values=cache)
+            other(ids(2, count), cache=cache)
     assert storages(model) == held and len(fused_steps) == 4
     model.train()
     model(ids(1, 5), labels=ids(1, 5)).loss.backward()

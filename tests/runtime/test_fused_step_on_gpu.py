@@ -149,7 +149,7 @@ def decode(model, cache, steps, mask=None, prompt=50, rows=3):
             if mask is not None:
                 positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
                 inputs = {"attention_mask": mask[:, :stop], "position_ids": positions}
-            logits.append(model(tokens[:, start:stop], past_key_values=cache, **inputs).logits[:, -1:])
+            logits.append(model(tokens[:, start:stop], cache=cache, **inputs).logits[:, -1:])
     return torch.cat(logits[1:], 1)
 
 
@@ -185,7 +185,7 @@ def test_a_fused_step_is_few_kernels(build):
     token = ids(3, 1)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        model(token, past_key_values=cache)
+        model(token, cache=cache)
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     for name, count in (("rope_append", layers), ("add_norm", 2 * layers + 1), ("silu_mul", layers)):
@@ -212,10 +212,10 @@ def test_fused_weights_are_held_once(build):
     before = torch.cuda.memory_allocated()
     cache = model.build_cache()
     with torch.no_grad():
-        model(ids(1, 20), past_key_values=cache)
+        model(ids(1, 20), cache=cache)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        model(ids(1, 1), past_key_values=cache)
+        model(ids(1, 1), cache=cache)
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert cache.graph._model.is_fused
     assert torch.cuda.max_memory_allocated() < held + layer + 2**22

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank, pages_leank
 from runtime.graph_leank import DecodeGraph
 from tests.twin_caches import ids
@@ -36,7 +37,7 @@ def run(model, cache, turns, mask=None, embeds=False, positions=True) -> torch.T
                 inputs["position_ids"] = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
             elif positions:
                 inputs["position_ids"] = torch.arange(start, stop)[None]
-            logits.append(model(**inputs, past_key_values=cache).logits)
+            logits.append(model(**inputs, cache=cache).logits)
             start = stop
     return torch.cat(logits, 1)
 
@@ -46,7 +47,7 @@ def step(model, cache, seed=0) -> torch.Tensor:
     position = torch.full((1, 1), cache.get_seq_length())
     with torch.no_grad():
         token = ids(cache.rows.lengths.shape[0], 1, seed)
-        return model(token, position_ids=position, past_key_values=cache).logits
+        return model(token, position_ids=position, cache=cache).logits
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_drafts_are_replayed_between_crops(kwargs, graphs, model_pair, some_mask
     rest = {} if mask is None else {"attention_mask": mask[:, :20]}
     with torch.no_grad():
         for cache in caches:
-            model(tokens[:, :20], past_key_values=cache, **rest)
+            model(tokens[:, :20], cache=cache, **rest)
     for count, dropped in [
         (4, 3),
         (4, 0),
@@ -156,9 +157,7 @@ def test_drafts_are_replayed_between_crops(kwargs, graphs, model_pair, some_mask
             inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
             with torch.no_grad():
                 new = tokens[:, start:stop]
-                logits.append(
-                    model(new, past_key_values=cache, logits_to_keep=count - dropped, **inputs).logits
-                )
+                logits.append(model(new, cache=cache, logits_to_keep=count - dropped, **inputs).logits)
             cache.crop(-dropped)
         assert logits[0].shape[1] == count - (dropped if dropped < count else 0)
         assert_close(model, *logits)
@@ -176,10 +175,10 @@ def test_generate_replays_drafts(drafts, graphs, model_pair, some_masks):
         if drafts == "prompt lookup"
         else {"assistant_model": copy.deepcopy(model)}
     )
-    expected = model.generate(prompt, past_key_values=model.build_cache(use_graphs=False), **GREEDY)
+    expected = model.generate(prompt, cache=model.build_cache(use_graphs=False), **GREEDY)
     for use_graphs in (False, True):
         cache = model.build_cache(use_graphs=use_graphs)
-        tokens = model.generate(prompt, past_key_values=cache, **options, **GREEDY)
+        tokens = model.generate(prompt, cache=cache, **options, **GREEDY)
         assert tokens.tolist() == expected.tolist()
         several = [count for count in cache.graph._captured if count > 1]
         assert bool(several) == use_graphs == (cache.graph.num_replays > 0)
@@ -209,8 +208,8 @@ def test_a_replay_by_itself_appends_what_the_host_does_not_count(graphs, model):
 
 def test_returned_logits_are_the_callers(graphs, model):
     with torch.no_grad():
-        cache = model(ids(2, 15)).past_key_values
-        outputs = [model(ids(2, 1, seed), past_key_values=cache).logits for seed in range(5)]
+        cache = model(ids(2, 15))[CACHE]
+        outputs = [model(ids(2, 1, seed), cache=cache).logits for seed in range(5)]
     assert len({logits.data_ptr() for logits in outputs}) == 5
     assert not torch.equal(outputs[3], outputs[4])
 
@@ -232,7 +231,7 @@ def test_generate_gives_the_same_tokens(options, graphs, model):
     for use_graphs in (True, False):
         cache = model.build_cache(use_graphs=False) if not use_graphs else model.build_cache()
         torch.manual_seed(0)
-        result = model.generate(**prompt, past_key_values=cache, **{**GREEDY, **options})
+        result = model.generate(**prompt, cache=cache, **{**GREEDY, **options})
         results.append(result if isinstance(result, torch.Tensor) else result.sequences)
         replays.append(cache.graph.num_replays)
     assert results[0].tolist() == results[1].tolist()
@@ -334,7 +333,7 @@ class TestFailure:
         for count in (3, 1, 4, 1, 2, 2):
             tokens = ids(2, count, count)
             with torch.no_grad():
-                ours, eager = (model(tokens, past_key_values=each).logits for each in (cache, plain))
+                ours, eager = (model(tokens, cache=each).logits for each in (cache, plain))
             assert_close(model, ours, eager)
         assert (cache.graph.num_captures, cache.graph.num_replays) == (2, 4)
 
@@ -371,7 +370,7 @@ class TestFailure:
         cache = model.build_cache()
         run(model, cache, [15, 1])
         with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
-            model(torch.full((2, 1), 999), past_key_values=cache)
+            model(torch.full((2, 1), 999), cache=cache)
 
 
 def test_graphs_can_be_switched_off_and_on(graphs, model):

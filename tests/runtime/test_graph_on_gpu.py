@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank
 from runtime.tools import concatenate
 from tests.tiny_families import FAMILIES, OPTIONS
@@ -55,7 +56,7 @@ def decode(model, cache, turns, mask=None) -> torch.Tensor:
             inputs = {} if mask is None else {"attention_mask": mask[:, :stop]}
             if mask is not None:
                 position = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            output = model(tokens[:, start:stop], position_ids=position, past_key_values=cache, **inputs)
+            output = model(tokens[:, start:stop], position_ids=position, cache=cache, **inputs)
             logits.append(output.logits)
             start = stop
     return torch.cat(logits, 1).float()
@@ -145,7 +146,7 @@ def test_replayed_drafts_give_what_drafts_give(is_padded, model, assert_close):
             tokens, logits = ids(3, count, count), []
             for each in (cache, plain):
                 with torch.no_grad():
-                    logits.append(model(tokens, past_key_values=each).logits.float())
+                    logits.append(model(tokens, cache=each).logits.float())
                 each.crop(-dropped)
             assert_close(model, *logits)
     assert cache.rows.lengths.tolist() == plain.rows.lengths.tolist()
@@ -163,11 +164,11 @@ def test_rows_of_mixed_lengths_decode_as_they_do_alone(model, assert_close):
         for place in range(*places):
             token = torch.cat([steps[row][:, place : place + 1] for row in rows])
             position = torch.tensor([[length + place] for length in positions], device="cuda")
-            logits.append(model(token, position_ids=position, past_key_values=cache).logits)
+            logits.append(model(token, position_ids=position, cache=cache).logits)
         return torch.cat(logits, 1).float()
 
     with torch.no_grad():
-        caches = [model(prompt).past_key_values for prompt in prompts]
+        caches = [model(prompt)[CACHE] for prompt in prompts]
         alone = copy.deepcopy(caches)
         joined = concatenate(caches)
         parts = [decoded(joined, range(4), (0, 100), lengths)]
@@ -190,12 +191,12 @@ def test_neither_capture_nor_replay_waits_for_the_device(is_padded, model):
     mask = padded(90) if is_padded else None
     with torch.no_grad():
         output = model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50])
-        cache, token = output.past_key_values, ids(3, 1)
+        cache, token = output[CACHE], ids(3, 1)
         position = torch.full((3, 1), 50, device="cuda")
         with no_waiting():
             for step in range(40):
                 seen = None if mask is None else mask[:, : 51 + step]
-                model(token, attention_mask=seen, position_ids=position + step, past_key_values=cache)
+                model(token, attention_mask=seen, position_ids=position + step, cache=cache)
     assert cache.graph.num_replays >= 36
 
 
@@ -206,14 +207,14 @@ def test_a_draft_does_not_wait_for_the_device(is_padded, model):
     mask, cache, start = padded(90) if is_padded else None, model.build_cache(), 50
     cache.reserve(90)
     with torch.no_grad():
-        model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50], past_key_values=cache)
+        model(ids(3, 50), attention_mask=None if mask is None else mask[:, :50], cache=cache)
         token, position = ids(3, 4), torch.arange(90, device="cuda")[None]
         with no_waiting():
             for count in (4, 3, 1, 4, 1, 3, 4):
                 stop = start + count
                 seen = None if mask is None else mask[:, :stop]
                 columns = {"attention_mask": seen, "position_ids": position[:, start:stop]}
-                model(token[:, :count], past_key_values=cache, **columns)
+                model(token[:, :count], cache=cache, **columns)
                 start = stop
     assert cache.graph.num_replays >= 4
 
@@ -230,7 +231,7 @@ def test_generate_gives_the_same_tokens(options, model):
     results = []
     for use_graphs in (True, False):
         cache = model.build_cache(use_graphs=use_graphs)
-        results.append(model.generate(**prompt, past_key_values=cache, **{**GREEDY, **options}).tolist())
+        results.append(model.generate(**prompt, cache=cache, **{**GREEDY, **options}).tolist())
         assert use_graphs or cache.graph.num_replays == 0
         if use_graphs:
             assert cache.graph.num_replays >= (4 if "prompt_lookup_num_tokens" in options else 36)
@@ -245,11 +246,11 @@ def test_inference_mode_and_no_grad_take_turns(model, assert_close):
     token = ids(3, 1)
     for _ in range(4):
         with torch.no_grad():
-            ours, eager = (model(token, past_key_values=each).logits for each in (cache, plain))
+            ours, eager = (model(token, cache=each).logits for each in (cache, plain))
         assert_close(model, ours, eager)
     with torch.inference_mode():
         for _ in range(3):
-            model(token, past_key_values=cache)
+            model(token, cache=cache)
     assert cache.graph.num_replays >= 6
 
 
@@ -268,7 +269,7 @@ def test_a_capture_on_another_stream(model, assert_close):
 def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypatch, caplog):
     settings = {**GREEDY, "do_sample": True}
     torch.manual_seed(0)
-    expected = model.generate(ids(3, 50), past_key_values=model.build_cache(use_graphs=False), **settings)
+    expected = model.generate(ids(3, 50), cache=model.build_cache(use_graphs=False), **settings)
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids(3, 50), **settings), expected)
     norm = type(model.model.norm).forward
@@ -279,13 +280,13 @@ def test_sampling_goes_on_after_captures_and_after_a_failed_one(model, monkeypat
     monkeypatch.setattr(type(model.model.norm), "forward", asks)
     torch.manual_seed(0)
     cache = model.build_cache()
-    assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
+    assert torch.equal(model.generate(ids(3, 50), cache=cache, **settings), expected)
     assert cache.graph.num_replays == 0 and cache.graph.why_eager.startswith("capturing failed")
     monkeypatch.undo()
     torch.cuda.empty_cache()  # refused by an allocator that believes in a capture under way
     cache = model.build_cache()
     torch.manual_seed(0)
-    assert torch.equal(model.generate(ids(3, 50), past_key_values=cache, **settings), expected)
+    assert torch.equal(model.generate(ids(3, 50), cache=cache, **settings), expected)
     assert cache.graph.num_replays >= 36, cache.graph.why_eager
 
 
@@ -330,7 +331,7 @@ def test_a_prompt_never_lies_dense_in_all_layers(model_pair, some_masks):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        cache = model(tokens, logits_to_keep=1).past_key_values
+        cache = model(tokens, logits_to_keep=1)[CACHE]
         peak = torch.cuda.max_memory_allocated() - before
     held = cache.memory().total.allocated
     one_layer = dense // layers
@@ -349,7 +350,7 @@ def test_decoding_over_two_devices(is_padded, model, assert_close):
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
     places |= {"model.rotary_emb": 0, "lm_head": 1}
     whole = copy.deepcopy(model)
-    model = accelerate.dispatch_model(model, device_map=places, skip_keys="past_key_values")
+    model = accelerate.dispatch_model(model, device_map=places, skip_keys={"cache", CACHE})
     cache = model.build_cache()
     ours = decode(model, cache, turns, mask).cuda()
     real = slice(None) if mask is None else mask.bool()

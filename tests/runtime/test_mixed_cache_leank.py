@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import concatenate
 from tests.tiny_families import FAMILIES, OPTIONS
 
@@ -28,12 +29,12 @@ def ids(length: int, seed: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def prefilled(model, length, seed=0):
-    return model(ids(length, seed), past_key_values=model.build_cache()).past_key_values
+    return model(ids(length, seed), cache=model.build_cache())[CACHE]
 
 
 @torch.no_grad()
 def decoded(model, cache, tokens, positions, **masks):
-    return model(tokens, position_ids=positions, past_key_values=cache, **masks).logits
+    return model(tokens, position_ids=positions, cache=cache, **masks).logits
 
 
 def test_rows_of_other_lengths_need_no_mask_to_be_seen_as_they_are_alone(model):
@@ -56,7 +57,7 @@ def test_a_cache_that_was_emptied_is_as_new(length, drop, model):
     # state, of as many rows as it had.
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(length).expand(2, -1), past_key_values=cache)
+        model(ids(length).expand(2, -1), cache=cache)
     drop(cache)
     positions = torch.arange(12)[None]
     expected = decoded(model, model.build_cache("deferred"), ids(12, 1), positions)
@@ -122,7 +123,7 @@ def test_beams_move_rows_within_a_captured_step(graphs, model):
     settings = {"do_sample": False, "num_beams": 3, "min_new_tokens": 16, "max_new_tokens": 16}
     settings |= {"pad_token_id": 0, "attention_mask": torch.ones(1, 20)}
     caches = model.build_cache(), model.build_cache(use_graphs=False)
-    ours, eager = (model.generate(ids(20), past_key_values=cache, **settings) for cache in caches)
+    ours, eager = (model.generate(ids(20), cache=cache, **settings) for cache in caches)
     assert torch.equal(ours, eager)
     assert caches[0].graph.num_captures == 1 and caches[0].graph.num_replays >= 12
 
@@ -136,7 +137,7 @@ def test_modes_may_change_between_steps(graphs, model, assert_close):
         span = slice(0, 20) if step == 0 else slice(19 + step, 20 + step)
         with mode():
             ours, eager = (
-                model(ids(30)[:, span], position_ids=positions[:, span], past_key_values=each).logits
+                model(ids(30)[:, span], position_ids=positions[:, span], cache=each).logits
                 for each in (cache, plain)
             )
         assert_close(model, ours, eager)
@@ -149,7 +150,7 @@ def test_why_a_step_is_not_captured(graphs, model):
     for count in (1, 1, 1, 2):
         decoded(model, cache, ids(count), torch.arange(count)[None] + cache.get_seq_length())
         reasons.append(cache.graph.why_eager)
-    model(ids(1), position_ids=torch.tensor([[cache.get_seq_length()]]), past_key_values=cache)
+    model(ids(1), position_ids=torch.tensor([[cache.get_seq_length()]]), cache=cache)
     assert [*reasons, cache.graph.why_eager] == [
         *["a window of 7 tokens, in layers that are not pruned, is not full"] * 2,
         "the first step of its kind",

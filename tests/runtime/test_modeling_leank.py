@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.modeling_leank import LeanKLlamaForCausalLM
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
@@ -72,8 +73,8 @@ def test_with_all_channels_kept_two_turns_are_the_dense_models(model_pair):
         batch = padded_batch()
         cache = None
         for _ in range(3):
-            result = model.generate(**batch, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
-            cache = result.past_key_values
+            result = model.generate(**batch, return_dict_in_generate=True, **GREEDY, **{CACHE: cache})
+            cache = result[CACHE]
             new = torch.randint(3, 64, (3, 7), generator=torch.Generator().manual_seed(6))
             ids = torch.cat([result.sequences, new], dim=1)
             mask = torch.ones_like(ids)
@@ -82,6 +83,17 @@ def test_with_all_channels_kept_two_turns_are_the_dense_models(model_pair):
             batch = {"input_ids": ids, "attention_mask": mask}
         outputs.append(result.sequences)
     assert outputs[0].tolist() == outputs[1].tolist()
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])  # of any release of transformers
+def test_a_cache_is_given_by_its_new_or_its_old_name(name, model_pair, some_masks):
+    model = model_pair(some_masks([(3, 9), (5, 16)])).leank
+    expected, cache = model.generate(one_row(), **GREEDY), model.build_cache()
+    assert model.generate(one_row(), **GREEDY, **{name: cache}).tolist() == expected.tolist()
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    with torch.no_grad():
+        assert model(expected[:, -1:], **{name: cache})[CACHE] is cache
+    assert cache.get_seq_length() == expected.shape[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -122,7 +134,7 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
     settings = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 1, "min_new_tokens": 1}
 
     def mode(**options: Any) -> str:
-        return model.generate(one_row(), **{**settings, **options}).past_key_values.prune
+        return model.generate(one_row(), **{**settings, **options})[CACHE].prune
 
     assert mode() == "eager"
     assert mode(prune="deferred") == "deferred"
@@ -130,7 +142,7 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
     assert mode() == "deferred"
     assert mode(prune="eager") == "eager"
     custom = GenerationConfig(**settings, prune="eager")
-    assert model.generate(one_row(), custom).past_key_values.prune == "eager"
+    assert model.generate(one_row(), custom)[CACHE].prune == "eager"
     with pytest.raises(ValueError, match="`prune` is 'lazy', not one of `eager`, `deferred`"):
         model.generate(one_row(), prune="lazy")
 
@@ -138,15 +150,15 @@ def test_prune_is_taken_from_argument_then_generation_config_then_config(model_p
 def test_a_default_prune_leaves_a_cache_with_tokens_as_it_is(model_pair, some_masks):
     model = model_pair(some_masks([[0, 4], [4, 8]])).leank
     with torch.no_grad():
-        cache = model(one_row()).past_key_values
+        cache = model(one_row())[CACHE]
     model.generation_config.prune = "deferred"
     ids = torch.cat([one_row(), one_row(3)], dim=1)
     with pytest.raises(ValueError, match="it cannot change to `deferred`"):
-        model.generate(ids, past_key_values=cache, prune="deferred", **GREEDY)
-    model.generate(ids, past_key_values=cache, **GREEDY)
+        model.generate(ids, cache=cache, prune="deferred", **GREEDY)
+    model.generate(ids, cache=cache, **GREEDY)
     assert cache.prune == "eager"
     empty = model.build_cache()
-    model.generate(ids, past_key_values=empty, **GREEDY)
+    model.generate(ids, cache=empty, **GREEDY)
     assert empty.prune == "deferred"
 
 
@@ -170,7 +182,7 @@ def test_without_a_cache_the_model_is_dense(model_pair, some_masks):
     with torch.no_grad():
         ours = pair.leank(**padded_batch(), use_cache=False)
         dense = pair.dense(**padded_batch(), use_cache=False)
-    assert ours.past_key_values is None
+    assert CACHE not in ours
     assert torch.equal(ours.logits, dense.logits)
 
 
@@ -192,18 +204,18 @@ def test_autocast_decodes_what_full_precision_does(dtype, turns, model_pair, som
     for seed, count in enumerate(turns):
         ids = torch.randint(3, 64, (2, count), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            exact = model(ids, past_key_values=expected).logits
+            exact = model(ids, cache=expected).logits
             with torch.autocast("cpu", dtype=dtype):
-                ours = model(ids, past_key_values=cache).logits
+                ours = model(ids, cache=cache).logits
         assert (ours - exact).norm() < 0.03 * exact.norm()
 
 
 def test_decoding_with_gradients_enabled_keeps_no_graph_in_the_cache(model_pair, some_masks):
     model = model_pair(some_masks([[0, 4], [4, 8]])).leank
     ids = one_row()
-    cache = model(ids).past_key_values
+    cache = model(ids)[CACHE]
     for _ in range(3):
-        model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+        model(ids[:, :1], cache=cache).logits.sum().backward()
     assert copy.deepcopy(cache).get_seq_length() == 24
 
 
@@ -215,7 +227,7 @@ def test_transformers_cache_loop_decodes_with_context_on_an_own_cache(model_pair
     tokens = []
     with torch.no_grad():
         for _ in range(len(expected)):
-            logits = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1:]
+            logits = model(**inputs, cache=cache, use_cache=True).logits[:, -1:]
             logits[..., 2] = -torch.inf  # min_new_tokens: no end of text
             token = logits.argmax(-1)
             tokens.append(int(token))
@@ -307,7 +319,7 @@ def test_an_inner_model_called_directly_cannot_decode_densely(model_pair):
     with torch.no_grad():
         dense = model.model(ids, use_cache=True)
         with pytest.raises(ValueError, match=r"22 keys for 1 queries: .* `model.build_cache\(\)`"):
-            model.model(ids[:, :1], past_key_values=dense.past_key_values)
+            model.model(ids[:, :1], **{CACHE: dense[CACHE]})
         cache = model.build_cache()
-        model.model(**padded_batch(), past_key_values=cache)
+        model.model(**padded_batch(), **{CACHE: cache})
     assert cache.rows.lengths.tolist() == [21, 12, 1]

@@ -67,13 +67,13 @@ def test_a_decode_step_never_waits_for_the_device(padded, kv_dtype, model_pair, 
     position = torch.full((3, 1), 50, device="cuda")
     with torch.no_grad():
         cache = model.build_cache(kv_dtype=kv_dtype)
-        model(prompt["input_ids"], attention_mask=mask, past_key_values=cache)
+        model(prompt["input_ids"], attention_mask=mask, cache=cache)
         torch.cuda.synchronize()
         try:
             torch.cuda.set_sync_debug_mode("error")
             for step in range(30):
                 mask = None if mask is None else torch.cat([mask, torch.ones_like(token)], dim=1)
-                model(token, attention_mask=mask, position_ids=position + step, past_key_values=cache)
+                model(token, attention_mask=mask, position_ids=position + step, cache=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert cache.get_seq_length() == 80

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import pages_leank
 from runtime.pages_leank import PageTables, page_sources, spread_pages
 from runtime.tools import concatenate
@@ -83,7 +84,7 @@ def logits_of(pair, cache, rows, steps):
         for step in range(steps):
             places = torch.tensor([[start + step] for _, start in rows])
             tokens = torch.stack([ids[start + step : start + step + 1] for ids, start in rows])
-            found.append(pair.leank(tokens, position_ids=places, past_key_values=cache).logits)
+            found.append(pair.leank(tokens, position_ids=places, cache=cache).logits)
     return torch.cat(found, 1)
 
 
@@ -100,7 +101,7 @@ def test_rows_of_mixed_lengths_grow_move_and_stay_what_they_are(
 
     def prefilled(index):
         with torch.no_grad():
-            return pair.leank(ids[index][: prompts[index]][None]).past_key_values
+            return pair.leank(ids[index][: prompts[index]][None])[CACHE]
 
     def check(cache, rows, steps):
         ours = logits_of(pair, cache, rows, steps)
@@ -128,7 +129,7 @@ def test_rows_of_mixed_lengths_grow_move_and_stay_what_they_are(
 def test_beams_of_equal_rows_are_reordered_where_they_are(model_pair, some_masks):
     pair = model_pair(some_masks(WIDTHS))
     with torch.no_grad():
-        cache = pair.leank(torch.stack([row(70, 0), row(70, 1), row(70, 2)])).past_key_values
+        cache = pair.leank(torch.stack([row(70, 0), row(70, 1), row(70, 2)]))[CACHE]
     pools = [layer.store.kept_keys for layer in cache.layers]
     expected = [pool.view(3, -1, *pool.shape[1:])[[2, 0, 0]] for pool in pools]
     addresses = cache.addresses()

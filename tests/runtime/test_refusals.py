@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
 
@@ -46,27 +47,27 @@ def test_other_caches_are_refused_by_name(implementation, model_pair):
 def test_another_number_of_rows_is_refused_and_leaves_the_cache_as_it_was(rows, columns, model_pair):
     model = model_pair(everything()).leank
     with torch.no_grad():
-        cache = model(one_row().expand(2, -1)).past_key_values
+        cache = model(one_row().expand(2, -1))[CACHE]
         with pytest.raises(ValueError, match=f"input has {rows} rows, the cache holds 2; .*batch_select"):
-            model(one_row(columns).expand(rows, -1), past_key_values=cache)
+            model(one_row(columns).expand(rows, -1), cache=cache)
         assert cache.get_seq_length() == 21 and cache.rows.lengths.tolist() == [21, 21]
-        model(one_row(1).expand(2, -1), past_key_values=cache)
+        model(one_row(1).expand(2, -1), cache=cache)
 
 
 def test_foreign_caches_are_refused(model_pair):
     pair = model_pair(everything())
     ids = one_row()
     with torch.no_grad():
-        full = pair.dense(ids).past_key_values
+        full = pair.dense(ids)[CACHE]
     assert isinstance(full, DynamicCache)
     for call in (pair.leank.generate, pair.leank.forward):
         with pytest.raises(ValueError, match=r"DynamicCache with 21 tokens .* run the prompt through this"):
-            call(ids, past_key_values=full)
+            call(ids, cache=full)
         static = StaticCache(config=pair.dense.config, max_cache_len=64)
-        with pytest.raises(ValueError, match="past_key_values is a StaticCache"):
-            call(ids, past_key_values=static)
-        with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
-            call(ids, past_key_values=DynamicCache(config=pair.dense.config, offloading=True))
+        with pytest.raises(ValueError, match="cache is a StaticCache"):
+            call(ids, cache=static)
+        with pytest.raises(ValueError, match="cache is a DynamicCache"):
+            call(ids, cache=DynamicCache(config=pair.dense.config, offloading=True))
 
 
 @pytest.mark.parametrize("make", [DynamicCache, lambda: ()], ids=["DynamicCache", "tuple"])
@@ -79,7 +80,7 @@ def test_an_empty_foreign_cache_is_refused_because_it_would_stay_empty(make, mod
         with pytest.raises(
             ValueError, match=rf"is a {type(cache).__name__}, .* pass `model.build_cache\(\)`"
         ):
-            call(one_row(), past_key_values=cache)
+            call(one_row(), cache=cache)
 
 
 def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
@@ -90,8 +91,8 @@ def test_an_empty_cache_of_another_model_is_refused(model_pair, some_masks):
             with pytest.raises(
                 ValueError, match=r"a model that keeps other channels; .*`model.build_cache\(\)`"
             ):
-                call(one_row(), past_key_values=other.build_cache())
-    mine.generate(one_row(), past_key_values=copy.deepcopy(mine).build_cache(), **GREEDY)
+                call(one_row(), cache=other.build_cache())
+    mine.generate(one_row(), cache=copy.deepcopy(mine).build_cache(), **GREEDY)
 
 
 def test_a_draft_by_early_exit_is_refused_and_leaves_the_model_whole(model_pair):
@@ -118,13 +119,13 @@ def test_a_mask_of_another_length_than_the_conversation_is_refused(width, model_
     model = model_pair(everything()).leank
     ids = one_row()
     with torch.no_grad():
-        cache = model(ids).past_key_values
+        cache = model(ids)[CACHE]
         with pytest.raises(ValueError, match=f"covers {width} tokens, the cache and the input hold 22"):
-            model(ids[:, :1], attention_mask=torch.ones(1, width), past_key_values=cache)
+            model(ids[:, :1], attention_mask=torch.ones(1, width), cache=cache)
         with pytest.raises(ValueError, match=f"covers {21 + width} tokens, the cache and the input hold 21"):
-            model(ids, attention_mask=torch.ones(1, 21 + width), past_key_values=model.build_cache())
-        output = model(ids[:, :1], attention_mask=torch.ones(1, 22), past_key_values=cache)
-    assert output.past_key_values.get_seq_length() == 22
+            model(ids, attention_mask=torch.ones(1, 21 + width), cache=model.build_cache())
+        output = model(ids[:, :1], attention_mask=torch.ones(1, 22), cache=cache)
+    assert output[CACHE].get_seq_length() == 22
 
 
 def test_attention_weights_are_refused(model_pair):

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from runtime import store_leank
 from runtime.attention_leank import AttentionHandle
 from runtime.tools import concatenate
@@ -18,7 +19,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 def feed(model, tokens, cache=None, **kwargs):
     with torch.no_grad():
-        return model(tokens, past_key_values=cache, use_cache=True, **kwargs)
+        return model(tokens, cache=cache, use_cache=True, **kwargs)
 
 
 def capacities(cache) -> set[int]:
@@ -45,7 +46,7 @@ def test_reserved_memory_never_grows(model_pair, some_masks):
 @pytest.mark.parametrize("num_columns", [10**12, 10**300, -1, 2.5, "64"], ids=lambda value: str(value)[:9])
 def test_an_absurd_reservation_is_refused(num_columns, model_pair, some_masks):
     model = model_pair(some_masks(WIDTHS)).leank
-    cache = feed(model, ids(2, 60)).past_key_values
+    cache = feed(model, ids(2, 60))[CACHE]
     with pytest.raises(ValueError, match=r"^`num_columns` is .{1,60}, not an integer from 0 to 16777216$"):
         cache.reserve(num_columns)
     with pytest.raises(ValueError, match=r"^`num_reserved` is .{1,60}, not an integer from 0 to 16777216$"):
@@ -57,7 +58,7 @@ def test_a_reservation_that_memory_does_not_suffice_for_leaves_the_cache_usable(
     model_pair, some_masks, monkeypatch
 ):
     model = model_pair(some_masks(WIDTHS)).leank
-    cache = feed(model, ids(2, 60)).past_key_values
+    cache = feed(model, ids(2, 60))[CACHE]
 
     def fail(*_):
         raise torch.OutOfMemoryError("no memory")
@@ -101,7 +102,7 @@ def test_generate_reserves_for_a_short_answer(options, capacity, model_pair, som
         **options,
         **GREEDY,
     )
-    assert capacities(result.past_key_values) == {capacity}
+    assert capacities(result[CACHE]) == {capacity}
 
 
 def test_a_second_turn_reserves_too(model_pair, some_masks):
@@ -109,17 +110,17 @@ def test_a_second_turn_reserves_too(model_pair, some_masks):
     settings = {"return_dict_in_generate": True, "eos_token_id": None, **GREEDY}
     first = model.generate(ids(2, 100), max_new_tokens=20, **settings)
     tokens = torch.cat([first.sequences, ids(2, 30)], 1)
-    cache = model.generate(tokens, past_key_values=first.past_key_values, max_new_tokens=60, **settings)
-    assert capacities(cache.past_key_values) == {256}
+    cache = model.generate(tokens, cache=first[CACHE], max_new_tokens=60, **settings)
+    assert capacities(cache[CACHE]) == {256}
 
 
 def test_blocks_of_a_prompt_give_what_the_whole_gives(model_pair, some_masks, monkeypatch):
     model = model_pair(some_masks(WIDTHS)).leank
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :23] = 0
-    whole = feed(model, ids(2, 70), attention_mask=mask).past_key_values
+    whole = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
     monkeypatch.setattr(store_leank, "_BLOCK_SIZE", 2 * 3 * 16 * 9)
-    blocks = feed(model, ids(2, 70), attention_mask=mask).past_key_values
+    blocks = feed(model, ids(2, 70), attention_mask=mask)[CACHE]
     for ours, expected in zip(blocks.layers, whole.layers, strict=True):
         for name in ("kept_keys", "values", "window_keys", "window_values"):
             assert torch.equal(getattr(ours.store, name), getattr(expected.store, name))

@@ -84,12 +84,12 @@ def test_a_huge_window_takes_what_its_tokens_take(sizes, model_pair, some_masks)
     pair = model_pair(some_masks(WIDTHS), sink=sink, recent=recent, flush=flush, prune="deferred")
     whole = pair.leank.build_cache()
     with torch.no_grad():
-        pair.leank(torch.stack([row(100, 0), row(100, 1)]), past_key_values=whole)
+        pair.leank(torch.stack([row(100, 0), row(100, 1)]), cache=whole)
         forked = fork(whole, recent_size=HUGE)
         joined = concatenate([fork(whole), fork(whole)], num_reserved=150)
         for cache, batch in ((whole, 2), (forked, 2), (joined, 4)):
             for _ in range(50):
-                pair.leank(torch.full((batch, 1), 5), past_key_values=cache)
+                pair.leank(torch.full((batch, 1), 5), cache=cache)
             memory = cache.memory()
             assert memory.total.allocated <= 1.5 * (memory.dense_keys + memory.dense_values)
 
@@ -99,11 +99,11 @@ def test_what_is_reserved_covers_the_window(model_pair, some_masks):
     cache = model.build_cache()
     cache.reserve(250)
     with torch.no_grad():
-        model(row(130)[None], past_key_values=cache)
+        model(row(130)[None], cache=cache)
         assert window_pages(cache) == {4}
         addresses = cache.addresses()
         for _ in range(120):
-            model(row(1)[None], past_key_values=cache)
+            model(row(1)[None], cache=cache)
     assert cache.addresses() == addresses
     cache.reserve(1000)
     assert window_pages(cache) == {1 + 7}
@@ -120,7 +120,7 @@ def test_a_crop_and_other_rows_keep_a_window_that_is_not_whole(
     cache.batch_repeat_interleave(2)
     with torch.no_grad():
         logits = [
-            pair.leank(torch.stack([rows[b][i : i + 1] for b in (1, 1, 0, 0)]), past_key_values=cache).logits
+            pair.leank(torch.stack([rows[b][i : i + 1] for b in (1, 1, 0, 0)]), cache=cache).logits
             for i in range(22, 70)
         ]
     ours = torch.cat(logits, 1)

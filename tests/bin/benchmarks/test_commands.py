@@ -245,7 +245,7 @@ def test_a_peer_whose_decoding_is_wrong_has_a_reason_and_no_figures(monkeypatch)
     monkeypatch.setattr(
         decode_step.PreallocatedLayer,
         "update",
-        lambda layer, keys, values, *rest: right(layer, keys, 2 * values),
+        lambda layer, keys, values, *rest, **more: right(layer, keys, 2 * values),
     )
     result = run("generate", *CPU, "--case", "1x30x4", "--rounds", "1", "--peers", "dense-graph-cudnn")
     (case,) = json.loads(result.stdout)["cases"]

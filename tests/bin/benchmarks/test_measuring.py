@@ -10,6 +10,7 @@ from bin.benchmarks.measuring import (
 )
 from bin.benchmarks.memory import Trial, find_largest, join_rows, prefill_row
 from bin.benchmarks.random_models import build_dense, build_model, choose_setup
+from leank_convert._runtime.configuration_leank import CACHE
 
 CPU = torch.device("cpu")
 # What a tiny model's dense cache takes: K and V of 2 layers, 4 heads of 64 channels in fp32.
@@ -61,11 +62,11 @@ def test_rows_are_joined_and_decode_as_each_alone(index, both):
     prompts = torch.randint(3, 128, (3, 1, 50), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         alone = [
-            model(torch.full((1, 1), 7), past_key_values=prefill_row(model, prompt, 60)).logits
+            model(torch.full((1, 1), 7), **{CACHE: prefill_row(model, prompt, 60)}).logits
             for prompt in prompts
         ]
         cache = join_rows([prefill_row(model, prompt, 60) for prompt in prompts], 60)
-        together = model(torch.full((3, 1), 7), past_key_values=cache).logits
+        together = model(torch.full((3, 1), 7), **{CACHE: cache}).logits
     torch.testing.assert_close(together, torch.cat(alone))
     assert cache.get_seq_length() == 51
 

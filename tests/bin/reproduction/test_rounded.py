@@ -17,7 +17,7 @@ def prefill():
     model = build_pair(MASKS, "Qwen2", groups=2).leank
     cache = model.build_cache("deferred")
     with torch.no_grad():
-        model(ids(2, 60), past_key_values=cache)
+        model(ids(2, 60), cache=cache)
 
     class Prefill:
         def fork(self):

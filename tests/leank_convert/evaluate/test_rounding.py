@@ -35,10 +35,8 @@ def test_it_is_the_mean_divergence_of_answers_fed_token_by_token(
         for dtype in ("auto", kv_dtype):
             cache = model.build_cache("deferred", kv_dtype=dtype)
             with torch.no_grad():
-                model(sample.prompt_ids()[None], past_key_values=cache)
-                logits = [
-                    model(token[None, None], past_key_values=cache).logits for token in sample.answer_ids()
-                ]
+                model(sample.prompt_ids()[None], cache=cache)
+                logits = [model(token[None, None], cache=cache).logits for token in sample.answer_ids()]
             read.append(torch.cat(logits)[:, 0].double())
         exact, rounded = read
         assert len(exact) == len(sample.answer_ids()) > 0

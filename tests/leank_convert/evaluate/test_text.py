@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.text import (
     compare_text,
@@ -75,9 +76,9 @@ def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
     ids = token_ids(evaluated)
     dense = dense_log_probs(evaluated, ids)
     with torch.no_grad():
-        cache = evaluated.model(input_ids=ids[None, :PREFIX]).past_key_values
+        cache = evaluated.model(input_ids=ids[None, :PREFIX])[CACHE]
         for place in range(PREFIX, NUM_TOKENS - 1):
-            logits = evaluated.model(input_ids=ids[None, place : place + 1], past_key_values=cache).logits
+            logits = evaluated.model(input_ids=ids[None, place : place + 1], cache=cache).logits
             pruned = logits[0, -1].double().log_softmax(-1)
             expected = sum(
                 math.exp(p) * (p - q) for p, q in zip(dense[place].tolist(), pruned.tolist(), strict=True)

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import leank_convert.masks
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import read_model_facts
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
@@ -167,7 +168,7 @@ def test_a_model_of_the_authors_is_exported_verified_and_decoded_without_naming_
     inputs = tokenizer("goze 17 42 ; " * 330, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert output.sequences.shape[1] == inputs["input_ids"].shape[1] + 4
-    memory = output.past_key_values.memory()
+    memory = output[CACHE].memory()
     assert memory.kept_keys.used + memory.window_keys.used < 0.95 * memory.dense_keys
 
 

@@ -161,7 +161,7 @@ class RuntimeSession:
         padded = None if bool(self.mask.all()) else self.mask
         with torch.no_grad():
             logits = self.leank(
-                ids, attention_mask=padded, position_ids=positions, past_key_values=self.cache, use_cache=True
+                ids, attention_mask=padded, position_ids=positions, cache=self.cache, use_cache=True
             ).logits
         return [values[real.bool()] for values, real in zip(logits, new_mask, strict=True)]
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 
+from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.testbed.tasks import MAX_TOKENS, TASKS, VOCABULARY, Sample, build_sample
 
@@ -95,11 +96,11 @@ def test_nothing_is_answered_from_the_windows_alone(model, tokenizer, task):
         ids = encode(tokenizer, sample)
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=cache).logits
+            logits = model(input_ids=ids, **{CACHE: cache}).logits
             for layer in cache.layers:
                 layer.keys[:, :, SINK_SIZE : ids.shape[1] - RECENT_SIZE] = 0
             answer = []
             while len(answer) < len(sample.answer.split()):
                 answer.append(logits[:, -1:].argmax(-1))
-                logits = model(input_ids=answer[-1], past_key_values=cache).logits
+                logits = model(input_ids=answer[-1], **{CACHE: cache}).logits
         assert decode(tokenizer, torch.cat(answer, 1)[0]) != sample.answer

@@ -33,7 +33,7 @@ def stock_cache(loaded, input_ids):
     """Keys and values that transformers' own cache holds of a context, each [L, H_kv, N, D]."""
     cache = DynamicCache(config=loaded.model.config)
     with torch.no_grad(), attention_of(loaded.model, "eager"):
-        loaded.model.base_model(input_ids=input_ids[None], past_key_values=cache, use_cache=True)
+        loaded.model.base_model(input_ids=input_ids[None], cache=cache, use_cache=True)
     return [torch.stack([getattr(layer, name)[0] for layer in cache.layers]) for name in ("keys", "values")]
 
 
