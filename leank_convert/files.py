@@ -120,7 +120,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n"):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             found.append(value)

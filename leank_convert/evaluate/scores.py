@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
@@ -82,7 +83,8 @@ def score_final_number(answer: str, reference: str, classes: Sequence[str] = ())
     """Whether the number that the answer ends up with is the reference."""
     for pattern, place in _FINAL_NUMBERS:
         if found := pattern.findall(answer):
-            return float(int(found[place]) == int(reference))
+            # Of any number of digits, where `int` ends at 4300.
+            return float(Decimal(found[place]) == Decimal(reference))
     return 0.0
 
 

@@ -51,7 +51,13 @@ def test_a_line_that_was_cut_off_is_asked_again(tmp_path, cut):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"score": ...}, {"score": 2}, {"score": None}, {"text": 5}, {"index": True}, {"more": 1}],
+    [
+        *({"score": score} for score in (..., 2, 99, None, "1", [1], float("nan"))),
+        {"text": 5},
+        {"index": True},
+        {"prompt": ["x"]},
+        {"more": 1},
+    ],
     ids=str,
 )
 def test_a_line_that_is_no_answer_is_named(tmp_path, changes):
@@ -59,9 +65,10 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, changes):
     path = tmp_path / ANSWERS_NAME
     first, second = path.read_text().splitlines()
     record = {key: value for key, value in {**json.loads(second), **changes}.items() if value is not ...}
-    path.write_text(f"{first}\n{json.dumps(record)}\n")
-    with pytest.raises(LeanKError, match=r"answers.jsonl`, line 2: not an answer with task, length"):
-        AnswerLog(tmp_path, SETTINGS)
+    for line in (json.dumps(record), "[" * 100_000):
+        path.write_text(f"{first}\n{line}\n")
+        with pytest.raises(LeanKError, match=r"answers.jsonl`, line 2: not an answer with task, length"):
+            AnswerLog(tmp_path, SETTINGS)
 
 
 def test_answers_of_other_settings_are_refused_and_kept(tmp_path):

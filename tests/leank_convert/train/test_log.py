@@ -97,7 +97,7 @@ def test_log_gives_back_what_was_written(write, folder):
     assert [row["pruning_ratio_asked"] for row in rows] == [None, None, 0.7]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "sta', b'{"step": 3}\n', b"\0\0\xff", b"3"])
+@pytest.mark.parametrize("torn", [b'{"step": 3, "sta', b'{"step": 3}\n', b"\0\0\xff", b"3", b"[" * 100_000])
 def test_a_torn_line_is_left_out(torn, write, folder):
     write(record(1), record(2))
     with (folder / "log.jsonl").open("ab") as file:
