@@ -6,6 +6,8 @@ import pytest
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import scores
+from leank_convert.evaluate.benchmarks import longbench
+from leank_convert.evaluate.benchmarks.files import encode_text
 from leank_convert.evaluate.benchmarks.longbench import draw_longbench
 from leank_convert.evaluate.benchmarks.longbench_tasks import TASKS
 from leank_convert.evaluate.prompt import score
@@ -68,6 +70,21 @@ def test_a_prompt_that_is_too_long_loses_its_middle(byte_level_tokenizer, write_
     for kept in ("Line 0.", "Line 1999.", RECORD["input"]):
         assert kept in text
     assert "Line 1000." not in text
+
+
+def test_of_a_text_without_a_bound_only_its_ends_are_tokenized(
+    byte_level_tokenizer, write_records, monkeypatch
+):
+    context = " ".join(f"Line {n}." for n in range(50_000))
+    folder = write_records("qasper.jsonl", [RECORD | {"context": context}])
+    lengths = []
+    monkeypatch.setattr(
+        longbench, "encode_text", lambda t, text, **o: lengths.append(len(text)) or encode_text(t, text, **o)
+    )
+    (prompt,) = draw(byte_level_tokenizer, folder)
+    assert max(lengths) <= 128 * LENGTH
+    monkeypatch.setattr(longbench, "_MAX_CHARACTERS", len(context))
+    assert draw(byte_level_tokenizer, folder)[0].digest == prompt.digest and max(lengths) > len(context)
 
 
 @pytest.mark.parametrize(
