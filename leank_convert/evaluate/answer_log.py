@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,26 @@ from leank_convert.files import read_json, write_atomically
 _ANSWER = TypeAdapter(Answer)
 
 
+@contextmanager
+def writing_to(file: Path) -> Iterator[None]:
+    """Say what a full disk, or one that fails, leaves of an evaluation.
+
+    Args:
+        file: What is written, where the system's error names no file.
+
+    Raises:
+        LeanKError: In place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise LeanKError(
+            f"`{error.filename or file}` cannot be written: {error.strerror}",
+            hint="make room where the disk is full, and run the command again: what is answered stays so",
+            exit_code=1,
+        ) from error
+
+
 class AnswerLog:
     """Answers by prompt and variant, in memory and, with a folder, one line each in `answers.jsonl`.
 
@@ -31,7 +52,7 @@ class AnswerLog:
         settings: What the answers depend on besides the prompts, JSON-ready.
 
     Raises:
-        LeanKError: If the folder holds answers of other settings, or a file in it cannot be read.
+        LeanKError: If the folder holds answers of other settings, or a file in it cannot be read or written.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
@@ -39,20 +60,25 @@ class AnswerLog:
         self._path = None
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         kept = folder / SETTINGS_NAME
         if kept.exists():
             _check_same(read_json(kept), settings, folder)
         self._path = folder / ANSWERS_NAME
         if self._path.exists():
             self._read(self._path)
-        write_atomically(kept, json.dumps(settings, indent=2).encode())
+        with writing_to(kept):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, json.dumps(settings, indent=2).encode())
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Keep a batch's answers, in the file before this returns."""
+        """Keep a batch's answers, in the file before this returns.
+
+        Raises:
+            LeanKError: If they cannot be written.
+        """
         answers = list(answers)
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with writing_to(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
         self._answers.update({(answer.prompt, answer.variant): answer for answer in answers})
 
@@ -78,7 +104,8 @@ class AnswerLog:
                 ) from None
             self._answers[answer.prompt, answer.variant] = answer
         if rest:  # the run was killed while it wrote the last line
-            write_atomically(path, b"".join(line + b"\n" for line in lines))
+            with writing_to(path):
+                write_atomically(path, b"".join(line + b"\n" for line in lines))
 
 
 def _check_same(kept: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:

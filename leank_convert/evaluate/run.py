@@ -9,7 +9,7 @@ from pathlib import Path
 
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.answer_log import AnswerLog
+from leank_convert.evaluate.answer_log import AnswerLog, writing_to
 from leank_convert.evaluate.answering import (
     AGAINST,
     Answer,
@@ -96,7 +96,8 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
             used=used,
         )
         if out is not None:
-            write_results(result, out)
+            with writing_to(out):
+                write_results(result, out)
         return result
 
 

@@ -71,6 +71,20 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, changes):
             AnswerLog(tmp_path, SETTINGS)
 
 
+def test_a_full_disk_is_named_with_a_remedy_and_answers_so_far_are_kept(tmp_path):
+    log = AnswerLog(tmp_path, SETTINGS)
+    log.add([answer(0)])
+    path = tmp_path / ANSWERS_NAME
+    kept = path.rename(tmp_path / "kept")
+    path.symlink_to("/dev/full")
+    with pytest.raises(LeanKError, match=rf"^`{path}` cannot be written: No space left") as caught:
+        log.add([answer(1)])
+    assert "make room" in caught.value.hint and "run the command again" in caught.value.hint
+    kept.rename(path)
+    again = AnswerLog(tmp_path, SETTINGS)
+    assert [p.index for p in again.missing([prompt(0), prompt(1)], ["dense"])] == [1]
+
+
 def test_answers_of_other_settings_are_refused_and_kept(tmp_path):
     AnswerLog(tmp_path, SETTINGS).add([answer(0)])
     with pytest.raises(LeanKError, match=r'another evaluation: `against` was null, is "x"'):
