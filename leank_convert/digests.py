@@ -58,9 +58,11 @@ def read_digests(folder: Path) -> dict[str, str]:
     """
     path = folder / DIGESTS_NAME
     content = read_json(path)
-    if content.get("format_version") != DIGESTS_VERSION or content.keys() != {"format_version", "files"}:
+    version = content.get("format_version")
+    known = type(version) is int and version == DIGESTS_VERSION  # True and 1.0 equal 1, too
+    if not known or content.keys() != {"format_version", "files"}:
         raise LeanKError(
-            f"`{path}` has format version {cut(content.get('format_version'))} and keys "
+            f"`{path}` has format version {cut(version)} and keys "
             f"{cut(sorted(content))}; this release reads {DIGESTS_VERSION}",
             hint="update leank-convert, or export the checkpoint again",
         )

@@ -108,11 +108,12 @@ def describe(
 
 
 def _token_ids(pruned: PrunedModel, key: str) -> list[int]:
-    """Of the generation config, which often names more tokens than the config."""
+    """Of the generation config, which often names more tokens than the config; those of the vocabulary."""
     for config in (pruned.model.generation_config, pruned.model.config):
         value = getattr(config, key, None)
         if value is not None:
-            return [value] if isinstance(value, int) else list(value)
+            tokens = [value] if isinstance(value, int) else list(value)
+            return [token for token in tokens if 0 <= token < pruned.model.config.vocab_size]
     return []
 
 

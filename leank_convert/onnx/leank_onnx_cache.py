@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +76,31 @@ class Description:
         self.content: Mapping[str, Any] = read_object(path, "export the model again")
         version = self.content.get("format_version")
         require(
-            version == FORMAT_VERSION,
+            type(version) is int and version == FORMAT_VERSION,
             f"`{path}`: format_version is {version!r:.60}, this program reads {FORMAT_VERSION}: use the "
             "leank_onnx.py that lies beside it, or export the model again",
         )
         try:
             model = self.content["model"]
             self.dtype = _DTYPES[self.content["dtype"]]
-            self.vocab_size = index(model["vocab_size"])
-            self.num_heads = index(model["num_key_value_heads"])
-            self.head_dim = index(model["head_dim"])
-            self.max_position_embeddings = index(model["max_position_embeddings"])
-            self.sink_size = index(self.content["sink_size"])
-            self.recent_size = index(self.content["recent_size"])
-            self.flush_size = index(self.content["flush_size"])
+            self.vocab_size = _integer(model["vocab_size"])
+            self.num_heads = _integer(model["num_key_value_heads"])
+            self.head_dim = _integer(model["head_dim"])
+            self.max_position_embeddings = _integer(model["max_position_embeddings"])
+            self.sink_size = _integer(self.content["sink_size"])
+            self.recent_size = _integer(self.content["recent_size"])
+            self.flush_size = _integer(self.content["flush_size"])
             self.buckets = [
-                [(index(bucket["width"]), slice(*bucket["heads"])) for bucket in layer if bucket["width"]]
+                [(_integer(bucket["width"]), slice(*bucket["heads"])) for bucket in layer if bucket["width"]]
                 for layer in self.content["buckets"]
             ]
-            self.eos_token_ids = frozenset(map(index, self.content["eos_token_ids"]))
+            self.eos_token_ids = frozenset(map(_integer, self.content["eos_token_ids"]))
             self.files = {name: str(digest) for name, digest in self.content["files"].items()}
+            require(
+                all(0 <= token < self.vocab_size for token in self.eos_token_ids),
+                f"`{path}`: eos_token_ids {sorted(self.eos_token_ids)!s:.60} are not all of the vocabulary, "
+                f"0 to {self.vocab_size - 1}; export the model again",
+            )
         except (LookupError, TypeError, AttributeError) as error:
             raise LeanKOnnxError(
                 f"`{path}` lacks a value, or has one of no use ({type(error).__name__}: {error!s:.60}); "
@@ -135,6 +139,13 @@ class Description:
             found == expected,
             f"`{path}` differs from what was exported: sha256 {found}, not {expected}; copy it again",
         )
+
+
+def _integer(value: object) -> int:
+    """A whole number that JSON holds as one; raise TypeError for `true` and `1.0`, which equal 1."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.60} is no whole number")
+    return value
 
 
 class Cache:

@@ -299,7 +299,10 @@ KINDS: dict[str, tuple[Tamper, str]] = {
     "added_tokens.json added, listed": (write("added_tokens.json", "{}"), "source"),
     "digests gone": (remove(DIGESTS_NAME), "left"),
     "digests no JSON": (write(DIGESTS_NAME, "{"), "left"),
-    "digests.format_version": (digests(put("format_version", 2)), "left"),
+    **{
+        f"digests.format_version {version}": (digests(put("format_version", version)), "left")
+        for version in (2, True, 1.0)
+    },
     "digests.files": (digests(put("files", ["README.md"])), "left"),
     "digests.added": (digests(put("added", 1)), "left"),
     "digest of nothing": (digests(lambda content: content["files"].update(other="0")), "left"),
