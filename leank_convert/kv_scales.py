@@ -96,7 +96,8 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
         What was found.
 
     Raises:
-        LeanKError: If one is missing, of another dtype or shape, or no power of two that every dtype has.
+        LeanKError: If one is missing, of another dtype or shape, or no power of two that every dtype has, or
+            if keys' channels i and i + D/2 do not share one.
     """
     names = [name for layer in name_scale_tensors(facts) for name in layer]
     if leank.get("kv_scales") is None:
@@ -104,12 +105,22 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
             if checkpoint.find(name) is not None:
                 raise LeanKError(f"tensor `{name}` is there, and config.json has no `leank.kv_scales`")
         return "none, every prompt gives its own" if leank.get("kv_dtype") == "fp8" else "none, none needed"
-    for name in names:
-        _check_tensor(checkpoint, name, (facts.num_key_value_heads, facts.head_dim))
+    for key_name, value_name in name_scale_tensors(facts):
+        keys, _ = (
+            _read_tensor(checkpoint, name, (facts.num_key_value_heads, facts.head_dim))
+            for name in (key_name, value_name)
+        )
+        if not torch.equal(*keys.chunk(2, dim=-1)):
+            raise LeanKError(
+                f"`{checkpoint.folder}`: tensor `{key_name}` has channels i and i + {facts.head_dim // 2} of "
+                "different scales",
+                hint=_HINT,
+            )
     return f"{len(names)} tensors, of {leank['kv_scales']['num_tokens']} tokens"
 
 
-def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+def _read_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Scales that are powers of two; raises where they are none."""
     shard = checkpoint.shard_of(name)
     if shard is None:
         raise LeanKError(f"`{checkpoint.folder}`: tensor `{name}` is missing", hint=_HINT)
@@ -133,3 +144,4 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
             f"2^{low} to 2^{high}",
             hint=_HINT,
         )
+    return values.view(shape)

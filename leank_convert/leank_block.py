@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from leank_convert._runtime.configuration_leank import FORMAT_VERSION, LeanKSettings, read_settings
@@ -36,8 +37,19 @@ CACHE_KEYS = ("kv_dtype", "kv_scales")
 LAYERS_KEY = "layers"
 # True where the mask file holds a mean of keys, which comes off every key before it is stored.
 KEY_MEAN_KEY = "key_mean"
+_LARGEST = 2**63 - 1
 # What the shards' metadata leave out: it says nothing to a reader there.
 _NOT_IN_METADATA = ("channel_masks", "files")
+
+
+class MeasuredOn(BaseModel):
+    """What a block says of the data that FP8 scales were measured on."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_tokens: Annotated[int, Field(ge=1, le=_LARGEST)]
+    tasks: list[str]
+    seed: Annotated[int, Field(ge=0, le=_LARGEST)]
 
 
 def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +129,14 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
         if value is not None and type(value) not in kinds:
             raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
     scales = leank.get("kv_scales")
-    if scales is not None and not (isinstance(scales, dict) and type(scales.get("num_tokens")) is int):
-        raise LeanKError(f"`leank.kv_scales` is {cut(scales)}, no object with `num_tokens`")
+    if scales is not None:
+        try:
+            MeasuredOn.model_validate(scales)
+        except ValidationError as error:
+            wrong = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
+            raise LeanKError(
+                f"`leank.kv_scales` is {cut(scales)}, not an object of `num_tokens`, `tasks` and `seed`"
+                + (f"; wrong in it: {cut(wrong)}" if wrong else "")
+            ) from None
     if scales is not None and leank.get("kv_dtype") == "int4":
         raise LeanKError("`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none")

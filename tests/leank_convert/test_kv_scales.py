@@ -43,6 +43,7 @@ def run(*arguments):
 
 def random_scales(layers=3, heads=4, head_dim=12):
     keys, values = 2.0 ** torch.randint(-14, 16, (2, layers, heads, head_dim))
+    keys = keys[..., : head_dim // 2].repeat(1, 1, 2)
     return KVScales(keys, values, num_tokens=7, tasks=("retrieval",), seed=3)
 
 
@@ -181,6 +182,7 @@ def test_a_checkpoint_without_scales_takes_those_of_every_prompt(source_model, f
 
 
 SCALE = "model.layers.1.self_attn.value_scale"
+MEASURED = {"num_tokens": 7, "tasks": ["retrieval"], "seed": 3}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,17 @@ def test_hostile_scales_are_one_sentence(exported, edit, message):
     assert run("verify", out).exit_code == run("verify", _other_failure(out)).exit_code
 
 
+def test_channels_that_rotary_embedding_pairs_have_to_share_a_scale(exported):
+    _, _, out = exported
+    name = SCALE.replace("value", "key")
+    file = tensors_of(out)[name][0]
+    tensors = load_file(file)
+    tensors[name][1, 2] = 2.0 if tensors[name][1, 2] == 1 else 1.0
+    save_file(tensors, file, {"format": "pt"})
+    failed = {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
+    assert f"`{name}` has channels i and i + 6 of different scales" in failed["cache scales"]
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_checkpoint_that_lacks_a_scale_is_not_loaded(exported):
     _, _, out = exported
@@ -242,7 +255,17 @@ def _other_failure(out: Path) -> Path:
     [
         ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`"),
         ({"kv_dtype": "int4"}, "`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none"),
-        ({"kv_scales": [1]}, "`leank.kv_scales` is [1], no object with `num_tokens`"),
+        ({"kv_scales": [1]}, "`leank.kv_scales` is [1], not an object of `num_tokens`, `tasks` and `seed`"),
+        *(
+            ({"kv_scales": {**MEASURED, **change}}, f"wrong in it: '{next(iter(change))}")
+            for change in (
+                *({"num_tokens": count} for count in (-5, 0, 10**200, True, 7.0, "7")),
+                *({"tasks": tasks} for tasks in ("retrieval", [1], None)),
+                *({"seed": seed} for seed in ("3", -1, None)),
+                {"other": 1},
+            )
+        ),
+        ({"kv_scales": {"num_tokens": 7, "seed": 3}}, "wrong in it: 'tasks'"),
         ({"kv_scales": None}, "is there, and config.json has no `leank.kv_scales`"),
     ],
 )
