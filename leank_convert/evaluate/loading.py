@@ -86,9 +86,11 @@ def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -
         model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except ImportError as error:  # of what reads quantized weights
         raise LeanKError(f"`{folder}` cannot be loaded: {first_line(error)}") from error
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # by what it is that is damaged
+    except Exception as error:  # by what it is that is damaged; of a config.json of as many kinds as keys
+        said = isinstance(error, OSError | RuntimeError | TypeError | ValueError)
+        what = "cannot be loaded" if said else "is refused by transformers"
         raise LeanKError(
-            f"`{folder}` cannot be loaded: {first_line(error)}",
+            f"`{folder}` {what}: {first_line(error)}",
             hint=f"`leank-convert verify {folder}` lists what is wrong with a checkpoint",
         ) from error
     return model.to(device).eval()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.loading import load_model
+from leank_convert.evaluate.loading import load_evaluated, load_model
 
 
 def test_the_dense_twin_holds_the_very_parameters(evaluated):
@@ -28,3 +28,12 @@ def test_what_transformers_cannot_load_is_one_sentence(file, keys, source_model,
     edit_json(source / file, **keys)
     with pytest.raises(LeanKError, match=f"`{source}` cannot be loaded: "):
         load_model(source, torch.device("cpu"), trust_remote_code=True)
+
+
+@pytest.mark.parametrize("keys", [{"text_config": {}}, {"text_config": "x"}], ids=str)
+def test_a_config_that_transformers_refuses_is_one_sentence(keys, shipped_checkpoint, copy_of, edit_json):
+    out = copy_of(shipped_checkpoint)
+    edit_json(out / "config.json", **keys)
+    with pytest.raises(LeanKError, match=f"`{out}` is refused by transformers: ") as caught:
+        load_evaluated(out, torch.device("cpu"))
+    assert f"`leank-convert verify {out}`" in caught.value.hint
