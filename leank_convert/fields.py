@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from leank_convert.errors import LeanKError, cut
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_Model = TypeVar("_Model", bound="BaseModel")
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,21 @@ class Fields:
         if key not in self.values:
             return LeanKError(f"`{self.origin}` has no `{key}`")
         return LeanKError(f"`{self.origin}`: `{key}` is {cut(self.values[key])}, {reason}")
+
+
+def validated(model: type[_Model], values: object, prefix: str = "") -> _Model:
+    """Check values of a JSON object by a model of pydantic; `prefix` is put before keys in messages.
+
+    Raises:
+        LeanKError: If they are not as the model says; names the first that is not.
+    """
+    from pydantic import ValidationError  # here: facts are read of a config.json without it
+
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = f"`{prefix}{'.'.join(map(str, wrong['loc']))}`"
+        if wrong["type"] == "missing":
+            raise LeanKError(f"{key} is missing") from None
+        raise LeanKError(f"{key} is {cut(wrong['input'])}: {wrong['msg']}") from None

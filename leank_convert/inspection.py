@@ -158,7 +158,7 @@ def _describe_mask_layers(known: MaskProvenance | None) -> dict[str, Any]:
 
 def _inspect_onnx(path: Path) -> dict[str, Any]:
     # Imports transformers, for which masks and checkpoints have no use.
-    from leank_convert.onnx.description import check_description, pruning_ratio_of, read_description
+    from leank_convert.onnx.description import check_description, read_description
 
     description, mask = read_description(path), load_mask(path / MASK_FILE_NAME)
     try:
@@ -178,7 +178,7 @@ def _inspect_onnx(path: Path) -> dict[str, Any]:
         **{key: content[key] for key in ("opset", "dtype", "weights", "quantization")},
         **_describe_widths(content["widths"], description.head_dim, content["dtype"]),
         "pruning_ratio_asked": known.pruning_ratio_asked if known else None,
-        "pruning_ratio": pruning_ratio_of(mask),
+        "pruning_ratio": mask.pruning_ratio,
         "width_multiple": known.width_multiple if known else None,
         "windows": {key: content[key] for key in WINDOW_SIZES},
         "head_permutation": content["head_permutation"],

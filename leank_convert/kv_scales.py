@@ -105,11 +105,10 @@ def check_scale_tensors(checkpoint: Checkpoint, facts: ModelFacts, leank: Mappin
             if checkpoint.find(name) is not None:
                 raise LeanKError(f"tensor `{name}` is there, and config.json has no `leank.kv_scales`")
         return "none, every prompt gives its own" if leank.get("kv_dtype") == "fp8" else "none, none needed"
+    shape = facts.num_key_value_heads, facts.head_dim
     for key_name, value_name in name_scale_tensors(facts):
-        keys, _ = (
-            _read_tensor(checkpoint, name, (facts.num_key_value_heads, facts.head_dim))
-            for name in (key_name, value_name)
-        )
+        keys = _read_tensor(checkpoint, key_name, shape)
+        _read_tensor(checkpoint, value_name, shape)
         if not torch.equal(*keys.chunk(2, dim=-1)):
             raise LeanKError(
                 f"`{checkpoint.folder}`: tensor `{key_name}` has channels i and i + {facts.head_dim // 2} of "

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from leank_convert._runtime.configuration_leank import FORMAT_VERSION, LeanKSettings, read_settings
 from leank_convert.architectures import ModelFacts
 from leank_convert.errors import LeanKError, cut
+from leank_convert.fields import validated
 
 LEANK_KEYS = (
     "format_version",
@@ -42,14 +43,21 @@ _LARGEST = 2**63 - 1
 _NOT_IN_METADATA = ("channel_masks", "files")
 
 
-class MeasuredOn(BaseModel):
-    """What a block says of the data that FP8 scales were measured on."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
+class _MeasuredOn(BaseModel, strict=True, extra="forbid"):
+    """The data that FP8 scales were measured on."""
 
     num_tokens: Annotated[int, Field(ge=1, le=_LARGEST)]
     tasks: list[str]
     seed: Annotated[int, Field(ge=0, le=_LARGEST)]
+
+
+class _Told(BaseModel, strict=True):
+    """Values that neither the runtime nor the mask depends on."""
+
+    pruning_ratio_asked: float | None
+    width_multiple: int | None
+    config_overrides: dict[str, Any] | None
+    kv_scales: _MeasuredOn | None = None
 
 
 def metadata_facts(leank: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,23 +128,6 @@ def _check_values(leank: Mapping[str, Any], facts: ModelFacts) -> None:
     reached, given = 1 - sum(map(sum, leank["widths"])) / total, leank["pruning_ratio"]
     if type(given) not in (int, float) or not math.isclose(reached, given, abs_tol=1e-9):
         raise LeanKError(f"`leank.pruning_ratio` is {cut(given)}; the widths give {reached}")
-    for key, kinds, what in (
-        ("pruning_ratio_asked", (int, float), "no number"),
-        ("width_multiple", (int,), "no whole number"),
-        ("config_overrides", (dict,), "no object"),
-    ):
-        value = leank.get(key)
-        if value is not None and type(value) not in kinds:
-            raise LeanKError(f"`leank.{key}` is {cut(value)}, {what}")
-    scales = leank.get("kv_scales")
-    if scales is not None:
-        try:
-            MeasuredOn.model_validate(scales)
-        except ValidationError as error:
-            wrong = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-            raise LeanKError(
-                f"`leank.kv_scales` is {cut(scales)}, not an object of `num_tokens`, `tasks` and `seed`"
-                + (f"; wrong in it: {cut(wrong)}" if wrong else "")
-            ) from None
-    if scales is not None and leank.get("kv_dtype") == "int4":
+    told = validated(_Told, leank, "leank.")
+    if told.kv_scales is not None and leank.get("kv_dtype") == "int4":
         raise LeanKError("`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none")

@@ -126,3 +126,13 @@ def _check_shape(shape: Sequence[int], path: Path) -> None:
             f"{MAX_LAYERS} layers, {MAX_HEADS} KV heads, a head_dim of {MAX_HEAD_DIM} and {MAX_CHANNELS} "
             "channels in all"
         )
+
+
+def in_checkpoint_order(values: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:
+    """Bring what every channel has from the original head order into a checkpoint's.
+
+    Args:
+        values: A mask, or a mean of keys [L, H_kv, D].
+        head_permutation: Of each layer, which original head stands at each place.
+    """
+    return torch.stack([heads[list(order)] for heads, order in zip(values, head_permutation, strict=True)])

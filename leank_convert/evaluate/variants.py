@@ -221,18 +221,6 @@ OTHERS: dict[str, Callable[[EvaluatedModel], list[Variant]]] = {
 """What `--also` takes, beside the baselines of a checkout."""
 
 
-def in_checkpoint_order(channel_mask: Tensor, head_permutation: Sequence[Sequence[int]]) -> Tensor:
-    """Bring a mask from the original head order into a checkpoint's.
-
-    Args:
-        channel_mask: Bool [L, H_kv, D].
-        head_permutation: Of each layer, which original head stands at each place.
-    """
-    return torch.stack(
-        [mask[list(order)] for mask, order in zip(channel_mask, head_permutation, strict=True)]
-    )
-
-
 def kept_channels(head_dim: int, pruning_ratio: float) -> int:
     """Channels of a head that ThinK keeps: it rounds down what it drops."""
     # A ratio such as 0.29 is below itself in binary: 0.29 of 100 channels are 29.

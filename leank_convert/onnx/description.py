@@ -8,30 +8,47 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from leank_convert.errors import LeanKError, cut
+from leank_convert.fields import validated
 from leank_convert.head_layout import plan_head_layout
 from leank_convert.mask import ChannelMask
+from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx.graph import cache_shapes
 from leank_convert.onnx.leank_onnx_cache import FORMAT_VERSION, Description, LeanKOnnxError
 from leank_convert.onnx.pruned_model import PrunedModel
 from leank_convert.onnx.quantize import OPERATOR, SCHEMES
 from leank_convert.windows import Windows
 
-# Of keys that neither the mask nor the graph gives: what their values are.
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "opset": int,
-    "weights": str,
-    "quantization": (dict, type(None)),
-    "model": dict,
-    "bos_token_id": (int, type(None)),
-}
-_MODEL_TYPES = {"name": str, "model_type": str, "num_attention_heads": int}
 # Keys by which a host finds the cache among the tensors; where one is too much, it finds what is none.
 _PLACE = ("layer", "region", "width", "part")
+
+
+class _DescribedModel(BaseModel, strict=True, allow_inf_nan=False):
+    name: str
+    model_type: str
+    num_attention_heads: PositiveInt
+    max_position_embeddings: PositiveInt
+
+
+class _Quantization(BaseModel, strict=True, allow_inf_nan=False):
+    operator: Literal["MatMulNBits"]
+    bits: int
+    block_size: int
+    difference: NonNegativeFloat | None
+
+
+class _Described(BaseModel, strict=True, allow_inf_nan=False):
+    """Keys that neither the mask nor the graph gives; a later release may have added others."""
+
+    opset: int
+    weights: str
+    quantization: _Quantization | None
+    model: _DescribedModel
+    bos_token_id: NonNegativeInt | None
 
 
 @contextmanager
@@ -161,11 +178,6 @@ def _buckets(layer: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return described
 
 
-def pruning_ratio_of(mask: ChannelMask) -> float:
-    """The fraction of channels removed, over the whole model."""
-    return 1 - float(mask.channel_mask.double().mean())
-
-
 def check_description(description: Description, mask: ChannelMask) -> None:
     """Check that a description is of the graph that is made with a mask, and that it lacks nothing.
 
@@ -174,17 +186,13 @@ def check_description(description: Description, mask: ChannelMask) -> None:
             heads, lanes, inputs or outputs are not those that the mask gives.
     """
     content = description.content
-    for origin, values, types in (("", content, _TYPES), ("model.", content["model"], _MODEL_TYPES)):
-        for key, kind in types.items():
-            if not isinstance(values.get(key, ...), kind):
-                found = f"is {cut(values[key])}" if key in values else "is missing"
-                raise LeanKError(f"`{origin}{key}` {found}; export the model again")
+    bos = validated(_Described, content).bos_token_id
+    if bos is not None and bos >= description.vocab_size:
+        raise LeanKError(f"`bos_token_id` is {cut(bos)}, not of the vocabulary")
     sizes = description.sink_size, description.recent_size, description.flush_size
     Windows(*sizes)
     permutation = plan_head_layout(mask.widths).head_permutation
-    channel_masks = torch.stack(
-        [rows[list(order)] for rows, order in zip(mask.channel_mask, permutation, strict=True)]
-    )
+    channel_masks = in_checkpoint_order(mask.channel_mask, permutation)
     pruned = PrunedModel(None, channel_masks, *sizes, head_permutation=[list(order) for order in permutation])
     expected = describe_cache(pruned, content["dtype"], description.vocab_size)
     model = ("num_hidden_layers", "num_key_value_heads", "head_dim")

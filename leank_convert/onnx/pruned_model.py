@@ -22,6 +22,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.leank_block import read_block
 from leank_convert.mask import MASK_FILE_NAME, load_mask
+from leank_convert.mask_tensor import in_checkpoint_order
 
 # Their angles depend on how long the sequence has become, which a traced graph does not know.
 _ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
@@ -117,8 +118,7 @@ def _read_key_mean(checkpoint: Path, leank: Mapping[str, Any]) -> Tensor | None:
             f"`{checkpoint / MASK_FILE_NAME}` has no `key_mean`, of which config.json tells",
             hint="copy or export the checkpoint again",
         )
-    orders = zip(mean.float(), leank["head_permutation"], strict=True)
-    return torch.stack([own[list(order)] for own, order in orders])
+    return in_checkpoint_order(mean.float(), leank["head_permutation"])
 
 
 def load_stock(folder: Path, config: Mapping[str, Any], architecture: Architecture, dtype: str) -> Any:

@@ -112,12 +112,9 @@ def round_weights(model: Any, weights: str) -> None:
         model: A stock causal LM; its linear layers' weights are changed, and no longer the embedding's.
         weights: A key of `SCHEMES`.
     """
-    for module in _linear_layers(model):
-        module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)
-
-
-def _linear_layers(model: Any) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(_rounded(module.weight.detach(), weights), requires_grad=False)
 
 
 def _rounded(weight: Tensor, weights: str) -> Tensor:

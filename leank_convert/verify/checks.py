@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -50,12 +50,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
-        return {
-            "path": self.path,
-            "source": self.source,
-            "ok": self.ok,
-            "checks": [vars(check).copy() for check in self.checks],
-        }
+        return {**asdict(self), "ok": self.ok}
 
 
 @dataclass

@@ -25,7 +25,6 @@ from leank_convert.onnx.description import (
     check_description,
     check_equal,
     host_errors,
-    pruning_ratio_of,
     read_description,
 )
 from leank_convert.onnx.graph import trial_sizes
@@ -54,7 +53,6 @@ class _Source:
     folder: Path
     config: Mapping[str, Any]
     facts: ModelFacts
-    is_checkpoint: bool
 
 
 def verify_onnx(path: str | Path, source: str | Path | None) -> Report:
@@ -77,9 +75,11 @@ def verify_onnx(path: str | Path, source: str | Path | None) -> Report:
 def _open_source(source: str | Path) -> _Source:
     folder = resolve_model(source)
     config = open_checkpoint(folder).config
-    if "leank" in config:
-        return _Source(folder, config, read_leank_facts(config, folder), True)
-    return _Source(folder, config, read_model_facts(config, origin=str(source)), False)
+    is_checkpoint = "leank" in config
+    facts = (
+        read_leank_facts(config, folder) if is_checkpoint else read_model_facts(config, origin=str(source))
+    )
+    return _Source(folder, config, facts)
 
 
 def _check_folder(folder: Path, original: _Source | None, checks: Checks) -> None:
@@ -118,7 +118,7 @@ def _check_mask(folder: Path, description: Description) -> tuple[ChannelMask, st
     check_description(description, mask)
     more = "" if mask.key_mean is None else ", and the mean of keys"
     return mask, (
-        f"pruning ratio {pruning_ratio_of(mask):.4f}; widths, heads, lanes, inputs and outputs of "
+        f"pruning ratio {mask.pruning_ratio:.4f}; widths, heads, lanes, inputs and outputs of "
         f"{ONNX_DESCRIPTION_NAME} are the mask's{more}"
     )
 
@@ -269,13 +269,14 @@ def _compare_with_source(model: LeanKOnnx, source: _Source, mask: ChannelMask, c
     cached, logits = answer
     # Under the rope that the graph was made with.
     config, rope = source.config, mask.provenance.rope_parameters if mask.provenance else None
-    if not source.is_checkpoint and rope is not None and dict(rope) != source.facts.rope_parameters:
+    is_checkpoint = "leank" in config
+    if not is_checkpoint and rope is not None and dict(rope) != source.facts.rope_parameters:
         config = apply_config_overrides(config, {"rope_parameters": dict(rope)})
     stock = load_stock(source.folder, config, source.facts.architecture, description.content["dtype"])
     with torch.no_grad():
         expected = stock(torch.from_numpy(tokens)[None], use_cache=True)
     layers = [(layer.keys, layer.values) for layer in expected[CACHE].layers]
-    order = None if source.is_checkpoint else description.content["head_permutation"]
+    order = None if is_checkpoint else description.content["head_permutation"]
     checks.holds(
         "source: keys and values", lambda: _check_cache(cached, layers, order, description, mask.key_mean)
     )

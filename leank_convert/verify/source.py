@@ -1,6 +1,6 @@
 """Checks of a checkpoint against the model that it was made from: tensors, config.json, companions.
 
-Nothing is loaded into a model. Weights are compared as bytes, a few megabytes at a time.
+Nothing is loaded into a model. Weights are compared as bytes, where their files are mapped into memory.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from leank_convert.architectures import ModelFacts
 from leank_convert.checkpoint_io import (
@@ -24,7 +25,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.config_class import complete_config
 from leank_convert.config_overrides import apply_config_overrides
-from leank_convert.errors import LeanKError, cut
+from leank_convert.errors import LeanKError, cut, first_line
 from leank_convert.export.companions import (
     find_tokenizer_class,
     has_tokenizer,
@@ -35,10 +36,8 @@ from leank_convert.export.plan import TensorEdit, plan_edits
 from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
-from leank_convert.safetensors_file import SafetensorsHeader
 from leank_convert.trust import check_code
 
-_BUFFER_BYTES = 8 << 20
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
 _CHANGED_KEYS = {"model_type", "architectures", "auto_map", "leank"}
 _NOTED_KEYS = {"transformers_version", "_name_or_path"}
@@ -161,65 +160,33 @@ def _compare_weights(
     if not holds("source: tensors", same_tensors):
         return
     for name, header in original.shards.items():
-        holds(f"source: {name}", partial(_compare_shard, header, checkpoint.shards[name], edits))
+        holds(f"source: {name}", partial(_compare_shard, header.path, checkpoint.shards[name].path, edits))
 
 
-def _compare_shard(
-    source: SafetensorsHeader, written: SafetensorsHeader, edits: Mapping[str, TensorEdit]
-) -> str:
-    permuted = 0
-    with source.path.open("rb") as reader, written.path.open("rb") as other:
-        for name, info in source.tensors.items():
+def _compare_shard(source: Path, written: Path, edits: Mapping[str, TensorEdit]) -> str:
+    permuted, total = 0, 0
+    with safe_open(source, "pt") as ours, safe_open(written, "pt") as others:
+        for name in ours.keys():  # noqa: SIM118, as it is no mapping
             edit = edits.get(name)
-            found = written.data_start + written.tensors[name].start
-            # A tensor is [runs, blocks, bytes]: rows are blocks of one run, columns are one run per row.
-            runs = 1 if edit is None or edit.dim == 0 else info.shape[0]
-            order = (0,) if edit is None else edit.permutation
-            block = info.num_bytes // (runs * len(order))
-            if not _equal_blocks(
-                (reader, source.data_start + info.start), (other, found), runs, order, block
-            ):
+            try:
+                same = _equal(ours.get_tensor(name), others.get_tensor(name), edit)
+            except SafetensorError as error:  # of a dtype that torch has not
+                raise LeanKError(f"tensor `{name}` cannot be compared: {first_line(error)}") from error
+            if not same:
                 claim = "is not the permutation of" if edit else "differs from"
                 raise LeanKError(f"tensor `{name}` {claim} its source")
             permuted += edit is not None
-    return f"{permuted} tensors permuted, {len(source.tensors) - permuted} byte for byte the same"
+            total += 1
+    return f"{permuted} tensors permuted, {total - permuted} byte for byte the same"
 
 
-def _equal_blocks(
-    source: tuple[BinaryIO, int],
-    written: tuple[BinaryIO, int],
-    runs: int,
-    order: tuple[int, ...],
-    block: int,
-) -> bool:
-    if block * len(order) > _BUFFER_BYTES:
-        pairs = (
-            (source[1] + (run * len(order) + old) * block, written[1] + (run * len(order) + new) * block)
-            for run in range(runs)
-            for new, old in enumerate(order)
-        )
-        return all(_equal_bytes(source[0], start, written[0], other, block) for start, other in pairs)
-    run_bytes = block * len(order)
-    runs_at_once = max(1, _BUFFER_BYTES // max(1, run_bytes))
-    for first in range(0, runs, runs_at_once):
-        count = min(runs_at_once, runs - first)
-        before, after = (
-            _read(file, start + first * run_bytes, count * run_bytes).reshape(count, len(order), block)
-            for file, start in (source, written)
-        )
-        if not np.array_equal(before[:, list(order)], after):
-            return False
-    return True
-
-
-def _equal_bytes(source: BinaryIO, start: int, written: BinaryIO, other: int, count: int) -> bool:
-    for first in range(0, count, _BUFFER_BYTES):
-        size = min(_BUFFER_BYTES, count - first)
-        if not np.array_equal(_read(source, start + first, size), _read(written, other + first, size)):
-            return False
-    return True
-
-
-def _read(file: BinaryIO, start: int, count: int) -> NDArray[np.uint8]:
-    file.seek(start)
-    return np.frombuffer(file.read(count), dtype=np.uint8)
+def _equal(source: Tensor, written: Tensor, edit: TensorEdit | None) -> bool:
+    """Whether one tensor has the bytes of another, its blocks in the order of the edit."""
+    # A tensor is [runs, blocks, bytes]: rows are blocks of one run, columns are one run per row.
+    order = (0,) if edit is None else edit.permutation
+    runs = 1 if edit is None or edit.dim == 0 else source.shape[0]
+    before, after = (
+        tensor.flatten().view(torch.uint8).view(runs, len(order), tensor.nbytes // (runs * len(order)))
+        for tensor in (source, written)
+    )
+    return all(torch.equal(before[:, old], after[:, new]) for new, old in enumerate(order))

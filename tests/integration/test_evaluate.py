@@ -17,10 +17,11 @@ from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.evaluate.names import BASELINES
 from leank_convert.evaluate.prompt import held_out_prompts
 from leank_convert.evaluate.request import ANSWERS_NAME
-from leank_convert.evaluate.variants import Dense, Masked, in_checkpoint_order
+from leank_convert.evaluate.variants import Dense, Masked
 from leank_convert.export import export_checkpoint
 from leank_convert.folders import LOCK_NAME
 from leank_convert.mask import ChannelMask
+from leank_convert.mask_tensor import in_checkpoint_order
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR

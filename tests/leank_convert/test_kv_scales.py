@@ -255,9 +255,9 @@ def _other_failure(out: Path) -> Path:
     [
         ({"kv_dtype": "int3"}, "`leank.kv_dtype` is 'int3', not one of `auto`, `fp8`, `int4`"),
         ({"kv_dtype": "int4"}, "`leank.kv_scales` goes with `kv_dtype` `fp8`; an int4 cache has none"),
-        ({"kv_scales": [1]}, "`leank.kv_scales` is [1], not an object of `num_tokens`, `tasks` and `seed`"),
+        ({"kv_scales": [1]}, "`leank.kv_scales` is [1]: Input should be"),
         *(
-            ({"kv_scales": {**MEASURED, **change}}, f"wrong in it: '{next(iter(change))}")
+            ({"kv_scales": {**MEASURED, **change}}, f"`leank.kv_scales.{next(iter(change))}")
             for change in (
                 *({"num_tokens": count} for count in (-5, 0, 10**200, True, 7.0, "7")),
                 *({"tasks": tasks} for tasks in ("retrieval", [1], None)),
@@ -265,7 +265,7 @@ def _other_failure(out: Path) -> Path:
                 {"other": 1},
             )
         ),
-        ({"kv_scales": {"num_tokens": 7, "seed": 3}}, "wrong in it: 'tasks'"),
+        ({"kv_scales": {"num_tokens": 7, "seed": 3}}, "`leank.kv_scales.tasks` is missing"),
         ({"kv_scales": None}, "is there, and config.json has no `leank.kv_scales`"),
     ],
 )

@@ -1,6 +1,7 @@
 """`verify` of an ONNX folder: what is not as it was exported is found and named, and other answers, too."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -99,8 +100,25 @@ def test_a_description_that_cannot_be_read_is_found(content, folder):
 @pytest.mark.parametrize(
     ("place", "edit", "message"),
     [
-        ("opset", None, "`opset` is missing; export the model again"),
-        ("model.name", lambda _: 3, "`model.name` is 3; export the model again"),
+        ("opset", None, "`opset` is missing"),
+        ("bos_token_id", lambda _: True, "`bos_token_id` is True: Input should be a valid integer"),
+        ("bos_token_id", lambda _: 10**30, "is 1000000000000000000000000000000, not of the vocabulary"),
+        ("quantization", lambda _: {}, "`quantization.operator` is missing"),
+        *(
+            (f"quantization.{key}", lambda _, value=value: value, f"`quantization.{key}` is {value!r}: Input")
+            for key, value in (
+                ("bits", [8]),
+                ("difference", "x"),
+                ("difference", math.inf),
+                ("difference", -1),
+            )
+        ),
+        ("model.name", lambda _: 3, "`model.name` is 3: Input should be a valid string"),
+        (
+            "model.max_position_embeddings",
+            lambda _: -4,
+            "`model.max_position_embeddings` is -4: Input",
+        ),
         ("model.head_dim", lambda _: 8, "`model.head_dim` is 8; the mask gives 16"),
         ("flush_size", lambda _: 0, "flush_size"),
         ("sink_size", lambda _: -1, "sink_size"),
@@ -125,6 +143,8 @@ def test_a_description_that_cannot_be_read_is_found(content, folder):
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_a_description_that_contradicts_the_mask_is_found(place, edit, message, folder):
+    if place.startswith("quantization."):
+        folder.describe("quantization", lambda _: dict(INT4))
     folder.describe(place, edit)
     details = folder.failed()
     assert details.keys() == {"mask file"}
