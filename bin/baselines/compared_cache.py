@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from leank_convert.evaluate.comparison import UsedBytes
 from leank_convert.evaluate.prefill import Prefill
-from leank_convert.evaluate.used_bytes import UsedBytes
 from leank_convert.windows import Windows
 
 _GROWTH = 64  # tokens that room is made for at a time

@@ -25,7 +25,7 @@ from bin.reproduction.workers import run_workers
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.answering import fill_caches
-from leank_convert.evaluate.used_bytes import used_bytes
+from leank_convert.evaluate.comparison import used_bytes
 from leank_convert.files import read_json, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name

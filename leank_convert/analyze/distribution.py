@@ -54,11 +54,6 @@ class MaskAnalysis:
     cache: BytesPerToken  # bytes of one token
 
     @property
-    def outlier_rule(self) -> str:
-        """The rule that names outliers, in words."""
-        return OUTLIER_RULE
-
-    @property
     def num_heads(self) -> int:
         """KV heads of all layers together."""
         return sum(len(layer) for layer in self.widths)

@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leank_convert.analyze.distribution import OUTLIER_RULE
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
-from leank_convert.report.page import Section, panels, render_page, rows_height
+from leank_convert.report.page import Section, figure_png, panels, render_page, rows_height
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +74,7 @@ class AnalysisReport:
         title = f"Analysis of {self.analysis.model or Path(self.origin).name}"
         page = render_page(title, self.facts, [section.to_html() for section in self.sections])
         contents = {"analysis.html": page.encode()}
-        contents |= {f"{section.name}.png": section.to_png() for section in self.sections}
+        contents |= {f"{section.name}.png": figure_png(section.draw) for section in self.sections}
         contents["analysis.json"] = (json.dumps(self.to_dict(), indent=1) + "\n").encode()
         with staged_folder(out, overwrite=False) as partial:
             for name, content in contents.items():
@@ -143,10 +144,11 @@ def _describe_mask(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]
 
 
 def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
+    lengths = ", ".join(f"{length:,}" for length in measured.lengths)
     facts = [
         (
             "measured on",
-            f"{', '.join(measured.tasks)} at {_list_lengths(measured)} tokens, "
+            f"{', '.join(measured.tasks)} at {lengths} tokens, "
             f"{measured.num_samples} of each" + ("; keys less their mean" if measured.centred else ""),
         )
     ]
@@ -165,10 +167,6 @@ def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
     ]
     facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
     return facts
-
-
-def _list_lengths(measured: Measurement) -> str:
-    return ", ".join(f"{length:,}" for length in measured.lengths)
 
 
 def _describe_widths(analysis: MaskAnalysis) -> str:
@@ -207,7 +205,7 @@ def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
             "pairs",
             lambda: panels(3.8, (figures.draw_outlier_pairs, mask, analysis)),
             "A pair is two channels that RoPE turns together, at a frequency that falls with its number. "
-            + analysis.outlier_rule,
+            + OUTLIER_RULE,
         ),
         Section(
             "Layers and heads",

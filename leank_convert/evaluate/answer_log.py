@@ -23,10 +23,7 @@ _ANSWER = TypeAdapter(Answer)
 
 @contextmanager
 def writing_to(file: Path) -> Iterator[None]:
-    """Say what a full disk, or one that fails, leaves of an evaluation.
-
-    Args:
-        file: What is written, where the system's error names no file.
+    """Say what a full disk leaves of an evaluation; names `file` where the system's error names none.
 
     Raises:
         LeanKError: In place of an OSError.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from leank_convert.evaluate.used_bytes import UsedBytes
-
 _COLOURS = (BLUE, ORANGE, GREEN, "#8a63b5", "#b0413e")  # of variants, the baseline's first
 _HATCHES = ("", "//", "..")  # where there are more variants than colours
 _Z_95 = 1.959963984540054
@@ -74,6 +72,34 @@ class CacheBytes:
 
 
 @dataclass(frozen=True)
+class UsedBytes:
+    """K and V of a cache, all layers and rows together.
+
+    Attributes:
+        held: Bytes of the tokens in memory, with what a method keeps beside them.
+        read: Bytes of them that the last decode step had to read.
+    """
+
+    held: int
+    read: int
+
+
+def used_bytes(cache: Any) -> UsedBytes:
+    """Count K and V of a dense cache, a LeanK cache, or one that counts them itself by `used`."""
+    if hasattr(cache, "used"):
+        used: UsedBytes = cache.used()
+        return used
+    if hasattr(cache, "memory"):
+        memory = cache.memory()
+        held = memory.keys.used + memory.values.used
+    else:
+        # States of linear attention are neither.
+        tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+        held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return UsedBytes(held, held)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The result of an evaluation."""
 
@@ -92,7 +118,7 @@ class Comparison:
     @property
     def total(self) -> PairedScore:
         """Over all prompts."""
-        return self._score(self.outcomes)
+        return score_pairs(self.outcomes, self.baseline)
 
     @property
     def lengths(self) -> list[int]:
@@ -103,11 +129,11 @@ class Comparison:
         """Per task at one length, in order of appearance."""
         here = [outcome for outcome in self.outcomes if outcome.length == length]
         tasks = dict.fromkeys(outcome.task for outcome in here)
-        return {task: self._score([o for o in here if o.task == task]) for task in tasks}
+        return {task: score_pairs([o for o in here if o.task == task], self.baseline) for task in tasks}
 
     def at(self, length: int) -> PairedScore:
         """Over all tasks at one length."""
-        return self._score([outcome for outcome in self.outcomes if outcome.length == length])
+        return score_pairs([outcome for outcome in self.outcomes if outcome.length == length], self.baseline)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-ready data, prompts left out."""
@@ -133,9 +159,6 @@ class Comparison:
         return [
             (length, task, score) for length in self.lengths for task, score in self.by_task(length).items()
         ]
-
-    def _score(self, outcomes: Sequence[Outcome]) -> PairedScore:
-        return score_pairs(outcomes, self.baseline)
 
 
 def score_pairs(outcomes: Sequence[Outcome], baseline: str) -> PairedScore:

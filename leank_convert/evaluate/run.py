@@ -19,13 +19,12 @@ from leank_convert.evaluate.answering import (
     find_opponent,
 )
 from leank_convert.evaluate.benchmarks import draw_gsm_infinite, draw_longbench
-from leank_convert.evaluate.comparison import CacheBytes, Comparison, write_results
+from leank_convert.evaluate.comparison import CacheBytes, Comparison, UsedBytes, used_bytes, write_results
 from leank_convert.evaluate.loading import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.names import PRUNED
 from leank_convert.evaluate.prompt import Prompt, held_out_prompts
 from leank_convert.evaluate.request import GSM_INFINITE, LONGBENCH, MEASURES, Evaluation
 from leank_convert.evaluate.ruler import draw_prompts
-from leank_convert.evaluate.used_bytes import UsedBytes, used_bytes
 from leank_convert.evaluate.variants import Dense, Masked, Variant, find_variants
 from leank_convert.files import sha256_of
 from leank_convert.folders import LOCK_NAME, locked

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from leank_convert.errors import LeanKError
@@ -39,22 +39,15 @@ def score_characters(answer: str, reference: str, classes: Sequence[str] = ()) -
     return _f1(*("".join(_plain(text).split()) for text in (answer, reference)))
 
 
-def score_rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L of the words of both (F-measure).
+def score_rouge(
+    answer: str, reference: str, classes: Sequence[str] = (), *, by_character: bool = False
+) -> float:
+    """ROUGE-L of the words of both (F-measure), or of their characters, white space left out.
 
     Raises:
         LeanKError: If the package `rouge-score` is missing.
     """
-    return float(_rouge_scorer(by_character=False).score(reference, answer)["rougeL"].fmeasure)
-
-
-def score_rouge_characters(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L of the characters of both (F-measure), white space left out.
-
-    Raises:
-        LeanKError: If the package `rouge-score` is missing.
-    """
-    return float(_rouge_scorer(by_character=True).score(reference, answer)["rougeL"].fmeasure)
+    return float(_rouge_scorer(by_character=by_character).score(reference, answer)["rougeL"].fmeasure)
 
 
 def score_class(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -99,7 +92,7 @@ SCORES: dict[str, Callable[[str, str, Sequence[str]], float]] = {
     "words": score_words,
     "characters": score_characters,
     "rouge": score_rouge,
-    "rouge_characters": score_rouge_characters,
+    "rouge_characters": partial(score_rouge, by_character=True),
     "class": score_class,
     "numbers": score_numbers,
     "code": score_code,

@@ -86,13 +86,11 @@ def draw_ratio_by_head(axes: Axes, ratios: Tensor) -> None:
 
 def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     """Bars of the fraction of channels that each layer keeps, the first layer on top."""
-    kept = channel_mask.float().mean((1, 2)).numpy()
-    axes.barh(range(len(kept)), 100 * kept, height=0.8, color=BLUE)
-    axes.axvline(100 * kept.mean(), color=INK, linewidth=1, linestyle="--", label="whole model")
-    axes.set(title="Kept by layer", xlabel="kept channels (%)", ylim=(len(kept) - 0.5, -0.5))
-    axes.grid(axis="x")
+    kept = 100 * channel_mask.float().mean((1, 2)).numpy()
+    _draw_layers(axes, kept.tolist(), BLUE)
+    axes.axvline(kept.mean(), color=INK, linewidth=1, linestyle="--", label="whole model")
+    axes.set(title="Kept by layer", xlabel="kept channels (%)")
     _add_legend(axes)
-    _label_layers(axes, len(kept), 1)
 
 
 def draw_kept_by_pair(axes: Axes, mask: ChannelMask) -> None:
@@ -176,17 +174,10 @@ def draw_empty_by_layer(axes: Axes, analysis: MaskAnalysis) -> None:
     """Bars of the heads of width 0 in each layer, the first layer on top."""
     from matplotlib.ticker import MaxNLocator
 
-    empty = analysis.empty_by_layer
-    axes.barh(range(len(empty)), empty, height=0.8, color=ORANGE)
-    axes.set(
-        title="Heads of width 0",
-        xlabel=f"of {len(analysis.widths[0])} KV heads",
-        xlim=(0, len(analysis.widths[0])),
-        ylim=(len(empty) - 0.5, -0.5),
-    )
+    num_heads = len(analysis.widths[0])
+    _draw_layers(axes, analysis.empty_by_layer, ORANGE)
+    axes.set(title="Heads of width 0", xlabel=f"of {num_heads} KV heads", xlim=(0, num_heads))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="x")
-    _label_layers(axes, len(empty), 1)
 
 
 def draw_cache(axes: Axes, analysis: MaskAnalysis) -> None:
@@ -289,6 +280,14 @@ def draw_pruning(axes: Axes, records: Sequence[StepRecord]) -> None:
     axes.set(title="Pruning", xlabel="step", ylabel="fraction", ylim=(0, 1.02))
     _add_legend(axes, columns=4, column_spacing=1.2)
     _mark_stages(axes, records)
+
+
+def _draw_layers(axes: Axes, values: Sequence[float], colour: str) -> None:
+    """Bars of one value a layer, the first layer on top."""
+    axes.barh(range(len(values)), values, height=0.8, color=colour)
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.grid(axis="x")
+    _label_layers(axes, len(values), 1)
 
 
 def _draw_heads_by_channels(axes: Axes, values: Tensor, colours: Any) -> AxesImage:

@@ -125,10 +125,6 @@ class Section:
             svg = _render_svg(self.name, heading, self.draw())
         return f"<h2>{heading}</h2>\n<figure>\n{svg}<figcaption>{caption}</figcaption>\n</figure>"
 
-    def to_png(self) -> bytes:
-        """The figure as a file of its own."""
-        return figure_png(self.draw)
-
 
 def figure_png(draw: Callable[[], Figure]) -> bytes:
     """Draw a figure as a PNG on white; equal figures give equal bytes, with the same matplotlib."""

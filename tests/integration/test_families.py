@@ -16,8 +16,8 @@ from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
+from leank_convert.evaluate.comparison import used_bytes
 from leank_convert.evaluate.prefill import decode_token, run_prefill
-from leank_convert.evaluate.used_bytes import used_bytes
 from leank_convert.evaluate.variants import Dense, Masked
 from leank_convert.export import export_checkpoint
 from leank_convert.export.plan import plan_export

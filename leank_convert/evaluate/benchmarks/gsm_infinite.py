@@ -47,7 +47,10 @@ def draw_gsm_infinite(tokenizer: PreTrainedTokenizerBase, folder: Path, num_samp
     for path in list_files(folder, (".parquet", ".jsonl")):
         for place, row in read_records(path, "GSM-Infinite file"):
             operations, length = read_field(row, "op", int, place, _FORM), _read_length(row, place)
-            task = f"{_read_subset(row, place)} {operations} operations"
+            depth = read_field(row, "d", int, place, _FORM)
+            if depth not in _SUBSETS:
+                raise LeanKError(f"{place}: `d` is {depth}, none of {[*_SUBSETS]}", hint=_FORM)
+            task = f"{_SUBSETS[depth]} {operations} operations"
             index = found[task, length]
             if index < num_samples:
                 prompts.append(_read_prompt(tokenizer, row, place, task, length, index))
@@ -79,13 +82,6 @@ def _read_prompt(
         text = f"Problem: {problem.strip()}\n\nQuestion: {question}\n\n{closing}"
     ids = torch.tensor(encode_text(tokenizer, text))
     return Prompt(task, length, index, ids, (reference,), scoring, _MAX_NEW_TOKENS)
-
-
-def _read_subset(row: dict[str, Any], place: str) -> str:
-    depth = read_field(row, "d", int, place, _FORM)
-    if depth not in _SUBSETS:
-        raise LeanKError(f"{place}: `d` is {depth}, none of {', '.join(map(str, _SUBSETS))}", hint=_FORM)
-    return _SUBSETS[depth]
 
 
 def _read_length(row: dict[str, Any], place: str) -> int:

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from leank_convert.data.records import read_field, read_records
 from leank_convert.errors import LeanKError
@@ -19,7 +19,6 @@ _FORM = (
 _INSTRUCTION = (
     "Read the documents and answer the question with the answer alone, in as few words as it takes."
 )
-_Kind = TypeVar("_Kind")
 
 
 class Question(NamedTuple):
@@ -105,8 +104,8 @@ def draft_question(
 
 
 def _read_plain(record: dict[str, Any], place: str) -> Question:
-    asked = _get(record, "question", str, place)
-    answers, documents = (_get(record, key, list, place) for key in ("answers", "documents"))
+    asked = read_field(record, "question", str, place, _FORM)
+    answers, documents = (read_field(record, key, list, place, _FORM) for key in ("answers", "documents"))
     for key, texts in (("question", [asked]), ("answers", answers), ("documents", documents)):
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise LeanKError(f"{place}: `{key}` is `{record[key]!r:.80}`", hint=_FORM)
@@ -115,19 +114,14 @@ def _read_plain(record: dict[str, Any], place: str) -> Question:
 
 def _read_article(article: dict[str, Any], place: str) -> Iterator[Question]:
     """The questions of an article of SQuAD's file; those without an answer are left out."""
-    paragraphs = _get(article, "paragraphs", list, place)
-    contexts = tuple(_get(paragraph, "context", str, place).strip() for paragraph in paragraphs)
+    paragraphs = read_field(article, "paragraphs", list, place, _FORM)
+    contexts = tuple(read_field(paragraph, "context", str, place, _FORM).strip() for paragraph in paragraphs)
     for paragraph, context in zip(paragraphs, contexts, strict=True):
-        for asked in _get(paragraph, "qas", list, place):
-            if answers := [
-                _get(answer, "text", str, place) for answer in _get(asked, "answers", list, place)
-            ]:
+        for asked in read_field(paragraph, "qas", list, place, _FORM):
+            given = read_field(asked, "answers", list, place, _FORM)
+            if answers := [read_field(answer, "text", str, place, _FORM) for answer in given]:
                 plain = {**asked, "answers": list(dict.fromkeys(answers)), "documents": [context]}
                 yield _read_plain(plain, place)._replace(article=contexts)
-
-
-def _get(record: Any, key: str, kind: type[_Kind], place: str) -> _Kind:
-    return read_field(record, key, kind, place, _FORM)
 
 
 def _repeat_shuffled(first: Sequence[str], then: Sequence[str], rng: random.Random) -> Iterator[str]:

@@ -3,8 +3,8 @@
 import torch
 
 from bin.baselines.compared_cache import Compared, ComparedLayer
+from leank_convert.evaluate.comparison import used_bytes
 from leank_convert.evaluate.prefill import decode_token
-from leank_convert.evaluate.used_bytes import used_bytes
 from leank_convert.evaluate.variants import Dense, Masked
 
 EVERY_CHANNEL = torch.ones(2, 2, 16, dtype=torch.bool)

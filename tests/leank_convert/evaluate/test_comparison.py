@@ -11,13 +11,13 @@ from leank_convert.evaluate.comparison import (
     CacheBytes,
     Comparison,
     Outcome,
+    UsedBytes,
     compare,
     paired_difference_interval,
     render_comparison,
     score_pairs,
     write_results,
 )
-from leank_convert.evaluate.used_bytes import UsedBytes
 
 
 def outcomes(both, lost, gained, neither, task="retrieval", length=2048):
