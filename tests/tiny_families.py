@@ -80,6 +80,14 @@ def some_families(*names: str) -> list[Any]:
     return [row for row in FAMILIES if row.id in names]
 
 
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows for a tiny model, one with padding at its left."""
+    ids = torch.randint(4, 64, (2, 23), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, :8], mask[1, :8] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
     """Write a Llama of two layers with random weights, and its tokenizer.
 

@@ -30,17 +30,10 @@ from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
 from leank_convert.verify import verify_checkpoint
-from tests.tiny_families import FAMILIES, OPTIONS
+from tests.tiny_families import FAMILIES, OPTIONS, batch
 
 WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
-
-
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(4, 64, (2, 23), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    ids[1, :8], mask[1, :8] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def failed(report: Any) -> list[str]:
