@@ -17,8 +17,16 @@ from torch import nn
 from transformers import AttentionInterface
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime import configuration_leank, graph_leank, layer_leank, model_state_leank, modeling_leank
+from runtime import (
+    configuration_leank,
+    graph_leank,
+    layer_leank,
+    model_state_leank,
+    modeling_leank,
+    pages_leank,
+)
 from tests.runtime.stand_ins import PlainKernels, RecordedGraph
+from tests.runtime.tiny_inputs import WIDTHS
 
 VOCAB = 64
 HIDDEN, PRUNED, WHOLE = 0, 1, 2
@@ -131,6 +139,18 @@ def some_masks() -> Callable[..., torch.Tensor]:
         return mask
 
     return make
+
+
+@pytest.fixture
+def model(model_pair: Callable[..., ModelPair], some_masks: Callable[..., torch.Tensor]) -> Any:
+    """Of two layers, whose heads keep as many channels as `WIDTHS` says."""
+    return model_pair(some_masks(WIDTHS)).leank
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of four tokens."""
+    monkeypatch.setattr(pages_leank, "PAGE", 4)
 
 
 def view_of_every_token(

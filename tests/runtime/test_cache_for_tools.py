@@ -10,15 +10,10 @@ import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.tools import attend_layer, concatenate, decode_layer, fill_layer, fork
+from tests.runtime.tiny_inputs import WIDTHS
 from tests.twin_caches import ids
 
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
 LENGTHS = [20, 33, 5]
-
-
-@pytest.fixture
-def model(model_pair, some_masks):
-    return model_pair(some_masks(WIDTHS)).leank
 
 
 def prefilled(model, lengths=LENGTHS, **kwargs):

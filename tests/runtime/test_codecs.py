@@ -19,6 +19,7 @@ from runtime import graph_leank, layer_leank
 from runtime.constants_leank import Constants
 from runtime.fp8_leank import SCALE_NAMES
 from runtime.tools import concatenate, decode_layer, fill_layer, fork
+from tests.runtime.tiny_inputs import WIDTHS
 from tests.tiny_families import OPTIONS, some_families
 from tests.twin_caches import (
     POOLS,
@@ -31,7 +32,6 @@ from tests.twin_caches import (
     restated,
 )
 
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
 # Heads of 80 channels, in chunks of 16: groups of 32, of 16, of what is left, and lanes of padding.
 INT4_WIDTHS = [[0, 7, 80], [16, 48, 33]]
 # Families whose attention differs in what a codec meets: biases, sinks, and layers beside pruned ones.

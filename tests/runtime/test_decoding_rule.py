@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.runtime.tiny_inputs import row
 from tests.tiny_families import FAMILIES, OPTIONS
 
 WIDTHS = {
@@ -25,10 +26,6 @@ SIZES = {
     "nothing but flush 1": (0, 0, 1),
     "flush longer than recent": (2, 3, 9),
 }
-
-
-def row(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

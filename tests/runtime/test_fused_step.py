@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from runtime import graph_leank
 from runtime.fused_step_leank import fused_forward
 from runtime.modeling_leank import LeanKLlamaModel
+from tests.runtime.tiny_inputs import WIDTHS
 
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3", "Phi3"]
 
 

@@ -13,10 +13,8 @@ import torch
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime import layer_leank, pages_leank
 from runtime.graph_leank import DecodeGraph
+from tests.runtime.tiny_inputs import GREEDY, WIDTHS
 from tests.twin_caches import ids
-
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
 
 
 def padded(length: int) -> torch.Tensor:
@@ -48,11 +46,6 @@ def step(model, cache, seed=0) -> torch.Tensor:
     with torch.no_grad():
         token = ids(cache.rows.lengths.shape[0], 1, seed)
         return model(token, position_ids=position, cache=cache).logits
-
-
-@pytest.fixture
-def model(model_pair, some_masks):
-    return model_pair(some_masks(WIDTHS)).leank
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from runtime.kernel_turn_leank import copy_row  # noqa: E402
 from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
 from runtime.self_check_leank import disagreement, in_parts  # noqa: E402
 from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
+from tests.runtime.tiny_inputs import random_masks  # noqa: E402
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
@@ -98,14 +99,9 @@ def on_cpu(num_programs, is_fp8=False, has_sinks=False):
     return CpuKernels(shape, num_programs)
 
 
-def masks(widths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
-
-
 def case_of(widths, rows, *, sink=SINK, columns=1, **change):
     return make_case(
-        masks(widths),
+        random_masks(widths, D),
         rows,
         chunk_size=E,
         num_groups=GROUPS,
@@ -306,7 +302,7 @@ def test_a_huge_and_a_tiny_logit_do_not_overflow(check):
 
 def test_rows_that_keep_channels_of_their_own(check):
     case = case_of((0, 16, 40), ROWS)
-    orders = [order_channels(masks((0, 16, 40), seed)) for seed in range(len(ROWS))]
+    orders = [order_channels(random_masks((0, 16, 40), D, seed)) for seed in range(len(ROWS))]
     case = replace(case, store=case.store._replace(chunk_index=case.layout.chunk_index(torch.stack(orders))))
     check(run_case(on_cpu(16), case, SCALE), case)
 

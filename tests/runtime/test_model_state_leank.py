@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from runtime.model_state_leank import ModelState, why_step_is_eager
-
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
+from tests.runtime.tiny_inputs import WIDTHS
 
 
 @pytest.mark.parametrize(

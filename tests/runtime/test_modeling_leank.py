@@ -13,13 +13,9 @@ from transformers.utils import logging as transformers_logging
 
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.modeling_leank import LeanKLlamaForCausalLM
+from tests.runtime.tiny_inputs import GREEDY, everything, one_row
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
-
-
-def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
-    return torch.ones(layers, heads, head_dim, dtype=torch.bool)
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -30,10 +26,6 @@ def padded_batch() -> dict[str, torch.Tensor]:
         ids[row, :padding] = 0
         mask[row, :padding] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def one_row(length: int = 21) -> torch.Tensor:
-    return padded_batch()["input_ids"][:1, :length]
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,9 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime import pages_leank
 from runtime.pages_leank import PageTables, page_sources, spread_pages
 from runtime.tools import concatenate
-
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
-
-
-def row(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def small_pages(monkeypatch):
-    monkeypatch.setattr(pages_leank, "PAGE", 4)
+from tests.runtime.tiny_inputs import WIDTHS, row
 
 
 @pytest.mark.parametrize("sizes", [(128, 1088), (0, 33), (3, 2**24)], ids=str)

@@ -13,6 +13,7 @@ from runtime.layout_leank import choose_chunk_size, order_channels
 from runtime.reference_leank import decode_attention
 from runtime.turns_leank import attend_turn
 from tests.runtime.decode_cases import make_case
+from tests.runtime.tiny_inputs import random_masks
 
 D, SINK, SCALE = 64, 3, 0.3
 WIDTHS = [(0, 16, 64), (0, 0), (64, 64), (5, 21, 63), (16, 0, 16), (32, 32)]
@@ -20,17 +21,12 @@ LENGTHS = [1, 2, 3, 4, 41, 9, 16, 63, 64, 65]
 PRUNED = [0, 0, 0, 0, 28, 0, 3, 51, 49, 50]
 
 
-def masks(widths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
-
-
 def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change):
     """Rows of so many stored tokens, pruned ones among them, in pages; what no token is put into is 1e4."""
     valid = change.get("valid")
     new = [columns] * len(rows) if valid is None else valid.sum(1).tolist()
     case = make_case(
-        masks(widths), [(row[0] + count, *row[1:]) for row, count in zip(rows, new, strict=True)],
+        random_masks(widths, D), [(row[0] + count, *row[1:]) for row, count in zip(rows, new, strict=True)],
         chunk_size=choose_chunk_size([widths], D), num_groups=groups, sink_size=SINK, dtype=dtype,
         device=torch.device("cpu"), num_columns=columns, page_sizes=(16, 8), **change,
     )  # fmt: skip
@@ -105,7 +101,7 @@ def test_any_number_of_query_heads_shares_a_key_head(groups, check):
 
 def test_every_row_may_keep_its_own_channels(check):
     case = case_of((0, 16, 40), [(40, 29), (33, 20), (17, 4)])
-    order = order_channels(torch.stack([masks((0, 16, 40), seed) for seed in range(3)]))
+    order = order_channels(torch.stack([random_masks((0, 16, 40), D, seed) for seed in range(3)]))
     case = replace(case, store=case.store._replace(chunk_index=case.layout.chunk_index(order)))
     check(case, in_store(case))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from leank_convert._runtime.configuration_leank import CACHE
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.modeling_leank import LeanKLlamaForCausalLM, LeanKLlamaModel
-
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}
-
-
-def everything(layers: int = 2, heads: int = 2, head_dim: int = 16) -> torch.Tensor:
-    return torch.ones(layers, heads, head_dim, dtype=torch.bool)
-
-
-def one_row(length: int = 21) -> torch.Tensor:
-    return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(5))
+from tests.runtime.tiny_inputs import GREEDY, everything, one_row
 
 
 def test_training_mode_refuses_a_cache(model_pair):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime import pages_leank
 from runtime.tools import concatenate, fork
+from tests.runtime.tiny_inputs import WIDTHS, row
 
-WIDTHS = [[0, 3, 16], [4, 8, 8]]
 HUGE = 2**24
 # In pages of four tokens: a sink that fills while decoding, rings that do and that go round, a
 # window of many times what there is.
@@ -22,20 +21,11 @@ SIZES = {
 }
 
 
-def row(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (length,), generator=torch.Generator().manual_seed(seed))
-
-
 def window_pages(cache) -> set[int]:
     """Pages of a row in the window."""
     stores = [layer.store for layer in cache.layers]
     assert all(len(store.window_keys) == sum(store.tables.window_runs) for store in stores)
     return {run for store in stores for run in store.tables.window_runs}
-
-
-@pytest.fixture
-def small_pages(monkeypatch):
-    monkeypatch.setattr(pages_leank, "PAGE", 4)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
