@@ -1,7 +1,8 @@
-"""Checkpoints whose cache is FP8: calibration, scales in the shards, what checks, shows and refuses them."""
+"""Checkpoints whose cache is FP8 or int4: calibration, scales in shards, what checks, shows, refuses them."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from bin.baselines import int4
 from leank_convert import kv_scales
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.cli import main
@@ -22,15 +24,17 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
+from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import KVScales
+from leank_convert.leank_block import encode_masks
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
-from runtime import fp8_leank
+from runtime import fp8_leank, int4_leank
 from runtime.cache_leank import LeanKCache
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.constants_leank import Constants, choose_constants
@@ -48,12 +52,26 @@ def random_scales(layers=3, heads=4, head_dim=12):
 
 
 @pytest.fixture(scope="module")
-def testbed(tmp_path_factory):
-    """The testbed with its packaged mask, by the command; not to be changed."""
-    out = tmp_path_factory.mktemp("fp8") / "testbed"
-    result = run("export", "testbed", "--kv-dtype", "fp8", "-o", out)
-    assert result.exit_code == 0, result.stderr
-    return out
+def exported_testbed(tmp_path_factory):
+    """The testbed with its packaged mask and a cache in a format, by the command; not to be changed."""
+
+    def export(kv_dtype):
+        out = tmp_path_factory.mktemp(kv_dtype) / "testbed"
+        result = run("export", "testbed", "--kv-dtype", kv_dtype, "-o", out)
+        assert result.exit_code == 0, result.stderr
+        return out
+
+    return functools.cache(export)
+
+
+@pytest.fixture(scope="module")
+def testbed(exported_testbed):
+    return exported_testbed("fp8")
+
+
+@pytest.fixture(scope="module")
+def testbed_int4(exported_testbed):
+    return exported_testbed("int4")
 
 
 def test_each_checkpoint_runs_the_parts_that_it_carries_whatever_was_loaded_before(
@@ -314,7 +332,7 @@ def test_a_token_beyond_the_window_takes_at_most_so_much_of_a_dense_one(kv_dtype
         leank={
             "format_version": 1,
             "widths": mask.sum(-1).tolist(),
-            "channel_masks": [bytes(_pack(layer)).hex() for layer in mask],
+            "channel_masks": encode_masks(mask),
             "head_permutation": [list(range(8))] * 32,
             "sink_size": 128,
             "recent_size": 1024,
@@ -336,20 +354,21 @@ def test_a_token_beyond_the_window_takes_at_most_so_much_of_a_dense_one(kv_dtype
     assert (allocated[1] - allocated[0]) / (dense[1] - dense[0]) <= share
 
 
-def _pack(mask: torch.Tensor) -> list[int]:
-    return (mask.view(-1, 8).int() * 2 ** torch.arange(7, -1, -1)).sum(1).tolist()
-
-
-def test_what_has_no_fp8_cache_refuses_in_a_sentence(testbed, tmp_path):
+def test_what_has_no_such_cache_refuses_in_a_sentence(testbed, testbed_int4, tmp_path):
     for arguments, message in (
-        (("export", "testbed", "--device", "cpu"), "--device goes with --kv-dtype and --key-mean"),
         (("export", "testbed", "--kv-dtype", "fp8", "--mask", "nowhere"), "mask `nowhere` is neither a file"),
         (("train", "testbed", "--mask-only", "--kv-dtype", "fp8"), "--mask-only writes no checkpoint"),
         (("export-onnx", testbed), "keeps its cache in fp8; a graph's has the dtype of its"),
+        (("export-onnx", testbed_int4), "keeps its cache in int4; a graph"),
     ):
         result = run(*arguments, "-o", tmp_path / "out")
         assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert not (tmp_path / "out").exists()
+    result = run("inspect", testbed_int4, "--memory", "1GiB")
+    assert result.exit_code == 2
+    assert "keeps its cache in int4, which vLLM does not serve" in result.stderr
+    with pytest.raises(LeanKError, match=r"^`kv_scales` are for `kv_dtype` `fp8`, not `int4`$"):
+        kv_scales.describe_cache("int4", random_scales())
 
 
 def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
@@ -361,29 +380,77 @@ def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
         measure_cache("testbed")
     source = source_model("llama")
     options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
-    with pytest.raises(
-        kv_scales.LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"
-    ):
+    with pytest.raises(LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"):
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
-    with pytest.raises(kv_scales.LeanKError, match=r"^`kv_dtype` is None, not one of fp8, int4$"):
+    with pytest.raises(LeanKError, match=r"^`kv_dtype` is None, not one of fp8, int4$"):
         export_checkpoint(source, fitting_mask(source), tmp_path / "out", kv_scales=random_scales())
 
 
-def test_training_measures_once_for_all_its_ratios(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kv_dtype", "num_measured", "told"), [("fp8", 1, "8 tensors, of "), ("int4", 0, "none, none needed")]
+)
+def test_training_measures_at_most_once_for_all_its_ratios(
+    kv_dtype, num_measured, told, tmp_path, monkeypatch
+):
     measured = []
     monkeypatch.setattr(
         "leank_convert.convert.measure_cache",
         lambda *given, **options: measured.append(given) or measure_cache(*given, **options),
     )
     arguments = "--method static-norm --pruning-ratio 0.5 --pruning-ratio 0.7 --set calibration_prompts=1"
-    more = ("--set", "held_out_samples=0", "--kv-dtype", "fp8", "-o", tmp_path / "out")
+    more = ("--set", "held_out_samples=0", "--kv-dtype", kv_dtype, "-o", tmp_path / "out")
     result = run("train", "testbed", *arguments.split(), *more)
     assert result.exit_code == 0, result.stderr
-    assert len(measured) == 1
+    assert len(measured) == num_measured  # masks that are made have their mean
     for ratio in ("0.5", "0.7"):
         report = verify_checkpoint(tmp_path / "out" / f"ratio-{ratio}")
-        assert report.ok and any("8 tensors, of " in check.detail for check in report.checks)
+        assert report.ok and any(told in check.detail for check in report.checks)
 
 
 def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
     assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
+
+
+def test_an_int4_checkpoint_says_so_and_holds_no_scales(testbed_int4):
+    block = read_json(testbed_int4 / "config.json")["leank"]
+    assert (block["kv_dtype"], block["kv_scales"]) == ("int4", None)
+    report = verify_checkpoint(testbed_int4)
+    assert report.ok, [check for check in report.checks if not check.ok]
+    assert ("cache scales", "none, none needed") in [(c.name, c.detail) for c in report.checks]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_loaded_int4_checkpoint_decodes_from_as_many_bytes_as_are_told(testbed_int4, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(testbed_int4, dtype="auto", trust_remote_code=True)
+    ids = torch.randint(3, 60, (1, 600), generator=torch.Generator().manual_seed(0))
+    cache = model.build_cache()
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    answer = model.generate(ids, cache=cache, **options)
+    assert cache.kv_dtype == "int4" and cache.layers[0].store.kept_keys.dtype == torch.uint8
+    assert torch.equal(answer, model.generate(ids, kv_dtype="int4", **options))
+    told = json.loads(run("inspect", testbed_int4, "--json").stdout)["bytes_per_token"]
+    memory = cache.memory()
+    num_tokens = cache.get_seq_length()
+    per_token = [region.used / num_tokens for region in (memory.kept_keys, memory.kept_values)]
+    assert per_token == [told["key_pruned"], told["value_pruned"]]
+    # Of bfloat16's: half a byte, and two numbers of two bytes for every 32.
+    assert told["value_window"] / told["value_dense"] == (0.5 + 4 / 32) / 2
+    model.save_pretrained(tmp_path / "saved")
+    assert verify_checkpoint(tmp_path / "saved").ok
+
+
+def test_inspect_and_the_card_tell_bytes_of_int4(testbed_int4):
+    text = run("inspect", testbed_int4).stdout
+    assert "cache             int4, the window too; least number and step of every 32" in text
+    card = (testbed_int4 / "README.md").read_text()
+    assert "stored in int4, with a least number and a step for every 32 of a token." in card
+    told = json.loads(run("inspect", testbed_int4, "--json").stdout)["bytes_per_token"]
+    assert f"| {told['key_window']:,} | {told['value_window']:,} |" in card
+
+
+def test_toolkit_and_runtime_group_an_int4_cache_alike():
+    assert INT4_GROUP_SIZE == int4.CHUNK_SIZE == int4_leank.GROUP_SIZE
+    widths = [[7, 80, 0], [16, 48, 33]]
+    count = count_cache_bytes(widths, 80, 2, "int4")
+    groups = [int4_leank.group_chunks([-(-w // 16) for w in row], 16, torch.device("cpu")) for row in widths]
+    assert count.key_pruned == sum(map(sum, widths)) // 2 + sum(group.count for group in groups) * 4
