@@ -299,28 +299,36 @@ def test_overridden_rope_keeps_theta_and_drops_the_models_own_scaling(
     assert loaded == read_model_facts(result, origin="x").rope_parameters
 
 
-def test_a_trained_length_that_is_not_given_is_the_models_not_the_overridden_one() -> None:
-    config = {**LLAMA, "max_position_embeddings": 4096}
-    overrides = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 16384}
-    rope: Any = apply_config_overrides(config, overrides)["rope_parameters"]
-    assert rope["original_max_position_embeddings"] == 4096
-
-
-def test_theta_alone_keeps_the_scaling() -> None:
-    config = {**LLAMA, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert apply_config_overrides(config, {"rope_theta": 5e6})["rope_parameters"] == {
-        "rope_type": "linear",
-        "factor": 2.0,
-        "rope_theta": 5e6,
-    }
-
-
-def test_scaling_can_be_taken_away() -> None:
-    config = {**LLAMA, "rope_theta": 1e6, "rope_scaling": YARN}
-    assert apply_config_overrides(config, {"rope_scaling": None})["rope_parameters"] == {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-    }
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e6},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e6},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+            {"rope_scaling": None},
+            {"rope_type": "default", "rope_theta": 1e6},
+        ),
+        (
+            {"max_position_embeddings": 4096},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 16384},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 4096,  # the model's, not the overridden one
+            },
+        ),
+    ],
+    ids=["theta alone keeps the scaling", "scaling is taken away", "a trained length is the model's"],
+)
+def test_what_overrides_leave_of_rope(
+    config: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert apply_config_overrides({**LLAMA, **config}, overrides)["rope_parameters"] == expected
 
 
 def test_a_window_that_no_sequence_outgrows_may_be_left_out() -> None:

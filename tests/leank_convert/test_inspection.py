@@ -120,48 +120,40 @@ def test_provenance_of_a_trained_mask_is_told(
     assert "  seed: 7 # \\x1b[2J\n" in render_inspection(facts, with_recipe=True)
 
 
-def test_other_folders_and_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LeanKError, match="has no `config\\.json`"):
-        inspect_artifact(tmp_path)
-    with pytest.raises(LeanKError, match="does not exist"):
-        inspect_artifact(tmp_path / "missing.pth")
-
-
-def test_a_damaged_block_points_to_verify(
-    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+@pytest.mark.parametrize("value", [..., None, True, [[1, 2]]])
+@pytest.mark.parametrize("key", ["flush_size", "widths", "head_permutation", "pruning_ratio"])
+def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
+    key: str,
+    value: object,
+    tmp_path: Path,
+    mask: torch.Tensor,
+    source_model: Callable[..., Path],
+    edit_json: Callable[..., None],
 ) -> None:
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
-    config = read_json(out / "config.json")
-    del config["leank"]["flush_size"]
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LeanKError, match="the `leank` block lacks `flush_size`") as caught:
+    block = {**read_json(out / "config.json")["leank"], key: value}
+    edit_json(out / "config.json", leank={name: item for name, item in block.items() if item is not ...})
+    message = rf"the `leank` block (lacks|has no) `{key}`" if value is ... else rf"`leank\.{key}` is "
+    with pytest.raises(LeanKError, match=message) as caught:
         inspect_artifact(out)
     assert "verify" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("value", [None, True, [[1, 2]]])
-@pytest.mark.parametrize("key", ["widths", "head_permutation", "pruning_ratio"])
-def test_a_block_with_nonsense_in_it_points_to_verify(
-    key: str, value: object, tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", r"has no `config\.json`"),
+        ("nope.pth", "^`nope.pth` does not exist$"),
+        ("some/folder/nope", "^`some/folder/nope` does not exist$"),
+        ("some/nope", "^`some/nope` is not here, and the hub"),  # which may be a model's id
+    ],
+)
+def test_what_is_neither_a_mask_nor_a_model_is_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
-    config = read_json(out / "config.json")
-    config["leank"][key] = value
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LeanKError, match=rf"`leank\.{key}` is") as caught:
-        inspect_artifact(out)
-    assert "verify" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("name", ["nope.pth", "some/folder/nope"])
-def test_what_does_not_exist_is_not_called_a_mask(name: str) -> None:
-    with pytest.raises(LeanKError, match=f"^`{name}` does not exist$"):
-        inspect_artifact(name)
-
-
-def test_what_may_be_a_models_id_is_looked_for_on_the_hub() -> None:
-    with pytest.raises(LeanKError, match=r"^`some/nope` is not here, and the hub"):
-        inspect_artifact("some/nope")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LeanKError, match=message):
+        inspect_artifact(name or tmp_path)
 
 
 @pytest.fixture

@@ -117,21 +117,27 @@ def test_a_bad_block_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("config_class", "changes", "message"),
+    ("config_class", "changes", "own", "message"),
     [
-        (LeanKMistralConfig, {}, "layers` is None, the layers with full attention are \\[\\]"),
+        (LeanKMistralConfig, {}, {}, r"layers` is None, the layers with full attention are \[\]"),
         (
             LeanKQwen2Config,
             {"use_sliding_window": True, "max_window_layers": 1},
+            {},
             r"attention are \[0\]; export",
         ),
-        (LeanKQwen3Config, {"layers": [1]}, r"`leank.layers` is \[1\], the layers .* are \[0, 1\]"),
+        (LeanKQwen3Config, {}, {"layers": [1]}, r"`leank.layers` is \[1\], the layers .* are \[0, 1\]"),
+        (
+            LeanKLlamaConfig,
+            {"head_dim": 12},
+            {"widths": [[0, 12], [1, 2]], "channel_masks": ["0000fff0", "80000031"]},
+            r"`leank.channel_masks\[1\]` keeps channels beyond the 12 of a head",
+        ),
     ],
 )
-def test_layers_with_a_sliding_window_are_not_pruned(config_class, changes, message):
-    layers = {"layers": changes.pop("layers")} if "layers" in changes else {}
+def test_a_block_that_does_not_fit_its_model_is_refused(config_class, changes, own, message):
     with pytest.raises(ValueError, match=message):
-        config_class(**sizes(**changes), leank=block(**layers))
+        config_class(**sizes(**changes), leank=block(**own))
 
 
 @pytest.mark.parametrize(
@@ -150,13 +156,3 @@ def test_a_config_survives_saving_and_loading(config_class, tmp_path):
 def test_head_dim_may_be_left_to_the_config():
     config = LeanKQwen2Config(**{**sizes(), "head_dim": None}, leank=block())
     assert read_settings(config).head_dim == 16
-
-
-def test_channels_beyond_a_head_are_refused():
-    with pytest.raises(
-        ValueError, match=r"`leank.channel_masks\[1\]` keeps channels beyond the 12 of a head"
-    ):
-        LeanKLlamaConfig(
-            **sizes(head_dim=12),
-            leank=block(widths=[[0, 12], [1, 2]], channel_masks=["0000fff0", "80000031"]),
-        )

@@ -280,22 +280,6 @@ def test_the_card_names_licence_and_base_model(source_model, fitting_mask, tmp_p
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sink_size": -1}, "`sink_size` is -1"),
-        ({"flush_size": 0}, "`flush_size` is 0"),
-        ({"prune": "lazy"}, "`prune` is 'lazy'"),
-        ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
-    ],
-)
-def test_senseless_options_are_refused(options, message, source_model, fitting_mask, tmp_path):
-    source = source_model()
-    with pytest.raises(LeanKError, match=re.escape(message)):
-        export_checkpoint(source, fitting_mask(source), tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
 def test_companions_travel_and_nothing_else(source_model, fitting_mask, tmp_path, caplog):
     source = source_model()
     copied = {

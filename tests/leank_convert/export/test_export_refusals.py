@@ -143,11 +143,18 @@ def test_sources_that_cannot_be_converted_are_refused(
     refused(source, mask, tmp_path / "out", message)
 
 
-def test_masks_and_checkpoints_that_do_not_fit_are_refused(
+def test_options_masks_and_checkpoints_that_do_not_fit_are_refused(
     source_model, ragged_mask, fitting_mask, tmp_path, refused
 ):
     source, out = source_model(), tmp_path / "out"
     mask, wrong = fitting_mask(source), ChannelMask(ragged_mask(head_dim=16))
+    for options, message in (
+        ({"sink_size": -1}, "`sink_size` is -1"),
+        ({"flush_size": 0}, "`flush_size` is 0"),
+        ({"prune": "lazy"}, "`prune` is 'lazy'"),
+        ({"config_overrides": {"head_dim": 4}}, "`config_overrides.head_dim`"),
+    ):
+        refused(source, mask, out, message, **options)
     refused(source, wrong, out, "has shape [3, 4, 16]; model", mask_origin="m.pth")
     export_checkpoint(source, mask, out)
     assert "original" in str(refused(out, mask, tmp_path / "again", "already is a LeanK checkpoint").hint)
