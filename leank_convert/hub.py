@@ -29,6 +29,7 @@ _LOCAL_PATH = re.compile(
     r"""(?:(['"])((?:~|\.{1,2})?/(?:(?!\1)[^\n])+)|((?:~|\.{1,2})?/[^\s'"`,;)\]}]+))"""
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model(model: str | Path) -> Path:
@@ -87,10 +88,11 @@ def hub_name(model: str | Path) -> str | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return str(model)
-    *_, repository, snapshots, _name = ("", "", *folder.resolve().parts)
-    if snapshots == "snapshots" and repository.startswith("models--"):  # the hub's cache
-        return repository.removeprefix("models--").replace("--", "/")
-    return None
+    *_, repository, snapshots, commit = ("", "", *folder.resolve().parts)
+    # No owner's name has two dashes in a row, unlike names of models.
+    name = repository.removeprefix("models--").replace("--", "/", 1)
+    in_cache = snapshots == "snapshots" and name != repository and _COMMIT.fullmatch(commit) is not None
+    return name if in_cache and _HUB_ID.fullmatch(name) else None
 
 
 def name_in_config(folder: Path) -> str | None:

@@ -84,12 +84,20 @@ def test_a_folder_may_name_its_model_in_its_config(noted: Any, expected: str | N
 
 
 def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--owner--a-model" / "snapshots" / "0123abcd"
-    plain = tmp_path / "snapshots" / "model"
-    for folder in (snapshot, plain):
-        folder.mkdir(parents=True)
-    names = [model_name(path) for path in (snapshot, f"{snapshot}/", plain, "/", "owner/model", "testbed")]
-    assert names == ["owner/a-model", "owner/a-model", "model", "/", "owner/model", "testbed"]
+    commit = "0123abcd" * 5
+    folders = {
+        f"models--owner--a-model/snapshots/{commit}": "owner/a-model",
+        f"models--owner--a--model/snapshots/{commit}": "owner/a--model",
+        f"models--gpt2/snapshots/{commit}": "gpt2",
+        "models--owner--a-model/snapshots/mine": "mine",
+        f"models--/snapshots/{commit}": commit,
+        "snapshots/model": "model",
+    }
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+    assert {folder: model_name(tmp_path / folder) for folder in folders} == folders
+    assert model_name(f"{tmp_path}/{next(iter(folders))}/") == "owner/a-model"
+    assert [model_name(path) for path in ("/", "owner/model", "testbed")] == ["/", "owner/model", "testbed"]
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,13 @@ def test_a_model_is_known_by_its_config_or_its_place_in_the_hubs_cache_and_not_b
     stderr = refused(run("export", tiny, "-o", other, "--pruning-ratio", 0.5), other)
     assert "no mask for" in stderr and "none packaged for it" in stderr
     assert "if it is the very model of a packaged mask of its shape, `--mask tiny`\n" in stderr
-    snapshot = tmp_path / "models--owner--Tiny" / "snapshots" / "0123abcd"
+    snapshot = tmp_path / "models--owner--Tiny" / "snapshots" / ("0123abcd" * 5)
     shutil.copytree(tiny, snapshot)
     assert flush_size(export_checkpoint(snapshot, None, cached, pruning_ratio=0.8)) == 80
     assert "not evaluated on this model" not in (cached / "README.md").read_text()
     # A repository of another name that was saved from it: what the hub calls it counts.
     change_config(tiny, _name_or_path="owner/Tiny")
-    derived = tmp_path / "models--someone--Tiny" / "snapshots" / "0123abcd"
+    derived = tmp_path / "models--someone--Tiny" / "snapshots" / ("0123abcd" * 5)
     shutil.copytree(tiny, derived)
     assert "none packaged for it" in refused(run("export", derived, "-o", other), other)
 
