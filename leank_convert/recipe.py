@@ -386,6 +386,11 @@ def _find_in_data(data: DataSection) -> Iterator[Problem]:
 def _find_in_method(recipe: Recipe) -> Iterator[Problem]:
     method, ratio = recipe.method_row, min(recipe.pruning_ratios)
     whose = "whose heads keep all channels or none"
+    if "stage1" in recipe.trains and not recipe.stage1.steps and not recipe.stage2.steps:
+        yield Problem(
+            "`stage1.steps` and `stage2.steps` are 0: nothing would tell channels apart; give stage 1 steps",
+            ("stage1.steps", "stage2.steps", "method"),
+        )
     if recipe.budget == "uniform" and (method.whole_heads or method.has_gates):
         whose_budget = whose if method.whole_heads else "some of whose heads keep no channel"
         yield Problem(

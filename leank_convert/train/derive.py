@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import gcd
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -111,7 +112,7 @@ def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]
                 },
                 "pruning_ratio": PRUNING_RATIO,
                 # A quarter of head_dim for the usual ones; the decode kernel works on 16 channels at a time.
-                "width_multiple": 32 if head_dim >= 128 else min(16, max(1, head_dim // 4)),
+                "width_multiple": gcd(32 if head_dim >= 128 else min(16, max(1, head_dim // 4)), head_dim),
                 "rounding": "budget",
                 "data": {
                     "tasks": ["retrieval", "multi_value"],

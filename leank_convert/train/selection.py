@@ -92,11 +92,22 @@ def select_channels(
 
 
 def select_for(recipe: Recipe, scores: Tensor, pruning_ratio: float) -> Tensor:
-    """Choose the channels of one of a recipe's ratios, by its multiple, rounding, cap and budget."""
+    """Choose the channels of one of a recipe's ratios, by its multiple, rounding, cap and budget.
+
+    Raises:
+        LeanKError: As `select_channels`; also if no multiple is a whole head.
+    """
+    head_dim, unit = scores.shape[-1], recipe.width_unit(scores.shape[-1])
+    if unit < head_dim and head_dim % unit:
+        raise LeanKError(
+            f"`width_multiple` {unit} does not divide the model's `head_dim` {head_dim}: no head could keep "
+            "all of its channels",
+            hint=f"choose a divisor of {head_dim}, such as {math.gcd(2**12, head_dim) // 2 or 1}",
+        )
     return select_channels(
         scores,
         pruning_ratio=pruning_ratio,
-        width_multiple=recipe.width_unit(scores.shape[-1]),
+        width_multiple=unit,
         max_width=recipe.max_width,
         rounding=recipe.rounding,
         budget=recipe.resolved_budget,

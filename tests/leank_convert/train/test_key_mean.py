@@ -56,7 +56,7 @@ def test_it_is_measured_over_all_tokens_of_the_first_contexts(load, offload):
 
 
 @pytest.mark.parametrize(
-    ("steps", "batch_size", "expected"), [(7, 1, 1), (350, 1, 3), (350, 2, 7), (2000, 4, 8), (0, 1, 1)]
+    ("steps", "batch_size", "expected"), [(7, 1, 1), (350, 1, 3), (350, 2, 7), (2000, 4, 8), (1, 1, 1)]
 )
 def test_a_run_measures_a_hundredth_of_its_contexts(short_recipe, steps, batch_size, expected):
     recipe = short_recipe(stage1={"steps": steps}, stage2={"steps": 0}, batch_size=batch_size)

@@ -26,6 +26,7 @@ from leank_convert.train import model, passes
             "",
         ),
         ({"width_multiple": 32}, {}, "`width_multiple` 32 exceeds", ""),
+        ({"width_multiple": 7}, {}, "`width_multiple` 7 does not divide the model's `head_dim` 16", "as 8"),
         ({}, {"device": "foo"}, "device `foo` cannot be used", ""),
         ({"mask": "a.pth"}, {}, "`mask` is 'a.pth': nothing is to be trained", "leank-convert export"),
     ],
