@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from leank_convert.config_class import complete_config
+from leank_convert.config_class import complete_config, known_keys
 from leank_convert.errors import LeanKError, cut
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX, Architecture
 from leank_convert.fields import Fields
@@ -25,7 +25,7 @@ OTHER_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Far beyond any model: what is claimed here is looped over, and allocated, before the weights are looked at.
 MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
@@ -156,11 +156,11 @@ def read_model_facts(config: Mapping[str, object], *, origin: str) -> ModelFacts
     _check_given(Fields(config, origin), architecture)
     values = _complete(config, architecture, origin)
     fields = Fields(values, origin)
-    layers, heads, kv_heads, head_dim = (int(values[key]) for key in _SHAPE_KEYS)
+    layers, heads, kv_heads, head_dim = (int(values[key]) for key in SHAPE_KEYS)
     full_layers = _find_full_layers(fields, config, layers, architecture)
     has_window = len(full_layers) < layers and "sliding_attention" in architecture.other_layers
     rope = _read_rope(architecture, values, head_dim, origin)
-    if architecture.experts:
+    if architecture.experts and _has_experts(values, architecture):
         _check_experts(fields)
     if len(full_layers) < layers and "linear_attention" in architecture.other_layers:
         _check_linear_heads(fields)
@@ -247,8 +247,22 @@ def _check_given(fields: Fields, architecture: Architecture) -> None:
     # Every class has a trained length, where config.json has none.
     _read_rope(architecture, {"max_position_embeddings": 2**15, **values}, None, fields.origin)
     for key in (*_EXPERT_KEYS, "num_experts_per_tok"):
-        if architecture.experts and key in values:
-            fields.whole_number(key, 1, MAX_EXPERTS)
+        if architecture.experts and values.get(key) is not None:
+            fields.whole_number(key, 0, MAX_EXPERTS)
+
+
+def _has_experts(values: Mapping[str, Any], architecture: Architecture) -> bool:
+    """Whether any layer has experts, by the keys from which the family's own class tells."""
+    known = known_keys(architecture)
+    layers = range(values["num_hidden_layers"])
+    if "mlp_layer_types" in known:
+        return "sparse" in (values.get("mlp_layer_types") or ("sparse",))
+    if "decoder_sparse_step" in known:
+        dense, step = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step") or 1
+        held = any(values.get(key) for key in _EXPERT_KEYS)
+        return held and any(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+    first = values.get("first_k_dense_replace") if "first_k_dense_replace" in known else 0
+    return (first or 0) < len(layers)
 
 
 def _check_experts(fields: Fields) -> None:
@@ -287,7 +301,7 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
         values["head_dim"] = hidden_size // heads
     if values["head_dim"] not in range(2, MAX_HEAD_DIM + 1, 2):
         raise Fields(values, origin).refused("head_dim", f"not an even number from 2 to {MAX_HEAD_DIM}")
-    layers, heads, kv_heads, head_dim = (values[key] for key in _SHAPE_KEYS)
+    layers, heads, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
     if heads % kv_heads:
         raise LeanKError(
             f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from leank_convert.architectures import OTHER_MODELS, read_model_facts
+from leank_convert.architectures import OTHER_MODELS, find_architecture, read_model_facts
 from leank_convert.checkpoint_io import LOADING_KEYS
-from leank_convert.errors import LeanKError, cut
-from leank_convert.families import ARCHITECTURES
-from leank_convert.rope import ROPE_KEYS, read_rope_parameters
+from leank_convert.config_class import known_keys
+from leank_convert.errors import LeanKError, cut, shorten
+from leank_convert.rope import ROPE_KEYS, ROPE_PARAMETERS, read_rope_parameters
 
 _FIXED_KEYS = frozenset(
     {
@@ -82,8 +83,12 @@ def apply_config_overrides(
         A new config.
 
     Raises:
-        LeanKError: If the overrides change the model's identity or shape.
+        LeanKError: If the overrides change the model's identity or shape, or have a key that is not known.
     """
+    if not isinstance(overrides, Mapping):
+        raise LeanKError(f"`config_overrides` is {cut(overrides)}, not a mapping of config.json's keys")
+    if not overrides:
+        return dict(config)
     fixed = sorted(_FIXED_KEYS & overrides.keys())
     if fixed:
         raise LeanKError(
@@ -94,11 +99,16 @@ def apply_config_overrides(
         json.dumps(overrides, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise LeanKError(f"`config_overrides` cannot be written as JSON: {cut(str(error))}") from error
+    family = find_architecture(config.get("model_type"), origin="config.json")
+    _refuse_unknown("", overrides, {*known_keys(family), *config, *ROPE_KEYS, "torch_dtype", "num_labels"})
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := overrides.get(key), Mapping):
+            own = config.get(key)
+            _refuse_unknown(f"{key}.", rope, {*ROPE_PARAMETERS, *(own if isinstance(own, Mapping) else ())})
     result = {**config, **overrides}
     given = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
     if given:
-        family = ARCHITECTURES.get(str(config.get("model_type")))
-        if family is not None and family.rope_by_kind:
+        if family.rope_by_kind:
             raise LeanKError(
                 f"`config_overrides.{min(given)}`: kinds of layers of `{family.model_type}` have rope "
                 "parameters of their own, which cannot be overridden",
@@ -117,6 +127,16 @@ def apply_config_overrides(
         result.pop("rope_scaling", None)
         result.pop("rope_theta", None)
         result["rope_parameters"] = read_rope_parameters({**base, **given}, origin="config_overrides")
-    if overrides:
-        read_model_facts(result, origin="config.json with config_overrides")
+    read_model_facts(result, origin="config.json with config_overrides")
     return result
+
+
+def _refuse_unknown(section: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Refuse a key that nothing would read, by its nearest name."""
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        raise LeanKError(
+            f"`config_overrides.{section}{shorten(unknown[0])}`: the model's config class knows no such key",
+            hint=f"did you mean `{section}{close[0]}`?" if close else "leave it out",
+        )

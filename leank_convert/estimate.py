@@ -14,9 +14,9 @@ from typing import Any
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import CONFIG_NAME, is_onnx_folder
 from leank_convert.families import ARCHITECTURES
-from leank_convert.files import read_json
+from leank_convert.files import read_json, user_path
 from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
-from leank_convert.hub import TESTBED, fetch_config, is_hub_id, known_name, resolve_model
+from leank_convert.hub import TESTBED, download_file, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
 from leank_convert.windows import Windows
 
@@ -36,10 +36,11 @@ def find_config(path: str | Path) -> Path | None:
     """
     if str(path) == TESTBED:
         return resolve_model(TESTBED) / CONFIG_NAME
-    file = Path(path) / CONFIG_NAME if Path(path).is_dir() else Path(path)
+    named = user_path(path)
+    file = named / CONFIG_NAME if named.is_dir() else named
     if file.name == CONFIG_NAME and file.is_file() and not is_onnx_folder(file.parent):
         return None if "leank" in read_json(file) else file
-    return fetch_config(str(path)) if not Path(path).exists() and is_hub_id(str(path)) else None
+    return download_file(str(path), CONFIG_NAME) if not named.exists() and is_hub_id(str(path)) else None
 
 
 def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
 def _read_text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of a larger model's text model, None where there is no larger one."""
     text = config.get("text_config")
-    if config.get("model_type") in ARCHITECTURES or not isinstance(text, Mapping):
+    # A tuple: what stands there need not be hashable.
+    if config.get("model_type") in (*ARCHITECTURES,) or not isinstance(text, Mapping):
         return None
     # The whole says the dtype of its parts.
     return {"dtype": config.get("dtype") or config.get("torch_dtype"), **text}

@@ -22,6 +22,23 @@ MAX_JSON_BYTES = 16 << 20
 _MAX_JSON_DEPTH = 64
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """What a user names as a file or a folder, be it there or not; `~` is a home.
+
+    Raises:
+        LeanKError: If no file system would take it.
+    """
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (OSError, RuntimeError, TypeError) as error:  # too long; nobody's home; a number
+        raise LeanKError(
+            f"{cut(path)} cannot be a path: {getattr(error, 'strerror', error)}",
+            hint="write the file's or the folder's path out",
+        ) from error
+    return found
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read bytes from; a pipe or a device, which may never end, is none.

@@ -20,7 +20,7 @@ from leank_convert.checkpoint_io import (
 )
 from leank_convert.digests import read_digests
 from leank_convert.errors import LeanKError, cut, first_line
-from leank_convert.files import read_json
+from leank_convert.files import read_json, user_path
 
 TESTBED = "testbed"
 # In quotes up to the closing one, else up to white space or what ends a value.
@@ -42,7 +42,7 @@ def resolve_model(model: str | Path) -> Path:
     Raises:
         LeanKError: If there is no such folder, or the hub does not give the model.
     """
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -66,18 +66,6 @@ def resolve_model(model: str | Path) -> Path:
         )
 
 
-def fetch_config(model: str) -> Path:
-    """Fetch the config.json of a model on the hub, and nothing else of it.
-
-    Raises:
-        LeanKError: If the hub does not give it.
-    """
-    from huggingface_hub import hf_hub_download
-
-    with _hub_errors(model):
-        return Path(hf_hub_download(model, CONFIG_NAME))
-
-
 def model_name(model: str | Path) -> str:
     """The name under which artifacts remember a model: its hub id, or its folder's name without the path."""
     return hub_name(model) or Path(model).expanduser().resolve().parts[-1]
@@ -85,7 +73,7 @@ def model_name(model: str | Path) -> str:
 
 def hub_name(model: str | Path) -> str | None:
     """What the hub calls a model, or `testbed`; None of a folder outside the hub's cache."""
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if not folder.is_dir():
         return str(model)
     *_, repository, snapshots, commit = ("", "", *folder.resolve().parts)

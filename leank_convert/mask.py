@@ -18,10 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, ModelFacts
+from leank_convert.architectures import MAX_CHANNELS, MAX_LAYERS, SHAPE_KEYS, ModelFacts
 from leank_convert.errors import LeanKError, cut, shorten
 from leank_convert.families import ARCHITECTURES
-from leank_convert.files import write_atomically
+from leank_convert.files import user_path, write_atomically
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import download_file, hide_local_paths, is_hub_id
 from leank_convert.mask_metadata import decode, encode, encode_value
@@ -112,11 +112,8 @@ class MaskProvenance:
         return cls(
             model=model,
             model_type=facts.model_type,
-            num_hidden_layers=facts.num_hidden_layers,
-            num_attention_heads=facts.num_attention_heads,
-            num_key_value_heads=facts.num_key_value_heads,
-            head_dim=facts.head_dim,
             rope_parameters=facts.rope_parameters,
+            **{key: getattr(facts, key) for key in SHAPE_KEYS},
             layers=list(facts.layers) if facts.is_mixed else None,
             **rest,
         )
@@ -335,7 +332,7 @@ def resolve_mask(mask: str | os.PathLike[str], pruning_ratio: float | None = Non
     Raises:
         LeanKError: If the hub does not give it, or there is no packaged mask of that name and ratio.
     """
-    path, name = Path(mask).expanduser(), str(mask)
+    path, name = user_path(mask), str(mask)
     if path.is_dir():
         return path / MASK_FILE_NAME
     if path.exists() or path.suffix in _SUFFIXES:
@@ -355,7 +352,7 @@ def load_mask(path: str | os.PathLike[str]) -> ChannelMask:
     Raises:
         LeanKError: If the file cannot be read, holds something else, or a value is neither 0 nor 1.
     """
-    path = Path(path)
+    path = user_path(path)
     check_file(path)
     if path.suffix == ".safetensors":
         return _load_safetensors(path)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from leank_convert.errors import LeanKError, RecipeError, first_line, shorten
+from leank_convert.errors import LeanKError, RecipeError, cut, first_line, shorten
 from leank_convert.files import open_file
 from leank_convert.recipe import Problem, Recipe
 from leank_convert.recipe_problems import judge, refuse
@@ -109,6 +109,9 @@ def parse_recipe(
     Raises:
         RecipeError: As `load_recipe`.
     """
+    texts = isinstance(overrides, Sequence) and all(isinstance(each, str) for each in overrides)
+    if isinstance(overrides, str) or not texts:
+        raise RecipeError(name, [f"`overrides` is {cut(overrides)}, not a list of `key=value` texts"])
     try:
         document = parse_yaml(text)
     except ValueError as error:

@@ -37,6 +37,18 @@ _BOUNDS = {
     "mscale_all_dim": (0, 1e9),
     "partial_rotary_factor": (0, 1),
 }
+# Every parameter of a rope that a recipe may give; `mrope_*` are those of models that also see images.
+ROPE_PARAMETERS = frozenset(
+    {
+        *_BOUNDS,
+        *(name for needed in ROPE_TYPES.values() for name in needed),
+        "rope_type",
+        "type",
+        "truncate",
+        "mrope_interleaved",
+        "mrope_section",
+    }
+)
 
 
 def read_rope_parameters(config: Mapping[str, object], *, origin: str) -> dict[str, Any]:

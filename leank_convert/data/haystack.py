@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.data.records import read_dataset, read_records, read_text, warn_cut
 from leank_convert.errors import LeanKError
-from leank_convert.recipe import HaystackSection
+from leank_convert.files import user_path
+from leank_convert.recipe import HAYSTACK_SUFFIXES, HaystackSection
 
 # 32 MiB are the text of some eighty contexts of 96K tokens, and are read in two seconds.
 _MAX_BYTES = 2**25
@@ -30,7 +31,6 @@ _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(
     r"""(?<=[.!?\u2026])\s+|(?<=[.!?\u2026]["'\u201d\u2019\u00bb)\]])\s+|(?<=[\u3002\uff01\uff1f])\s*"""
 )
-_SUFFIXES = (".txt", ".json", ".jsonl")
 
 
 class Haystack:
@@ -92,8 +92,8 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _read_texts(section: HaystackSection, source: str) -> Iterator[str]:
     """The texts of a file's or a dataset's records, up to `_MAX_BYTES`."""
-    path = _expand(source)
-    if path.suffix not in _SUFFIXES and not path.is_file():
+    path = user_path(source)
+    if path.suffix not in HAYSTACK_SUFFIXES and not path.is_file():
         records = read_dataset(source, section.config, section.split, "haystack")
     else:
         _check_file(path, section)
@@ -112,25 +112,16 @@ def _read_texts(section: HaystackSection, source: str) -> Iterator[str]:
                 return
 
 
-def _expand(source: str) -> Path:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:
-        raise LeanKError(
-            f"haystack `{source}` begins with `~` and nobody's home", hint="write the folder out"
-        ) from None
-
-
 def _check_file(path: Path, section: HaystackSection) -> None:
     """Refuse a file of another kind, and what a file has not, which would be ignored otherwise."""
     given = section.model_dump(include={"config", "split"}, exclude_defaults=True)
     if given:
         keys = " and ".join(f"`data.haystack.{key}`" for key in given)
         raise LeanKError(f"{keys} is for datasets, and haystack `{path}` is a file", hint="leave it out")
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in HAYSTACK_SUFFIXES:
         raise LeanKError(
             f"haystack `{path}` has the suffix `{path.suffix}`",
-            hint=f"`data.haystack.source` takes {', '.join(_SUFFIXES)}, or the hub id of a dataset",
+            hint=f"`data.haystack.source` takes {', '.join(HAYSTACK_SUFFIXES)}, or the hub id of a dataset",
         )
 
 

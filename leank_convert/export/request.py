@@ -21,6 +21,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.export.packaged import describe_packaged, find_packaged, suggest_packaged
 from leank_convert.export.plan import plan_export
 from leank_convert.export.publish import check_replaceable, recover
+from leank_convert.fields import Fields
 from leank_convert.folders import check_folder
 from leank_convert.hub import check_base_model, resolve_model
 from leank_convert.mask import (
@@ -183,7 +184,11 @@ def choose(request: ExportRequest) -> Choice:
         LeanKError: If there is no mask, one that cannot be read or is excluded by `all_channels`, a ratio is
             asked for and the mask is not a packaged one, the recipe is wrong, or a size makes no sense.
     """
+    asked = Fields(vars(request), "export")
+    asked.flag("overwrite")
     model, mask, ratio = request.model, request.mask, request.pruning_ratio
+    if ratio is not None:
+        asked.number("pruning_ratio", 0, 1)
     if request.all_channels and mask is not None:
         raise LeanKError("`mask` and `all_channels` exclude each other", hint="pass one of them")
     if ratio is not None and (request.all_channels or isinstance(mask, ChannelMask)):

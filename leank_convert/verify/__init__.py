@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from leank_convert.checkpoint_io import is_onnx_folder
+from leank_convert.files import user_path
 from leank_convert.verify.checkpoint import verify_weights
 from leank_convert.verify.checks import Check, Report
 
@@ -27,7 +28,7 @@ def verify_checkpoint(folder: str | Path, source: str | Path | None = None) -> R
     Raises:
         LeanKError: If `folder` is neither, `source` is no complete model, or ONNX's packages are missing.
     """
-    if not is_onnx_folder(Path(folder)):
+    if not is_onnx_folder(user_path(folder)):
         return verify_weights(folder, source)
     # Imports transformers, for which a checkpoint's checks have no use.
     from leank_convert.verify.onnx_folder import verify_onnx

@@ -391,3 +391,44 @@ def test_overrides_that_make_no_sense_are_refused(overrides: dict[str, Any]) -> 
 def test_what_the_weights_fix_cannot_be_overridden(key: str) -> None:
     with pytest.raises(LeanKError, match=f"`config_overrides.{key}`"):
         apply_config_overrides(LLAMA, {key: 3})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "hint"),
+    [
+        ({"rope_thetaa": 1e6}, "rope_thetaa", "did you mean `rope_theta`?"),
+        ({"rope_parameters": {**YARN, "factr": 2}}, "rope_parameters.factr", "`rope_parameters.factor`?"),
+        ({"rope_scaling": {"rope_tpe": "yarn"}}, "rope_scaling.rope_tpe", "`rope_scaling.rope_type`?"),
+        ({"mine": 1}, "mine", "leave it out"),
+    ],
+)
+def test_overrides_of_unknown_keys_are_refused(overrides: dict[str, Any], key: str, hint: str) -> None:
+    with pytest.raises(LeanKError, match=f"^`config_overrides.{key}`: ") as caught:
+        apply_config_overrides(LLAMA, overrides)
+    assert hint in str(caught.value.hint) and caught.value.exit_code == 2
+
+
+def test_overrides_of_known_keys_are_taken() -> None:
+    known = {"torch_dtype": "float32", "id2label": {"0": "a"}, "use_cache": False, "bos_token_id": 1}
+    assert apply_config_overrides(LLAMA, known) == {**LLAMA, **known}
+    assert apply_config_overrides({**LLAMA, "mine": 1}, {"mine": 2})["mine"] == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dense", "sparse"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, {"mlp_only_layers": [0, 1, 2]}),
+        ("qwen3_moe", {"num_experts": 0}, {}),
+        ("qwen3_moe", {"decoder_sparse_step": 5}, {"decoder_sparse_step": 4}),
+        ("glm4_moe", {"first_k_dense_replace": 4}, {"first_k_dense_replace": 3}),
+        ("hy_v3", {"mlp_layer_types": ["dense"] * 4}, {"mlp_layer_types": ["dense"] * 3 + ["sparse"]}),
+    ],
+)
+def test_experts_of_a_token_are_counted_where_layers_have_experts(
+    model_type: str, dense: dict[str, Any], sparse: dict[str, Any]
+) -> None:
+    held = "n_routed_experts" if model_type == "glm4_moe" else "num_experts"
+    config = {**LLAMA, "model_type": model_type, "num_hidden_layers": 4, held: 4, "num_experts_per_tok": 99}
+    read_model_facts({**config, **dense}, origin="x")
+    with pytest.raises(LeanKError, match="`num_experts_per_tok` 99 is more than the 4 experts"):
+        read_model_facts({**config, **sparse}, origin="x")

@@ -9,6 +9,9 @@ import sys
 import pytest
 
 import leank_convert
+from leank_convert.errors import LeanKError
+
+LONG = "a" * 5000
 
 
 @pytest.mark.parametrize("name", leank_convert.__all__)
@@ -34,3 +37,25 @@ def test_importing_the_package_loads_no_library():
 def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
     with pytest.raises(AttributeError, match="no attribute `prune`"):
         leank_convert.prune  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options", "message"),
+    [
+        ("load_recipe", ["quickstart", [5]], {}, r"`overrides` is \[5\], not a list"),
+        ("load_recipe", ["quickstart", 5], {}, "`overrides` is 5, not a list"),
+        ("load_recipe", ["quickstart", ["stage1.steps=0", "stage2.steps=0"]], {}, "nothing would tell"),
+        ("load_mask", [LONG], {}, "cannot be a path: File name too long"),
+        ("verify_checkpoint", [LONG], {}, "cannot be a path: File name too long"),
+        ("export_checkpoint", [LONG, None, "out"], {}, "cannot be a path: File name too long"),
+        ("export_checkpoint", ["testbed", LONG, "out"], {}, "cannot be a path: File name too long"),
+        ("export_checkpoint", ["testbed", None, "out"], {"pruning_ratio": "x"}, "is 'x', not a number"),
+        ("export_checkpoint", ["testbed", None, "out"], {"overwrite": "no"}, "'no', neither true nor false"),
+        ("export_checkpoint", ["testbed", None, "out"], {"config_overrides": 5}, "is 5, not a mapping"),
+    ],
+)
+def test_what_a_caller_does_wrong_is_one_error(name, arguments, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LeanKError, match=message):
+        getattr(leank_convert, name)(*arguments, **options)
+    assert not list(tmp_path.iterdir())

@@ -318,6 +318,8 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
             "1 of its 2 layers",
         ),
         ({"model_type": "gpt2"}, "unknown architecture"),
+        ({"model_type": ["llama"]}, r"unknown architecture: `model_type` is \['llama'\]"),
+        ({"model_type": {"llama": 1}}, "unknown architecture"),
     ],
 )
 def test_why_a_family_cannot_be_converted_is_told(
