@@ -45,6 +45,7 @@ def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
         ("load_recipe", ["quickstart", [5]], {}, r"`overrides` is \[5\], not a list"),
         ("load_recipe", ["quickstart", 5], {}, "`overrides` is 5, not a list"),
         ("load_recipe", ["quickstart", ["stage1.steps=0", "stage2.steps=0"]], {}, "nothing would tell"),
+        ("load_recipe", [5], {}, "recipe `5` is neither a file nor a packaged recipe"),
         ("load_mask", [LONG], {}, "cannot be a path: File name too long"),
         ("verify_checkpoint", [LONG], {}, "cannot be a path: File name too long"),
         ("export_checkpoint", [LONG, None, "out"], {}, "cannot be a path: File name too long"),
