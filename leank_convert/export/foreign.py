@@ -33,11 +33,7 @@ def find_own(out: Path) -> Set[str]:
     names = {MASK_FILE_NAME}
     if not is_export(out):
         return names
-    names |= {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME}
-    for listing in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME):
-        files = _read(out / listing).get("files")
-        names.update(filter(_is_within, files) if isinstance(files, dict) else ())
-    return names
+    return names | {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME} | _read_digests(out).keys()
 
 
 def find_gone(out: Path, names: Set[str]) -> list[str]:
@@ -47,14 +43,35 @@ def find_gone(out: Path, names: Set[str]) -> list[str]:
         for name in sorted(find_own(out) - names)
         if os.path.lexists(place := out / name)
         and (place.is_symlink() or not place.is_dir())
-        and not any(parent.is_symlink() for parent in place.parents if out in parent.parents)
+        and not _is_behind_link(out, place)
     ]
+
+
+def _is_behind_link(out: Path, place: Path) -> bool:
+    return any(parent.is_symlink() for parent in place.parents if out in parent.parents)
 
 
 def _is_within(name: str) -> bool:
     """Whether a listed name is that of a file in the folder: a list that others wrote may name any place."""
     path = PurePosixPath(name)
     return str(path) == name != "." and not path.is_absolute() and ".." not in path.parts
+
+
+def refuse_edited(out: Path) -> None:
+    """Refuse a folder where a file that an export wrote was changed since; of a model card, see below.
+
+    Raises:
+        LeanKError: If one was: it would be lost.
+    """
+    for name, digest in _read_digests(out).items():
+        place = out / name
+        if name in (README_NAME, MASK_FILE_NAME) or not place.is_file() or _is_behind_link(out, place):
+            continue
+        if sha256_of(place) != digest:
+            raise LeanKError(
+                f"`{place}` is not what the export wrote: its SHA-256 is another",
+                hint="move it elsewhere to keep it, or delete it",
+            )
 
 
 def refuse_mistakable(out: Path) -> None:
@@ -90,8 +107,7 @@ def refuse_collisions(out: Path, names: Set[str]) -> None:
 
 def keep_edited_card(out: Path, partial: Path) -> None:
     """Keep a model card that was edited since it was written, under another name in the new folder."""
-    card, listed = out / README_NAME, _read(out / DIGESTS_NAME).get("files")
-    written = listed.get(README_NAME) if isinstance(listed, dict) else None
+    card, written = out / README_NAME, _read_digests(out).get(README_NAME)
     if written is None or not card.is_file() or (digest := sha256_of(card)) == written:
         return
     kept = f"README.{digest[:8]}.md"
@@ -99,6 +115,13 @@ def keep_edited_card(out: Path, partial: Path) -> None:
         shutil.copy2(card, partial / kept)
         sync_path(partial / kept)
     _logger.warning("`%s` was edited since it was written; it is kept as `%s`", card, kept)
+
+
+def _read_digests(out: Path) -> dict[str, str]:
+    """SHA-256 digests of the files that lists in a folder name, by name."""
+    listings = (_read(out / name).get("files") for name in (DIGESTS_NAME, ONNX_DESCRIPTION_NAME))
+    files = [pair for listed in listings if isinstance(listed, dict) for pair in listed.items()]
+    return {name: digest for name, digest in files if _is_within(name)}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from leank_convert.export.foreign import (
     is_export,
     keep_edited_card,
     refuse_collisions,
+    refuse_edited,
     refuse_mistakable,
 )
 from leank_convert.files import sync_path, write_atomically
@@ -101,7 +102,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
 
     Raises:
         LeanKError: If `out` cannot be a folder, or holds more than a training run and may not be overwritten,
-            or foreign files that would count as parts of a checkpoint.
+            foreign files that would count as parts of a checkpoint, or an export's file that was changed.
     """
     out, partial = _locate(out)
     if os.path.lexists(partial):
@@ -123,6 +124,7 @@ def check_replaceable(out: Path, *, overwrite: bool) -> None:
             hint="name another folder; `leank-convert export` replaces it by `--overwrite`",
         )
     refuse_mistakable(out)
+    refuse_edited(out)
 
 
 def _locate(out: Path) -> tuple[Path, Path]:

@@ -15,6 +15,10 @@ from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.verify import verify_checkpoint
 
 
+def digest_of(content):
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 @pytest.fixture
 def old(tmp_path):
     """A checkpoint of three shards, with a list of its files."""
@@ -27,7 +31,7 @@ def old(tmp_path):
         "model.safetensors.index.json": json.dumps(index),
         **dict.fromkeys((*shards, "modeling_leank.py", "tokenizer.json", "README.md"), "old"),
     }
-    digests = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()}
+    digests = {name: digest_of(content) for name, content in files.items()}
     files[DIGESTS_NAME] = json.dumps({"format_version": 1, "files": digests})
     for name, content in files.items():
         (out / name).write_text(content)
@@ -38,7 +42,7 @@ def replace(out):
     with staged_folder(out, overwrite=True) as partial:
         (partial / "config.json").write_text('{"leank": "new"}')
         (partial / "model.safetensors").write_text("new")
-        (partial / DIGESTS_NAME).write_text('{"files": {"model.safetensors": ""}}')
+        (partial / DIGESTS_NAME).write_text(json.dumps({"files": {"model.safetensors": digest_of("new")}}))
     return {path.relative_to(out).as_posix() for path in out.rglob("*")} - {DIGESTS_NAME}
 
 
@@ -128,6 +132,20 @@ def test_nothing_is_written_where_a_link_or_a_file_of_the_users_stands_for_a_fol
         (partial / "chat_templates" / "rag.jinja").write_text("the model's")
     assert not any(elsewhere.iterdir())
     assert json.loads((out / "config.json").read_text())["leank"]["files"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "my_results.json"])
+def test_what_is_not_as_the_export_wrote_it_is_not_lost(old, name):
+    """A list of files is the folder's own word: a downloaded one may name a file of the user's."""
+    digests = json.loads((old / DIGESTS_NAME).read_text())
+    digests["files"].setdefault(name, "0" * 64)
+    (old / DIGESTS_NAME).write_text(json.dumps(digests))
+    (old / name).write_text("mine")
+    with pytest.raises(LeanKError, match=f"{name}` is not what the export wrote"):
+        replace(old)
+    assert (old / name).read_text() == "mine" and (old / "config.json").exists()
+    (old / name).unlink()
+    assert replace(old) == {"config.json", "model.safetensors"}
 
 
 def test_an_export_of_today_is_replaced_by_another_and_keeps_notes_and_an_edited_card(

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_moved_is_named_and_the_next_run_goes_on(is_remove
 
 
 KILLED = """
-import json, os, signal, sys
+import hashlib, json, os, signal, sys
 from pathlib import Path
 from leank_convert.export.publish import recover, staged_folder
 
@@ -131,7 +131,8 @@ def stage(out, text):
         (partial / "config.json").write_text(f'{{"leank": "{text}"}}')
         (partial / "model.safetensors").write_text(text)
         (partial / f"tokenizer_{text}.json").write_text(text)
-        files = {"model.safetensors": "", f"tokenizer_{text}.json": ""}
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        files = {"model.safetensors": digest, f"tokenizer_{text}.json": digest}
         (partial / "leank_digests.json").write_text(json.dumps({"files": files}))
 
 def dies_at(moment, out):
@@ -164,7 +165,8 @@ for name in ("notes.txt", "plots/deep/a.png", "leank/log"):
 before = content(out)
 after = {name: text for name, text in before.items() if name != "tokenizer_old.json"}
 after |= {"config.json": '{"leank": "new"}', "model.safetensors": "new", "tokenizer_new.json": "new"}
-after["leank_digests.json"] = before["leank_digests.json"].replace("old", "new")
+old, new = (hashlib.sha256(text).hexdigest() for text in (b"old", b"new"))
+after["leank_digests.json"] = before["leank_digests.json"].replace("old", "new").replace(old, new)
 moment, found = 0, set()
 while dies_at(moment, out):
     # Whatever loads a folder asks for its config.json first.
