@@ -147,7 +147,7 @@ def build_model_card(
         held_out = None
     kv_dtype = leank.get("kv_dtype")
     in_own_dtype = _IN_OWN_DTYPE if tried is None else _TRIED_APART
-    given_name, name, mask_model = name, _clean(name), _clean(known.model)
+    given_name, name, mask_model = name, escaped(name), escaped(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
     return _CARD.format(
         front_matter=_build_front_matter(name, base_model, licence or {}, None if kv_dtype else held_out),
@@ -162,7 +162,7 @@ def build_model_card(
         asked="not known" if known.pruning_ratio_asked is None else known.pruning_ratio_asked,
         head_dim=facts.head_dim,
         histogram=", ".join(f"{width}: {heads.count(width)}" for width in dict.fromkeys(heads)),
-        method=f"`{_clean(known.method)}`, made for {mask_model}{_describe_origin(known)}",
+        method=f"`{escaped(known.method)}`, made for {mask_model}{_describe_origin(known)}",
         centred=_describe_key_mean(mask, known),
         cache=cache,
         **_describe_stored(leank, cache),
@@ -280,8 +280,8 @@ def _build_front_matter(
 
 
 def _describe_origin(known: MaskProvenance) -> str:
-    made_by = f" by {_clean(known.made_by)}" if known.made_by else ""
-    return made_by + (f" ({_clean(known.source)})" if known.source else "")
+    made_by = f" by {escaped(known.made_by)}" if known.made_by else ""
+    return made_by + (f" ({escaped(known.source)})" if known.source else "")
 
 
 def _describe_accuracy(
@@ -289,13 +289,13 @@ def _describe_accuracy(
 ) -> str:
     if name != known.model:
         of_others = _OF_NAMED if noted_name == known.model else _OF_ANOTHER
-        return of_others.format(model=_clean(known.model), evaluated=_clean(known.evaluated))
+        return of_others.format(model=escaped(known.model), evaluated=escaped(known.evaluated))
     if held_out is None:
-        evaluation = f" The mask was evaluated {_clean(known.evaluation)}." if known.evaluation else ""
+        evaluation = f" The mask was evaluated {escaped(known.evaluation)}." if known.evaluation else ""
         return _NOT_MEASURED + evaluation
     tokens = "" if held_out.tokens is None else _TOKENS.format(tokens=held_out.tokens)
-    measured = _MEASURED.format(held_out=held_out, tokens=tokens, tasks=_clean(", ".join(held_out.tasks)))
-    return measured + "".join(f"\n\n> **Warning:** {_clean(text)}" for text in held_out.warnings)
+    measured = _MEASURED.format(held_out=held_out, tokens=tokens, tasks=escaped(", ".join(held_out.tasks)))
+    return measured + "".join(f"\n\n> **Warning:** {escaped(text)}" for text in held_out.warnings)
 
 
 def _describe_recipe(recipe: str) -> str:
@@ -304,7 +304,8 @@ def _describe_recipe(recipe: str) -> str:
     return _RECIPE.format(text=text, fence="`" * max(3, longest + 1))
 
 
-def _clean(text: str) -> str:
-    """A text in one line, without what Markdown takes for a table, a tag or code."""
+def escaped(text: str) -> str:
+    """Return a text in one line, in which Markdown finds no table, tag, link, image or code."""
     line = " ".join(text.split())
-    return re.sub(r"([|<`])", r"\\\1", "".join(c for c in line if c.isprintable()))
+    escaped_line = re.sub(r"([\\|`\[\]])", r"\\\1", "".join(c for c in line if c.isprintable()))
+    return escaped_line.replace("<", "&lt;")  # not every Markdown knows a backslash before it

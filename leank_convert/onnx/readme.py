@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from leank_convert.export.model_card import escaped
 from leank_convert.head_layout import BYTES_PER_ELEMENT, count_cache_bytes
 from leank_convert.onnx.libraries import first_onnxruntime
 from leank_convert.onnx.pruned_model import PrunedModel
@@ -86,7 +87,7 @@ def build_readme(
     kept = float(pruned.channel_masks.float().mean())
     ring = pruned.recent_size + pruned.flush_size
     return _README.format(
-        name=pruned.name,
+        name=escaped(pruned.name),
         opset=opset,
         onnxruntime=first_onnxruntime(opset),
         dtype=pruned.dtype,

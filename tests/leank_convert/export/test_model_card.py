@@ -1,13 +1,16 @@
+import html
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from markdown import markdown
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.export.config_json import encode_json
-from leank_convert.export.model_card import build_model_card
+from leank_convert.export.model_card import build_model_card, escaped
 from leank_convert.head_layout import BytesPerToken, count_cache_bytes
 from leank_convert.held_out import HeldOut, TokenShares
 from leank_convert.mask import ChannelMask, MaskProvenance
@@ -86,7 +89,7 @@ def test_the_card_says_what_was_pruned_and_what_it_saves():
 
 def test_the_card_warns_of_adapters_where_heads_moved():
     text = card("owner/it's | <b>")  # the first layer's heads keep all and no channels
-    assert "KV heads are in another order than in owner/it's \\| \\<b>, so an adapter" in text
+    assert "KV heads are in another order than in owner/it's \\| &lt;b>, so an adapter" in text
     assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
     assert "`leank-convert export MERGED --mask path/to/this/checkpoint -o OUT`" in text
     ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool))
@@ -126,6 +129,14 @@ def test_the_hub_reads_the_front_matter_whatever_the_name(name):
     assert "Held-out samples" in found.eval_results[0].dataset_name
     assert sum(line.startswith("# ") for line in text.splitlines()) == 1
     assert "\n---\n" not in ModelCard(text).text
+
+
+@pytest.mark.parametrize(
+    "name", [r"\<img src=x onerror=alert(1)>", "[x](javascript:a)", "![p](https://p)", "`c`", "<b>", "\\`c`"]
+)
+def test_a_name_is_text_and_nothing_else_in_markdown(name):
+    (line,) = markdown(escaped(name)).splitlines()
+    assert re.fullmatch("<p>[^<]*</p>", line) and html.unescape(line[3:-4]) == name
 
 
 def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone():

@@ -293,7 +293,10 @@ def test_graph_is_replaced_only_when_that_is_asked_for_and_does_without_a_tokeni
     refused = run(bare, "-o", out)
     assert refused.exit_code == 2
     assert "hint: name another folder" in refused.stderr
+    refused = run(bare, "-o", out, "--overwrite")
+    assert "model.onnx` is not what the export wrote" in refused.stderr
     assert (out / "model.onnx").read_text() == "first"
+    (out / "model.onnx").unlink()
     assert run(bare, "-o", out, "--overwrite").exit_code == 0
     assert (out / "model.onnx").read_text() == ""
 
