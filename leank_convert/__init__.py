@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from leank_convert.evaluate import evaluate_checkpoint
     from leank_convert.export import export_checkpoint
+    from leank_convert.export.adapter import convert_adapter
     from leank_convert.mask import load_mask
     from leank_convert.methods.make import train_mask, train_masks
     from leank_convert.methods.measured_cache import measure_cache
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Recipe",
+    "convert_adapter",
     "evaluate_checkpoint",
     "export_checkpoint",
     "export_onnx",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "Recipe": "recipe",
+    "convert_adapter": "export.adapter",
     "evaluate_checkpoint": "evaluate",
     "export_checkpoint": "export",
     "export_onnx": "onnx",

@@ -25,6 +25,7 @@ SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 CARD_NAME = "README.md"
 ONNX_DESCRIPTION_NAME = "leank_onnx.json"
 # SHA-256 of a checkpoint's files.
@@ -53,7 +54,8 @@ _DATA_NAME = re.compile(r"[^.]+|.+\.(json|model|txt|jinja|tiktoken|bpe|vocab|md|
 _SUFFIX = ".safetensors"
 DOWNLOADED_PATTERNS = (
     CONFIG_NAME,
-    ADAPTER_NAME,  # a few lines that say of which model it is an adapter
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS_NAME,
     SINGLE_FILE_NAME,
     INDEX_NAME,
     "model-*.safetensors",

@@ -28,6 +28,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
+from .adapter_leank import fits_heads
 from .attention_leank import ATTENTION_NAME
 from .cache_leank import LeanKCache, cache_class
 from .capture_leank import GraphMemory
@@ -141,19 +142,18 @@ class LeanKMixin:
         finally:
             self.config.leank = block
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as the stock class does, where KV heads are in the original's order.
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as the stock class does, if it is for the order of this checkpoint's KV heads.
 
         Raises:
-            ValueError: If they are in another: an adapter of the original would change other heads.
+            ValueError: If it is not: an adapter of the original would change other heads.
         """
-        if any(list(order) != sorted(order) for order in self.config.leank["head_permutation"]):
+        if not fits_heads(peft_model_id, self.config.leank["head_permutation"]):
             raise ValueError(
                 "load_adapter: KV heads are in another order than in the model that an adapter was made for; "
-                "merge it into that model (PEFT's `merge_and_unload`) and convert the result: `leank-convert "
-                "export MERGED --mask CHECKPOINT -o OUT`"
+                "convert it by `leank-convert adapter ADAPTER --checkpoint CHECKPOINT -o NEW`, and load NEW"
             )
-        return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        return super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
 
     def build_cache(
         self, prune: str | None = None, use_graphs: bool = True, kv_dtype: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from leank_convert.cli.adapter import adapter
 from leank_convert.cli.analyze import analyze
 from leank_convert.cli.evaluate import evaluate
 from leank_convert.cli.evaluate_text import evaluate_text
@@ -110,6 +111,7 @@ def configure_logging(debug: bool) -> None:
 
 
 for _command in (
-    train, export, export_onnx, verify, inspect, evaluate, evaluate_text, analyze, recipes, masks, warmup
+    train, export, export_onnx, adapter, verify, inspect, evaluate, evaluate_text, analyze, recipes, masks,
+    warmup,
 ):  # fmt: skip
     main.add_command(_command)

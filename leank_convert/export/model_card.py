@@ -68,10 +68,10 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
 _ADAPTERS = """
 ## Adapters
 
-KV heads are in another order than in {name}, so an adapter (LoRA) of it does not fit. `model.load_adapter`
-refuses it; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does the stock class, and the
-answers would be wrong without a warning. Merge it into {name} (`merge_and_unload`), save that, and convert it
-with this checkpoint's mask: `leank-convert export MERGED --mask path/to/this/checkpoint -o OUT`.
+KV heads are in another order than in {name}, so an adapter (LoRA) of it does not fit. Convert it for this
+checkpoint: `leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`. `model.load_adapter`
+refuses one that was not converted; PEFT's own `PeftModel.from_pretrained(model, adapter)` does not, nor does
+the stock class, and the answers would be wrong without a warning.
 """
 
 _MEASURED = """\

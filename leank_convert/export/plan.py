@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -144,28 +144,39 @@ def plan_edits(
         shapes.pop(_HEAD, None)
     edits: dict[str, TensorEdit] = {}
     for name, shape in {**_find_more_biases(checkpoint, shapes), **shapes}.items():
-        match = _ATTENTION_TENSOR.fullmatch(name)
-        if (
-            match is None
-            or int(match["layer"]) not in orders
-            or (match["norm"] and shape == (facts.head_dim,))
-        ):
+        edit = plan_edit(name, shape, facts, orders)
+        if edit is None or not is_quantized(checkpoint, name):
             _expect(checkpoint, name, shape)
+            edits.update({} if edit is None else {name: edit})
             continue
-        order, dim = orders[int(match["layer"])], 0
-        if match["of_output"]:
-            dim = 1
-        elif match["fused"]:
-            order = _fused_order(facts, order)
-        moving = [name]
-        if is_quantized(checkpoint, name):
-            check_scaled(checkpoint, name)
-            moving += find_moving_scales(checkpoint, name, shape, dim, len(order))
-            _check_shape(checkpoint, name, shape)
-        else:
-            _expect(checkpoint, name, shape)
-        edits.update((each, TensorEdit(each, dim, order)) for each in moving)
+        check_scaled(checkpoint, name)
+        scales = find_moving_scales(checkpoint, name, shape, edit.dim, len(edit.permutation))
+        _check_shape(checkpoint, name, shape)
+        edits.update((each, replace(edit, tensor=each)) for each in (name, *scales))
     return edits
+
+
+def plan_edit(
+    name: str, shape: tuple[int, ...], facts: ModelFacts, orders: Mapping[int, tuple[int, ...]]
+) -> TensorEdit | None:
+    """Plan the edit of one of a model's tensors.
+
+    Args:
+        name: The tensor's.
+        shape: The tensor's.
+        facts: The model's.
+        orders: `[new] = old` of the KV heads of every pruned layer, by its number.
+
+    Returns:
+        The edit; None for a tensor that stays as it is.
+    """
+    match = _ATTENTION_TENSOR.fullmatch(name)
+    if match is None or int(match["layer"]) not in orders or (match["norm"] and shape == (facts.head_dim,)):
+        return None
+    order = orders[int(match["layer"])]
+    return TensorEdit(
+        name, 1 if match["of_output"] else 0, _fused_order(facts, order) if match["fused"] else order
+    )
 
 
 def _find_more_biases(

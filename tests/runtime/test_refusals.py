@@ -156,7 +156,7 @@ def test_an_adapter_is_refused_where_heads_moved(model_pair, monkeypatch):
     model.config.leank = {**model.config.leank, "head_permutation": [[0, 1], [1, 0]]}
     for each in (model, base):
         with pytest.raises(
-            ValueError, match=r"load_adapter: KV heads are in another order .*`leank-convert export"
+            ValueError, match=r"load_adapter: KV heads are in another order .*`leank-convert adapter"
         ):
             each.load_adapter("own/adapter")
         with pytest.raises(ValueError, match="load_adapter: KV heads"):

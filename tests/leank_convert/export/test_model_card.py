@@ -91,7 +91,7 @@ def test_the_card_warns_of_adapters_where_heads_moved():
     text = card("owner/it's | <b>")  # the first layer's heads keep all and no channels
     assert "KV heads are in another order than in owner/it's \\| &lt;b>, so an adapter" in text
     assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
-    assert "`leank-convert export MERGED --mask path/to/this/checkpoint -o OUT`" in text
+    assert "`leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`" in text
     ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool))
     known = MaskProvenance.for_model("m", FACTS, method="x", sink_size=4, recent_size=16, flush_size=2)
     cache = count_cache_bytes(ordered.widths, 8, 2)

@@ -1,0 +1,158 @@
+"""LoRA adapters of an original model, for its checkpoint, whose KV heads are in another order.
+
+A LoRA adds B·A to a projection's weight. Rows of the weight are rows of B, and its columns are columns of A,
+so both move as the weight's do: the sum is the original's in the checkpoint's order, without a rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from leank_convert.architectures import ModelFacts
+from leank_convert.checkpoint_io import (
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    CONFIG_NAME,
+    read_leank_config,
+    read_leank_facts,
+)
+from leank_convert.errors import LeanKError, cut
+from leank_convert.export.apply import write_shard
+from leank_convert.export.config_json import encode_json
+from leank_convert.export.plan import TensorEdit, plan_edit
+from leank_convert.export.stock_tensors import list_stock_tensors
+from leank_convert.files import read_json, sync_path, write_atomically
+from leank_convert.folders import check_folder
+from leank_convert.hub import resolve_model
+from leank_convert.leank_block import read_block
+from leank_convert.safetensors_file import SafetensorsHeader, TensorInfo, read_header
+
+_MERGE = "merge it into the original model (`merge_and_unload`), then convert that with the checkpoint's mask"
+# PEFT puts its own names before those of the model; of a model without a head, `model.` lacks.
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(layers\.\d+\.self_attn\.\w+)\.(.+)")
+# By what they have: a projection's outputs, or its inputs.
+_OF_OUTPUTS = ("lora_B.weight", "lora_B.bias", "lora_magnitude_vector", "lora_magnitude_vector.weight")
+_OF_INPUTS = ("lora_A.weight",)
+_WHOLE = ("weight", "bias", "base_layer.weight", "base_layer.bias")
+
+
+def convert_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path) -> Path:
+    """Write a LoRA adapter of the original model as one of a checkpoint that was made from it.
+
+    DoRA's magnitudes, biases and whole modules that were trained beside it are converted, too.
+
+    Args:
+        adapter: The adapter's folder or hub id, with adapter_config.json and adapter_model.safetensors.
+        checkpoint: The checkpoint's folder or hub id.
+        out: The folder to write; it does not exist yet, or is empty.
+
+    Returns:
+        `out`.
+
+    Raises:
+        LeanKError: If the adapter is no LoRA, does not fit the model, was converted before or holds something
+            that has no order of heads known here; or if one cannot be read, or `out` not be written.
+    """
+    folder, origin, out = resolve_model(adapter), resolve_model(checkpoint), check_folder(Path(out))
+    if out.exists() and any(out.iterdir()):
+        raise LeanKError(f"`{out}` holds files already", hint="name a folder that does not exist yet")
+    config, leank = read_leank_config(origin)
+    facts = read_leank_facts(config, origin)
+    read_block(leank, facts, origin=str(origin / CONFIG_NAME))
+    settings = _read_settings(folder)
+    header = read_header(folder / ADAPTER_WEIGHTS_NAME)
+    if "leank" in header.metadata:
+        raise LeanKError(f"`{header.path}` was converted before", hint="name the original model's adapter")
+    edits = _plan(header, facts, leank["head_permutation"], str(origin / CONFIG_NAME))
+    order = json.dumps({"head_permutation": leank["head_permutation"]}, separators=(",", ":"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as partial,
+        ThreadPoolExecutor(max_workers=1) as hasher,
+    ):
+        new = Path(partial) / "adapter"
+        new.mkdir()
+        metadata = {**header.metadata, "format": "pt", "leank": order}
+        write_shard(header, new / ADAPTER_WEIGHTS_NAME, edits=edits, metadata=metadata, hasher=hasher)()
+        sync_path(new / ADAPTER_WEIGHTS_NAME)
+        settings["base_model_name_or_path"] = str(checkpoint)
+        write_atomically(new / ADAPTER_NAME, encode_json(settings))
+        new.replace(out)
+    return out
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """The adapter's adapter_config.json, of a kind whose weights are known here."""
+    path = folder / ADAPTER_NAME
+    settings = read_json(path)
+    if settings.get("peft_type") != "LORA":
+        raise LeanKError(
+            f"`{path}`: `peft_type` is {cut(settings.get('peft_type'))}, and only LORA is known here",
+            hint=_MERGE,
+        )
+    for name in ("layer_replication", "target_parameters"):
+        if settings.get(name):
+            raise LeanKError(f"`{path}`: `{name}` is not known here", hint=_MERGE)
+    if not (folder / ADAPTER_WEIGHTS_NAME).is_file():
+        raise LeanKError(
+            f"`{folder}` has no `{ADAPTER_WEIGHTS_NAME}`",
+            hint="load the adapter by PEFT and save it by `save_pretrained`: it then is in safetensors",
+        )
+    return settings
+
+
+def _plan(
+    header: SafetensorsHeader, facts: ModelFacts, head_permutation: list[list[int]], origin: str
+) -> dict[str, TensorEdit]:
+    """The adapter's tensors that move, by name."""
+    orders = dict(zip(facts.layers, map(tuple, head_permutation), strict=True))
+    shapes = list_stock_tensors(facts, origin=origin)
+    edits = {}
+    for tensor in header.tensors.values():
+        match = _TENSOR.fullmatch(tensor.name)
+        if match is not None:
+            edit = _plan_part(tensor, f"model.{match[1]}", match[2], facts, orders, shapes, header.path)
+            if edit is not None:
+                edits[tensor.name] = replace(edit, tensor=tensor.name)
+        elif "self_attn" in tensor.name:
+            raise _unknown(header.path, tensor)
+    return edits
+
+
+def _plan_part(
+    tensor: TensorInfo,
+    module: str,
+    part: str,
+    facts: ModelFacts,
+    orders: Mapping[int, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: Path,
+) -> TensorEdit | None:
+    """The edit of what an adapter holds of a module, None if it stays."""
+    weight = f"{module}.weight"
+    if weight not in shapes or part not in (*_OF_OUTPUTS, *_OF_INPUTS, *_WHOLE):
+        raise _unknown(path, tensor)
+    dim = 1 if part in _OF_INPUTS else 0
+    if len(tensor.shape) <= dim or tensor.shape[dim] != shapes[weight][dim]:
+        raise LeanKError(
+            f"`{path}`: tensor `{tensor.name}` has shape {cut(list(tensor.shape))}, and that of the model is "
+            f"{list(shapes[weight])}: the adapter is another model's"
+        )
+    if part in _WHOLE:
+        return plan_edit(f"{module}.{part.removeprefix('base_layer.')}", tensor.shape, facts, orders)
+    edit = plan_edit(weight, shapes[weight], facts, orders)
+    return edit if edit is not None and edit.dim == dim else None
+
+
+def _unknown(path: Path, tensor: TensorInfo) -> LeanKError:
+    return LeanKError(
+        f"`{path}`: of tensor `{tensor.name}` it is not known how heads lie in it",
+        hint=_MERGE,
+    )

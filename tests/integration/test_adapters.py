@@ -1,0 +1,131 @@
+"""A LoRA of the original, converted, does to a checkpoint what it does to the original."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from leank_convert import convert_adapter
+from leank_convert.cli import main
+from leank_convert.errors import LeanKError
+
+# PEFT's own, under the newest transformers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+ADAPTERS = {
+    "Llama": {"target_modules": ALL, "rank_pattern": {"k_proj": 3}},
+    "Qwen2": {"target_modules": ALL, "use_dora": True, "bias": "all"},
+    "Qwen3": {"target_modules": ["k_proj"], "modules_to_save": ["o_proj", "q_norm", "lm_head"]},
+    "Phi3": {"target_modules": ["qkv_proj", "o_proj"], "use_dora": True},
+    "Olmo2": {"target_modules": ["v_proj", "o_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+}
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(4, 64, (1, 23), generator=torch.Generator().manual_seed(1))
+
+
+def adapter_of(source: Path, folder: Path, **options: Any) -> tuple[Path, torch.Tensor, torch.Tensor]:
+    """Write a random adapter; also returns logits and tokens of the original with it."""
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(source), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    model.save_pretrained(folder)
+    model.eval()
+    with torch.no_grad():
+        return folder, model(prompt()).logits, model.generate(prompt(), **GREEDY)
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_an_adapter_does_to_the_checkpoint_what_it_does_to_the_original(family, converted, load, tmp_path):
+    checkpoint = converted(family, WIDTHS, sizes=(3, 60, 4))  # nothing of these prompts is pruned
+    lora, logits, tokens = adapter_of(checkpoint.source, tmp_path / "lora", **ADAPTERS[family])
+    new = convert_adapter(lora, checkpoint.folder, tmp_path / "made" / "new")
+    models = [peft.PeftModel.from_pretrained(load(checkpoint.folder), new).eval()]
+    if not ADAPTERS[family].get(
+        "use_dora"
+    ):  # whose magnitudes transformers leaves out, of any model's adapter
+        models.append(load(checkpoint.folder))
+        models[-1].load_adapter(str(new))
+    for model in models:
+        with torch.no_grad():
+            torch.testing.assert_close(model(prompt(), use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
+        assert model.generate(prompt(), **GREEDY).tolist() == tokens.tolist()
+    # Else the test would pass without a conversion.
+    wrong = peft.PeftModel.from_pretrained(load(checkpoint.folder), lora).eval()
+    with torch.no_grad():
+        assert (wrong(prompt(), use_cache=False).logits - logits).abs().max() > 0.05
+    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
+        load(checkpoint.folder).load_adapter(str(lora))
+
+
+def test_where_no_head_moved_an_adapter_stays_as_it_is(converted, load, tmp_path):
+    checkpoint = converted("Llama", [[3, 8], [0, 16]])
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=ALL)
+    arguments = ["adapter", str(lora), "--checkpoint", str(checkpoint.folder), "-o", str(tmp_path / "new")]
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'new'}\n")
+    old, new = (load_file(folder / "adapter_model.safetensors") for folder in (lora, tmp_path / "new"))
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    load(checkpoint.folder).load_adapter(str(lora))
+
+
+def test_an_adapter_for_another_order_is_refused(converted, load, tmp_path):
+    one, two = converted("Llama", WIDTHS, name="one"), converted("Llama", [[8, 0], [3, 16]], name="two")
+    lora, _, _ = adapter_of(one.source, tmp_path / "lora", target_modules=ALL)
+    new = convert_adapter(lora, one.folder, tmp_path / "new")
+    with pytest.raises(ValueError, match="load_adapter: KV heads are in another order"):
+        load(two.folder).load_adapter(str(new))
+    with pytest.raises(LeanKError, match="was converted before"):
+        convert_adapter(new, two.folder, tmp_path / "newer")
+    with pytest.raises(LeanKError, match="holds files already"):
+        convert_adapter(lora, one.folder, new)
+
+
+def rename(tensors, old, new):
+    return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({"peft_type": "LOHA"}, None, "`peft_type` is 'LOHA', and only LORA"),
+        ({"layer_replication": [[0, 2]]}, None, "`layer_replication` is not known"),
+        ({}, lambda tensors: {name: tensor[:-1] for name, tensor in tensors.items()}, "another model's"),
+        ({}, lambda tensors: rename(tensors, "lora_B", "lora_C"), "not known how heads lie"),
+        ({}, lambda tensors: rename(tensors, "layers.1", "layers.7"), "not known how heads lie"),
+        ({}, lambda tensors: rename(tensors, "layers.1", "blocks.1"), "not known how heads lie"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
+    converted, tmp_path, settings, change, message
+):
+    checkpoint = converted("Llama", WIDTHS)
+    lora, _, _ = adapter_of(checkpoint.source, tmp_path / "lora", target_modules=["q_proj", "v_proj"])
+    path = lora / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    weights = lora / "adapter_model.safetensors"
+    if change is not None:
+        save_file(change(load_file(weights)), weights)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(LeanKError, match=message):
+        convert_adapter(lora, checkpoint.folder, tmp_path / "new")
+    weights.unlink()
+    with pytest.raises(LeanKError, match=r"peft_type|not known|has no `adapter_model\.safetensors`"):
+        convert_adapter(lora, checkpoint.folder, tmp_path / "new")
+    assert sorted(tmp_path.iterdir()) == before
