@@ -134,6 +134,13 @@ def test_weights_that_a_gpu_cannot_hold_are_not_loaded(retriever_folder, short_r
     assert "not estimated: the weights do not fit, so nothing was measured" in found.render()
 
 
+def test_a_context_that_takes_minutes_on_a_cpu_is_not_run(retriever_folder, short_recipe, monkeypatch):
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 0)
+    found = forecast(retriever_folder, short_recipe(), device="cpu")
+    assert "not estimated: a context of 240 tokens takes minutes on this CPU" in found.render()
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_judged(retriever_folder, short_recipe):
     found = forecast(retriever_folder, short_recipe())
