@@ -1,0 +1,149 @@
+"""`generate` of a LeanK model: the stock class's, from a LeanK cache, less what such a cache cannot do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from transformers import GenerationConfig
+
+from .cache_leank import LeanKCache
+from .configuration_leank import CACHE, check_kv_dtype
+from .windows_leank import check_prune
+
+# `dynamic_full` is what older releases of transformers ask of a drafting model.
+_OWN_CACHE = (None, "dynamic", "dynamic_full")
+
+
+class GenerateMixin:
+    """What a LeanK model with a head adds to `generate`."""
+
+    build_cache: Callable[..., LeanKCache]
+    _checked_cache: Callable[[object], LeanKCache]
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        prune: str | None = None,
+        kv_dtype: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as the stock class does, from a LeanK cache.
+
+        Args:
+            inputs: Prompt, as in the stock class.
+            generation_config: As in the stock class; fields `prune` and `kv_dtype` in it count as the
+                arguments.
+            *args: As in the stock class.
+            prune: `eager` or `deferred`, see `LeanKCache`. Default: that of a cache that holds tokens, else
+                the generation config's, else the config's `leank.prune`.
+            kv_dtype: `auto`, `fp8` or `int4`, see `build_cache`. Default: as for `prune`.
+            **kwargs: As in the stock class. `cache` may be that of an earlier call.
+
+        Raises:
+            ValueError: If another kind of cache or a draft by early exit is asked for.
+        """
+        configs = (generation_config, self.generation_config)  # type: ignore[attr-defined]
+        for option, drafter in (
+            ("assistant_early_exit", "a model of fewer layers"),
+            ("use_mtp", "a model's own extra layers"),
+        ):
+            if _first_given(kwargs, configs, option) not in (None, False):
+                raise ValueError(
+                    f"{option}: {drafter} cannot draft on a LeanK cache; draft with `assistant_model` or "
+                    "`prompt_lookup_num_tokens`"
+                )
+        implementation = _first_given(kwargs, configs, "cache_implementation")
+        if implementation not in _OWN_CACHE:
+            raise ValueError(
+                f"cache_implementation {implementation!r} is a dense cache; a LeanK model decodes from its "
+                "own, so leave it out"
+            )
+        given = {"prune": prune, "kv_dtype": kv_dtype}
+        defaults = {name: _first_given({}, configs, name) for name in given}
+        for name, check in (("prune", check_prune), ("kv_dtype", check_kv_dtype)):
+            for value in (given[name], defaults[name]):
+                if value is not None:
+                    check(value, f"`{name}`")
+        if _first_given(kwargs, configs, "use_cache") is False:
+            return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        # transformers takes a cache or the name of one.
+        if getattr(generation_config, "cache_implementation", None) is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None  # type: ignore[union-attr]
+        if kwargs.pop("cache_implementation", None) or configs[1].cache_implementation:
+            kwargs["cache_implementation"] = None
+        cache, earlier_name = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        cache = earlier_name if cache is None else cache
+        if cache is None:
+            chosen = {name: given[name] or defaults[name] for name in given}
+            cache = self.build_cache(prune=chosen["prune"], kv_dtype=chosen["kv_dtype"])
+        else:
+            self._checked_cache(cache)
+            for name, value in given.items():
+                if value is not None:
+                    setattr(cache, name, value)
+                elif defaults[name] is not None and not cache.get_seq_length():
+                    setattr(cache, name, defaults[name])
+        cache.prefill_length = _prompt_columns(inputs, kwargs)
+        if cache.prefill_length is not None:
+            num_columns = _columns_to_reserve(cache.prefill_length, kwargs, configs)
+            if num_columns is not None:
+                cache.reserve(max(num_columns, cache.rows.num_reserved))
+        try:
+            return super().generate(  # type: ignore[misc]
+                inputs, generation_config, *args, **kwargs, **{CACHE: cache}
+            )
+        finally:
+            cache.prefill_length = None
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: continuous batching has a paged cache of its own, which is dense.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "continuous batching keeps a dense paged cache and is not supported by a LeanK model; call "
+            "`generate`, or serve without continuous batching"
+        )
+
+
+def _first_given(kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...], name: str) -> Any:
+    """Return an option from where `generate` would take it: arguments, then generation configs."""
+    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+        if value is not None:
+            return value
+    return None
+
+
+def _prompt_columns(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> int | None:
+    """Return the columns that the prompt of a `generate` call will have filled, earlier turns included."""
+    for candidate in (
+        kwargs.get("attention_mask"),
+        kwargs.get("inputs_embeds"),
+        inputs,
+        kwargs.get("input_ids"),
+    ):
+        if isinstance(candidate, torch.Tensor) and candidate.ndim >= 2:
+            return int(candidate.shape[1])
+    return None
+
+
+def _columns_to_reserve(
+    prompt: int, kwargs: dict[str, Any], configs: tuple[GenerationConfig | None, ...]
+) -> int | None:
+    """Return the columns that a `generate` call may fill, None if many more than its prompt.
+
+    It may end long before its limit, so only for an answer that is short against the prompt memory is
+    reserved.
+    """
+    answer = _first_given(kwargs, configs, "max_new_tokens")
+    limit = _first_given(kwargs, configs, "max_length") if answer is None else prompt + answer
+    if limit is not None and prompt < limit <= prompt + max(prompt // 8, 256):
+        return int(limit)
+    return None
