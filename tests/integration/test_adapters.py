@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,6 +16,7 @@ from leank_convert import convert_adapter
 from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 
+peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
