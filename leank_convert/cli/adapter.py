@@ -10,7 +10,7 @@ from leank_convert.cli.export import quiet_transformers
 from leank_convert.cli.options import out_option
 
 
-@click.command()
+@click.command(short_help="Convert a LoRA of the original for a checkpoint.")
 @click.argument("lora")
 @click.option("--checkpoint", required=True, metavar="OUT", help="The checkpoint that it is to be loaded on.")
 @out_option

@@ -18,7 +18,7 @@ from leank_convert.cli.options import (
 )
 
 
-@click.command()
+@click.command(short_help="Show how a mask's channels are distributed.")
 @click.argument("artifact", metavar="MASK|CKPT")
 @click.option("--model", help="The mask's model: measures its queries and keys, too.")
 @click.option(

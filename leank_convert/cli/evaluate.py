@@ -23,7 +23,7 @@ from leank_convert.cli.options import (
 )
 
 
-@click.command()
+@click.command(short_help="Compare a checkpoint's pruned answers with its dense ones.")
 @checkpoint_argument
 @click.option(
     "--against", metavar="MODEL", help="Compare with this model, checkpoint or ONNX folder instead."

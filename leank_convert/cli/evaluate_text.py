@@ -19,7 +19,7 @@ from leank_convert.cli.options import (
 )
 
 
-@click.command()
+@click.command(short_help="Compare next-token distributions on a text.")
 @checkpoint_argument
 @click.option(
     "--text",

@@ -11,7 +11,7 @@ from leank_convert.cli.export import check_choices, quiet_transformers
 from leank_convert.cli.options import mask_options, out_option, overwrite_option
 
 
-@click.command("export-onnx")
+@click.command("export-onnx", short_help="Write MODEL's pruned ONNX graph and a host for it.")
 @click.argument("model")
 @out_option
 @mask_options

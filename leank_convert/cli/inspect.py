@@ -23,7 +23,7 @@ def _read_bytes(given: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
-@click.command()
+@click.command(short_help="Show what is in a mask, checkpoint, ONNX folder or model.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--with-recipe", is_flag=True, help="Print the recipe, too, that the mask was made by.")
 @click.option(

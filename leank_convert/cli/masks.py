@@ -7,7 +7,7 @@ import click
 from leank_convert.cli.options import json_option
 
 
-@click.command()
+@click.command(short_help="List the packaged masks.")
 @json_option
 def masks(as_json: bool) -> None:
     """List the packaged masks: of which model, how much they prune, who made and evaluated them."""

@@ -12,7 +12,7 @@ from leank_convert.cli.export import quiet_transformers
 from leank_convert.cli.options import json_option
 
 
-@click.command()
+@click.command(short_help="Check a checkpoint or an ONNX folder.")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--source",

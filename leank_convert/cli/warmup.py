@@ -10,7 +10,7 @@ import click
 from leank_convert.cli.options import checkpoint_argument, json_option, trust_option
 
 
-@click.command()
+@click.command(short_help="Compile and check a checkpoint's kernels for this GPU.")
 @checkpoint_argument
 @click.option("--device", help="CUDA device to compile for. Default: the current one.")
 @trust_option

@@ -24,6 +24,15 @@ def exported(tmp_path_factory):
     return out
 
 
+def test_help_says_whole_sentences_of_all_commands():
+    lines = (
+        CliRunner().invoke(main, ["--help"], terminal_width=80).stdout.split("Commands:\n")[1].splitlines()
+    )
+    assert len(lines) == len(main.commands) and all(
+        line.endswith(".") and "..." not in line for line in lines
+    )
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], *([command, "--help"] for command in sorted(main.commands))]
 )
