@@ -65,7 +65,7 @@ def test_rounds_ask_more_of_every_cell_that_the_dense_model_can_answer(tmp_path)
     scores = dict.fromkeys(names, [1.0] * 16)
     keep(tmp_path / "ruler", {"vt-4096": {**scores, "int4": [1.0] * 8}, "fwe-4096": {"dense": [0.0] * 8}})
     assert first.is_done() and not second.is_done()  # which int4 has to answer, too
-    assert units["ruler/fwe-4096-7x100"].is_done()
+    assert units["ruler/fwe-4096-5x100"].is_done()
 
 
 def test_the_setting_that_is_best_on_validation_prompts_is_shown(tmp_path):
