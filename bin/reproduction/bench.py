@@ -20,6 +20,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import EvaluatedModel, load_evaluated
 from leank_convert.evaluate.variants import THINK_WINDOWS, Dense, Masked, ThinK, Variant
 from leank_convert.export import export_checkpoint
+from leank_convert.export.runtime_files import copy_runtime_files
 from leank_convert.hub import resolve_model
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask
 from leank_convert.methods.make import train_masks
@@ -131,7 +132,8 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = Path(folder, "checkpoint")
             export_checkpoint(self.model, mask, checkpoint, **self.recipe.windows.model_dump())
-            return load_evaluated(checkpoint, self.device)
+            copy_runtime_files(checkpoint)  # kernels of FP8 caches, too: entries ask for one by call
+            return load_evaluated(checkpoint, self.device, trust=True)
 
     def mask(self, entry: Entry) -> ChannelMask:
         """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
