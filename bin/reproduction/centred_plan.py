@@ -132,8 +132,8 @@ def make_centred_plan(sizes: CentredSizes) -> Plan:
                 take(f"leank 70% x {named}", kv_dtype=kv_dtype, rounded="K", mean=mean),
             ]
         alone.append(keep(f"{kv_dtype}, V alone", kv_dtype, rounded="V"))
-    fast = [DENSE, *(entry for entry in curve if entry.ratio in (0.7, 0.8)), *rounded[:2]]
-    main = [*fast, *rounded[2:]]
+    main = [DENSE, *(entry for entry in curve if entry.ratio in (0.7, 0.8)), *rounded]
+    fast = [entry for entry in main if entry.kv_dtype != "int4"]
     cells = tuple(Cell(task, length) for length in sizes.lengths for task in sizes.tasks)
     others = tuple(Cell(task, length) for length in sizes.other_lengths for task in sizes.other_tasks)
     rounds = tuple(
