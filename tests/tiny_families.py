@@ -88,12 +88,15 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
+def tiny_llama(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, shard_size: str = "1GB", **changes: Any
+) -> Path:
     """Write a Llama of two layers with random weights, and its tokenizer.
 
     Args:
         folder: Where it is written.
         tokenizer: What it speaks.
+        shard_size: Of a file of weights at most.
         **changes: Of its config.
 
     Returns:
@@ -114,6 +117,6 @@ def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)  # attention far from uniform
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder
