@@ -14,18 +14,14 @@ from leank_convert.mask import ChannelMask
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 
 
-def outlying_mask():
+@pytest.fixture
+def outlying():
     """Pair 5 of 16 is kept in every head, of others a quarter; the last layer has two empty heads."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(4, 4, 32, generator=generator) < 0.25
     mask[..., [5, 21]] = True
     mask[3, 1:3] = False
     return mask
-
-
-@pytest.fixture
-def outlying():
-    return outlying_mask()
 
 
 @pytest.fixture
@@ -51,35 +47,17 @@ def test_text_names_outliers_empty_heads_and_savings(run, save, outlying, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
 
 
-def test_json_is_one_document_of_the_same_numbers(run, save, outlying):
-    result = run("analyze", save(outlying), "--json")
-    expected = {**analyze_mask(ChannelMask(outlying)).to_dict(), "measured": None}
-    assert json.loads(result.stdout) == expected
-
-
-@pytest.fixture(scope="module")
-def written(run, tmp_path_factory):
-    """What the command prints of an odd mask, and the folder that it writes."""
-    folder = tmp_path_factory.mktemp("analysis")
-    numpy.save(folder / "mask.npy", outlying_mask().numpy())
-    result = run("analyze", folder / "mask.npy", "-o", folder / "new" / "out", "--json")
+def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_path):
+    out = tmp_path / "new" / "out"
+    result = run("analyze", save(outlying), "-o", out, "--json")
     assert result.exit_code == 0, result.stderr
-    return result, folder / "new" / "out"
-
-
-def test_files_are_a_page_its_pictures_and_the_numbers(written):
-    result, out = written
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["analysis.html", "analysis.json", *PICTURES]
-    )
-    assert json.loads((out / "analysis.json").read_text()) == json.loads(result.stdout)
+    numbers = {**analyze_mask(ChannelMask(outlying)).to_dict(), "measured": None}
+    assert json.loads((out / "analysis.json").read_text()) == json.loads(result.stdout) == numbers
+    assert {path.name for path in out.iterdir()} == {"analysis.html", "analysis.json", *PICTURES}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert str(out / "analysis.html") in result.stderr
-
-
-def test_page_names_the_mask_and_its_outlier(written):
-    page = (written[1] / "analysis.html").read_text(encoding="utf-8")
+    page = (out / "analysis.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "pair 5: 88%" in page
     assert "<h1>Analysis of mask.npy</h1>" in page
@@ -91,11 +69,8 @@ def test_odd_masks_are_drawn_and_told(run, save, tmp_path, shape, kept):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "analysis.html").exists()
     assert f"K {0 if kept else 100}.0%" in result.stdout
-
-
-def test_many_widths_are_told_as_a_range(run, save):
-    mask = torch.arange(32) < torch.arange(32)[None, :, None]
-    assert "32 widths from 0 to 31" in run("analyze", save(mask)).stdout
+    many = torch.arange(32) < torch.arange(32)[None, :, None]
+    assert "32 widths from 0 to 31" in run("analyze", save(many)).stdout
 
 
 def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(run, source_model, tmp_path):

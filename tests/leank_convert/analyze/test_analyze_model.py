@@ -23,25 +23,14 @@ def mask_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def everything(run, mask_file, tmp_path_factory):
-    """Everything measured and written, on the shipped model's shortest prompts."""
-    out = tmp_path_factory.mktemp("analysis") / "out"
+def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(run, mask_file, tmp_path):
+    out = tmp_path / "out"
     options = ["--model", "testbed", "-n", 1, "--device", "cpu", *SHORT]
     result = run("analyze", mask_file, *options, "-o", out)
     assert result.exit_code == 0, result.output
-    return result, out
-
-
-def test_text_tells_what_was_measured(everything):
-    result, _ = everything
     assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in result.stdout
     for row in ("between tasks", "between lengths", "high frequencies"):
         assert re.search(rf"^{row} +\S", result.stdout, re.MULTILINE)
-
-
-def test_numbers_and_figures_of_the_model_are_written_beside_the_masks(everything):
-    _, out = everything
     measured = json.loads((out / "analysis.json").read_text())["measured"]
     assert numpy.shape(measured["correlation_between_tasks"]) == (2, 2)
     assert numpy.shape(measured["correlation_between_lengths"]) == (4, 4)

@@ -26,18 +26,6 @@ TEXT = " ".join(random.Random(5).choices(NUMBERS, k=NUM_TOKENS))
 FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
 
 
-def every_channel():
-    return Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("name", ["quest", "snapkv"])
-def test_methods_that_have_nothing_to_do_in_so_short_a_text_are_the_dense_model(evaluated, name):
-    variants = [v for v in find_variants([name], evaluated) if v.name != "snapkv-56%"]
-    result = compare(evaluated, *variants)
-    for variant in result.variants:
-        assert max(variant.divergence) < FLOAT32
-
-
 def no_channel():
     return Masked("no channels", torch.zeros(SHAPE, dtype=torch.bool))
 
@@ -56,18 +44,20 @@ def token_ids(evaluated):
     return evaluated.tokenizer(TEXT, return_tensors="pt").input_ids[0]
 
 
-def test_all_channels_change_nothing(evaluated):
-    result = compare(evaluated, every_channel())
-    (found,) = result.variants
-    assert max(found.divergence) < FLOAT32
-    assert all(found.agrees)
-    assert found.nll == pytest.approx(result.dense_nll, abs=FLOAT32)
+def test_methods_that_have_nothing_to_do_in_so_short_a_text_are_the_dense_model(evaluated):
+    variants = [v for v in find_variants(["quest", "snapkv"], evaluated) if v.name != "snapkv-56%"]
+    assert all(max(variant.divergence) < FLOAT32 for variant in compare(evaluated, *variants).variants)
 
 
-def test_no_channels_diverge_at_every_token(evaluated):
-    (found,) = compare(evaluated, no_channel()).variants
-    assert min(found.divergence) > 100 * FLOAT32
-    assert not all(found.agrees)
+def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
+    every = Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
+    result = compare(evaluated, every, no_channel())
+    same, other = result.variants
+    assert max(same.divergence) < FLOAT32
+    assert all(same.agrees)
+    assert same.nll == pytest.approx(result.dense_nll, abs=FLOAT32)
+    assert min(other.divergence) > 100 * FLOAT32
+    assert not all(other.agrees)
 
 
 def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
