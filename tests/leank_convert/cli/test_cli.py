@@ -10,27 +10,28 @@ from click.testing import CliRunner
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
 
+SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
+CALIBRATION = ["--set", "calibration_prompts=2"]
 
-@pytest.fixture
+
+@pytest.fixture(scope="session")
 def run():
     return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "out"
-    result = CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)])
+    result = run("export", "testbed", "--all-channels", "-o", out)
     assert result.exit_code == 0, result.output
     return out
 
 
 def test_help_says_whole_sentences_of_all_commands():
-    lines = (
-        CliRunner().invoke(main, ["--help"], terminal_width=80).stdout.split("Commands:\n")[1].splitlines()
-    )
-    assert len(lines) == len(main.commands) and all(
-        line.endswith(".") and "..." not in line for line in lines
-    )
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout
+    lines = shown.split("Commands:\n")[1].splitlines()
+    assert len(lines) == len(main.commands)
+    assert all(line.endswith(".") and "..." not in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,7 @@ def test_debug_shows_the_traceback(run, tmp_path):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (
-            (errno.ENOSPC, "No space left on device", "out/leank/log.jsonl"),
-            "`out/leank/log.jsonl`: No space left on device",
-        ),
+        ((errno.ENOSPC, "No space left", "out/leank/log.jsonl"), "`out/leank/log.jsonl`: No space left"),
         (("a library found no file\nand says more",), "a library found no file"),
     ],
 )
@@ -97,27 +95,26 @@ def test_window_flags_reach_the_checkpoint(run, tmp_path):
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
 
 
-def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch):
-    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"load_in_4bit": True}}))
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(
+    run, exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
+):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
-    result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "without a `quant_method`" in result.stderr
-    result = run("train", MODEL_DIR, "--recipe", "quickstart", "-o", MODEL_DIR / "out")
-    assert result.exit_code == 2
-    assert "overlaps" in result.stderr
-
-
-@pytest.mark.parametrize("options", [[], ["--resume"]])
-def test_training_does_not_replace_a_checkpoint_that_no_run_made(run, tmp_path, exported, options):
-    out = shutil.copytree(exported, tmp_path / "out")
-    before = sorted(path.name for path in out.iterdir())
-    result = run("train", "testbed", "-o", out, *options)
-    assert result.exit_code == 2
-    assert "already holds a checkpoint" in result.stderr
-    assert sorted(path.name for path in out.iterdir()) == before
+    quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
+    edit_json(quantized / "config.json", quantization_config={"load_in_4bit": True})
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("precious")
+    before = snapshot(tmp_path)
+    for model, out, options, message in (
+        (quantized, tmp_path / "new", [], "without a `quant_method`"),
+        (MODEL_DIR, MODEL_DIR / "out", [], "overlaps"),
+        ("testbed", made, [], "already holds a checkpoint"),  # that no run made
+        ("testbed", made, ["--resume"], "already holds a checkpoint"),
+        ("testbed", foreign, [], "`thesis.tex`"),
+    ):
+        result = run("train", model, "-o", out, "--recipe", "quickstart", *options)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert snapshot(tmp_path) == before
 
 
 def test_verify_reports_and_its_exit_code_tells(run, tmp_path, exported):
@@ -142,9 +139,8 @@ def test_inspect_reads_an_amount_of_memory(run, memory, expected):
 
 def test_inspect_prints_the_recipe_only_when_asked(run, tmp_path):
     out = tmp_path / "out"
-    small = ["method=static-norm", "calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in small for part in ("--set", setting)]
-    result = run("train", "testbed", "-o", out, "--mask-only", *settings)
+    options = ["--mask-only", "--set", "method=static-norm", *SHORT, *CALIBRATION]
+    result = run("train", "testbed", "-o", out, *options)
     assert result.exit_code == 0, result.output
     plain, whole = run("inspect", out).stdout, run("inspect", out, "--with-recipe").stdout
     assert "pruning ratio" in plain and "`--with-recipe` prints" in plain
@@ -164,8 +160,7 @@ def test_recipes_are_listed_and_printed(run):
 
 def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
     out = tmp_path / "out"
-    short = ["stage1.steps=1", "stage2.steps=1", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in short for part in ("--set", setting)]
+    settings = ["--set", "stage1.steps=1", "--set", "stage2.steps=1", *SHORT]
     result = run("train", "testbed", "-o", out, *settings, "--mask-only")
     assert result.exit_code == 0, result.output
     assert not (out / "config.json").exists()
@@ -180,19 +175,9 @@ def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
 
 def test_converting_without_training_leaves_checkpoints_of_every_ratio(run, tmp_path):
     out = tmp_path / "out"
-    options = [
-        "--method",
-        "static-norm",
-        "--budget",
-        "global",
-        "--pruning-ratio",
-        0.5,
-        "--pruning-ratio",
-        0.75,
-    ]
-    small = ["calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in small for part in ("--set", setting)]
-    result = run("train", "testbed", "-o", out, *options, *settings)
+    ratios = ["--pruning-ratio", "0.5", "--pruning-ratio", "0.75"]
+    options = ["--method", "static-norm", "--budget", "global", *ratios]
+    result = run("train", "testbed", "-o", out, *options, *SHORT, *CALIBRATION)
     assert result.exit_code == 0, result.output
     folders = [out / "ratio-0.5", out / "ratio-0.75"]
     assert result.stdout == "".join(f"{folder}\n" for folder in folders)
@@ -202,12 +187,3 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(run, tmp_
         assert facts["provenance"]["method"] == "static-norm"
         assert facts["pruning_ratio"] == ratio
         assert "# --budget global" in facts["provenance"]["recipe"]
-
-
-def test_training_into_a_foreign_folder_is_refused_before_it_begins(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("precious")
-    result = run("train", "testbed", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "`thesis.tex`" in result.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]

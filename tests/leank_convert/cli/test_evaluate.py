@@ -12,6 +12,7 @@ from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
 from tests.tiny_families import tiny_llama
 
@@ -108,11 +109,11 @@ def test_a_text_that_cannot_be_fed_is_refused(writer, tmp_path):
     ],
     ids=str,
 )
-def test_a_leank_block_that_cannot_be_is_refused(changes, message, writer, copy_of):
+def test_a_leank_block_that_cannot_be_is_refused(changes, message, writer, copy_of, edit_json):
     folder = copy_of(writer)
-    config = json.loads((writer / "config.json").read_text())
-    leank = {key: value for key, value in {**config["leank"], **changes}.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps({**config, "leank": leank}))
+    leank = {**read_json(folder / "config.json")["leank"], **changes}
+    kept = {key: value for key, value in leank.items() if value is not ...}
+    edit_json(folder / "config.json", leank=kept)
     assert message in refusal(run(folder, "--task", "vt", "--length", 1200, "-n", 2))
 
 

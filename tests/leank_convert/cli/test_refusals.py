@@ -25,11 +25,7 @@ from leank_convert.cli import main
             "see `leank-convert train --help`",
         ),
         (["recipes", "a", "b"], "got unexpected extra argument (b)", "see `leank-convert recipes --help`"),
-        (
-            ["train", "a", "--json"],
-            "--json goes with --dry-run",
-            "see `leank-convert train --help`",
-        ),
+        (["train", "a", "--json"], "--json goes with --dry-run", "see `leank-convert train --help`"),
     ],
 )
 def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hint):
@@ -165,10 +161,7 @@ def without_torch(tmp_path):
     [
         (["train", "testbed", "--set", "stage1.step=5"], "unknown key `stage1.step`"),
         (["train", "testbed", "--recipe", "/dev/zero"], "is a folder, a pipe or a device"),
-        (
-            ["train", "testbed", "--set", "data.haystack.source=absent.txt"],
-            "source` is 'absent",
-        ),
+        (["train", "testbed", "--set", "data.haystack.source=absent.txt"], "source` is 'absent"),
         (["train", "testbed", "--seed", "-1"], "--seed"),
         (["export", "testbed", "--set", "windows.sink_size=-1"], "`windows.sink_size` is -1"),
         (["export", "testbed", "--recipe", "absent.yaml"], "neither a file nor a packaged recipe"),
@@ -184,9 +177,7 @@ def test_bad_recipes_and_options_are_refused_before_torch_is_imported(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, tmp_path):
-    out = tmp_path / "out"
-    assert CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)]).exit_code == 0
-    done = without_torch("evaluate", out, "--recipe", "quickstart", "--set", "seed=x")
+def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, shipped_checkpoint):
+    done = without_torch("evaluate", shipped_checkpoint, "--recipe", "quickstart", "--set", "seed=x")
     assert done.returncode == 2
     assert "`seed` is 'x'" in done.stderr
