@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def batch() -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     ids[1, :8], mask[1, :8] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
+    """Draw a mask, bool [L, H_kv, D], that keeps so many channels per layer and head."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
+    for layer, row in enumerate(widths):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+    return mask
 
 
 def tiny_llama(

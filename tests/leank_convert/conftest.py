@@ -27,6 +27,7 @@ from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from tests.tiny_families import random_mask
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -241,12 +242,7 @@ def edit_json() -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def retriever_mask() -> ChannelMask:
     """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
-    for layer, row in enumerate([[7, 0], [4, 4]]):
-        for head, width in enumerate(row):
-            mask[layer, head, torch.randperm(16, generator=generator)[:width]] = True
-    return ChannelMask(mask)
+    return ChannelMask(random_mask([[7, 0], [4, 4]]))
 
 
 @pytest.fixture(scope="session")

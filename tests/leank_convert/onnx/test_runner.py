@@ -221,13 +221,6 @@ def test_a_long_turn_in_chunks_is_as_many_turns(exported):
     assert np.array_equal(logits, np.concatenate(expected))
 
 
-def test_texts_are_tokenized_and_answers_decoded(exported):
-    model = exported().load()
-    assert model.encode("w0 w59 other") == [4, 63, 3]
-    assert model.generate(["w0 w59"], max_new_tokens=4) == model.generate([[4, 63]], max_new_tokens=4)
-    assert model.decode([4, 2, 63]) == "w0 </s> w59"
-
-
 def test_equal_seeds_draw_equal_tokens_and_the_least_top_p_or_temperature_is_greedy(exported):
     model = exported().load()
 
@@ -237,16 +230,6 @@ def test_equal_seeds_draw_equal_tokens_and_the_least_top_p_or_temperature_is_gre
     assert draw(seed=1, temperature=3.0) == draw(seed=1, temperature=3.0) != draw(seed=2, temperature=3.0)
     greedy = model.generate([tokens(9)], max_new_tokens=20)
     assert draw(seed=0, top_p=1e-6) == draw(seed=0, temperature=1e-310) == greedy
-
-
-def test_a_session_whose_prompt_was_interrupted_is_empty(exported, monkeypatch):
-    model = exported().load()
-    session = model.start()
-    interrupt(session, monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt):
-        session.feed([tokens(30)], prompt_chunk=16)
-    assert session.cache_bytes == 0
-    assert np.array_equal(session.feed([tokens(30)])[0], model.start().feed([tokens(30)])[0])
 
 
 def interrupt(session, monkeypatch, number):
@@ -261,6 +244,16 @@ def interrupt(session, monkeypatch, number):
         return computed
 
     monkeypatch.setattr(session, "_run", interrupted)
+
+
+def test_a_session_whose_prompt_was_interrupted_is_empty(exported, monkeypatch):
+    model = exported().load()
+    session = model.start()
+    interrupt(session, monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        session.feed([tokens(30)], prompt_chunk=16)
+    assert session.cache_bytes == 0
+    assert np.array_equal(session.feed([tokens(30)])[0], model.start().feed([tokens(30)])[0])
 
 
 @pytest.mark.parametrize(("number", "read"), [(1, 0), (3, 16)])
