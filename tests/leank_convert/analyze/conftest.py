@@ -2,15 +2,6 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from leank_convert.cli import main
-
-
-@pytest.fixture(scope="session")
-def run():
-    """Runs a command of the command line."""
-    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="session")

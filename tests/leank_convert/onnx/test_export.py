@@ -11,21 +11,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from click.testing import CliRunner
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, check_available, export, libraries
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.pruned_model import load_pruned
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, ["export-onnx", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -212,23 +206,21 @@ def test_check_finds_what_is_not_the_models(folder, checkpoint, tmp_path):
     ids=["opset", "recipe", "option of export", "sliding window", "family", "rope that changes by length"],
 )
 def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
-    config, options, message, retriever_folder, mask_file, tmp_path, edit_json
+    rejected, config, options, message, retriever_folder, mask_file, tmp_path, edit_json
 ):
     source = shutil.copytree(retriever_folder, tmp_path / "source")
     edit_json(source / "config.json", **config)
-    result = run(source, "--mask", mask_file, *options.split(), "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert message in result.stderr
+    options = ["--mask", mask_file, *options.split(), "-o", tmp_path / "out"]
+    assert message in rejected("export-onnx", source, *options)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_missing_library_is_named_with_the_extra_to_install(folder, tmp_path, monkeypatch):
+def test_missing_library_is_named_with_the_extra_to_install(rejected, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
     for command in (["export-onnx", "testbed", "-o", str(tmp_path / "out")], ["verify", str(folder)]):
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == 2
-        assert "`onnxruntime_that_is_not_here`, which cannot be imported" in result.stderr
-        assert "hint: pip install 'leank-convert[onnx]'" in result.stderr
+        told = rejected(*command)
+        assert "`onnxruntime_that_is_not_here`, which cannot be imported" in told
+        assert "hint: pip install 'leank-convert[onnx]'" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,7 +248,9 @@ def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
     assert caught.value.hint == f"pip install --upgrade {library}, or pass a lower `--opset`"
 
 
-def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(checkpoint, mask_file, tmp_path):
+def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(
+    rejected, checkpoint, mask_file, tmp_path
+):
     before = sorted(checkpoint.iterdir())
     own = "already is a LeanK checkpoint, with a mask and windows of its own\nhint: leave out --mask"
     for options, out, message in (
@@ -264,46 +258,41 @@ def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(checkpoint
         (["--sink-size", "0"], tmp_path / "out", own),
         (["--overwrite"], checkpoint / "graph", "overlaps the source"),
     ):
-        result = run(checkpoint, *options, "-o", out)
-        assert result.exit_code == 2
-        assert message in result.stderr
+        assert message in rejected("export-onnx", checkpoint, *options, "-o", out)
     assert list(tmp_path.iterdir()) == [] and sorted(checkpoint.iterdir()) == before
 
 
 @pytest.mark.usefixtures("without_tracing")
 def test_graph_is_replaced_only_when_that_is_asked_for_and_does_without_a_tokenizer(
-    checkpoint, tmp_path, caplog
+    done, rejected, checkpoint, tmp_path, caplog
 ):
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     out = tmp_path / "out"
-    assert run(bare, "-o", out).exit_code == 0
+    done("export-onnx", bare, "-o", out)
     assert "`leank_onnx.py` will take tokens alone" in caplog.text
     (out / "model.onnx").write_text("first")
-    refused = run(bare, "-o", out)
-    assert refused.exit_code == 2
-    assert "hint: name another folder" in refused.stderr
-    refused = run(bare, "-o", out, "--overwrite")
-    assert "model.onnx` is not what the export wrote" in refused.stderr
+    assert "hint: name another folder" in rejected("export-onnx", bare, "-o", out)
+    told = rejected("export-onnx", bare, "-o", out, "--overwrite")
+    assert "model.onnx` is not what the export wrote" in told
     assert (out / "model.onnx").read_text() == "first"
     (out / "model.onnx").unlink()
-    assert run(bare, "-o", out, "--overwrite").exit_code == 0
+    done("export-onnx", bare, "-o", out, "--overwrite")
     assert (out / "model.onnx").read_text() == ""
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folder, mask_file, tmp_path):
+def test_mask_that_training_left_in_the_folder_is_taken_and_kept(done, retriever_folder, mask_file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copyfile(mask_file, out / "channel_mask.safetensors")
-    result = run(retriever_folder, "-o", out)
-    assert result.exit_code == 0, result.output
+    done("export-onnx", retriever_folder, "-o", out)
     assert load_mask(out / "channel_mask.safetensors").channel_mask.equal(load_mask(mask_file).channel_mask)
     assert (out / "model.onnx").exists()
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_nothing_behind(rejected, checkpoint, tmp_path, monkeypatch):
     def save(path, external_data):
         path.with_name("model.onnx.data").write_bytes(b"a part")
         raise OSError("problem writing element 24576 to file")  # numpy's, without a number
@@ -311,8 +300,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, mo
     monkeypatch.setattr(
         export, "write_graph", lambda _, path, opset: export._save(SimpleNamespace(save=save), path)
     )
-    result = run(checkpoint, "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "model.onnx.data` could not be written to its end: problem writing element 24576" in result.stderr
-    assert "hint: most likely the disk is full" in result.stderr
+    told = rejected("export-onnx", checkpoint, "-o", tmp_path / "out")
+    assert "model.onnx.data` could not be written to its end: problem writing element 24576" in told
+    assert "hint: most likely the disk is full" in told
     assert list(tmp_path.iterdir()) == []

@@ -14,10 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned
@@ -124,7 +122,7 @@ def test_bits_are_told_to_the_quantizer_as_onnxruntimes_older_releases_need_it(g
 
 
 @pytest.mark.parametrize("weights", SCHEMES)
-def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linear, weights):
+def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(run, graph, linear, weights):
     quantize_weights(graph, weights)
     # Of a single 1 nothing is lost when activations are rounded.
     inputs = {"x": np.eye(IN, dtype=np.float32), "cache": np.ones((OUT, 1), np.float32), "ids": np.arange(3)}
@@ -188,17 +186,16 @@ def test_other_weights_are_refused_and_those_that_do_not_bear_their_bits_warned_
     assert f"with {weights} weights logits differ by" in caplog.text
 
 
-def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(tmp_path, monkeypatch):
+def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(rejected, tmp_path, monkeypatch):
     with pytest.raises(LeanKError, match="weights `int2` are not supported") as caught:
         check_quantizer("int2")
     assert "use one of int8, int4" in str(caught.value.hint)
     monkeypatch.delattr("onnxruntime.quantization.matmul_nbits_quantizer", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime.quantization.matmul_nbits_quantizer", None)
     arguments = ["export-onnx", "testbed", "--all-channels", "--weights", "int8", "-o", str(tmp_path)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in result.stderr
-    assert "hint: pip install --upgrade 'leank-convert[onnx]'" in result.stderr
+    told = rejected(*arguments)
+    assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in told
+    assert "hint: pip install --upgrade 'leank-convert[onnx]'" in told
     assert list(tmp_path.iterdir()) == []
 
 
