@@ -7,18 +7,16 @@ import json
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import onnx
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, check_available, export, libraries
 from leank_convert.onnx.check import check_graph, make_trials
-from leank_convert.onnx.leank_onnx import LeanKOnnx
 from leank_convert.onnx.pruned_model import load_pruned
 
 
@@ -93,34 +91,18 @@ def test_description_gives_the_order_of_heads_and_lanes_and_every_tensor_of_the_
 
 
 def test_weights_are_stored_once_beside_the_graph_which_tells_nothing_of_the_machine(
-    folder, retriever_folder
+    folder, retriever_half, retriever_folder
 ):
     # Padding to pages, and small constants of the graph, are not a second copy of the weights.
     weights = (retriever_folder / "model.safetensors").stat().st_size
     assert (folder / "model.onnx.data").stat().st_size < 1.5 * weights
+    assert (retriever_half / "onnx" / "model.onnx.data").stat().st_size < 0.75 * weights
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     entries = [entry for tensor in graph.initializer for entry in tensor.external_data]
     assert {entry.value for entry in entries if entry.key == "location"} == {"model.onnx.data"}
     content = (folder / "model.onnx").read_bytes()
     assert b".py" not in content
     assert str(folder.parent).encode() not in content
-
-
-def test_float16_graph_is_as_close_to_the_original_model_as_pytorchs_float16(
-    folder, retriever_half, retriever_folder
-):
-    half = retriever_half / "onnx"
-    weights = [(path / "model.onnx.data").stat().st_size for path in (half, folder)]
-    assert weights[0] < 0.7 * weights[1]
-    tokens = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact, torchs = (
-            AutoModelForCausalLM.from_pretrained(retriever_folder, dtype=dtype)(tokens).logits.float()
-            for dtype in (torch.float32, torch.float16)
-        )
-    (logits,) = LeanKOnnx(half, threads=1).start().feed(tokens.tolist(), all_logits=True)
-    assert logits.dtype == np.float16
-    assert (torch.from_numpy(logits).float() - exact).abs().max() <= 2 * (torchs - exact).abs().max()
 
 
 def test_a_converted_checkpoint_gives_the_same_folder(folder, retriever_half):
@@ -133,23 +115,6 @@ def test_a_converted_checkpoint_gives_the_same_folder(folder, retriever_half):
         return described, files.keys(), {file.name for file in path.iterdir()}
 
     assert content(retriever_half / "onnx") == content(folder)
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_graph_of_centred_keys_answers_as_its_checkpoint_and_others_do_not(retriever_centred, folder):
-    """Windows of nine tokens, so that most of what is fed is pruned: a dropped channel counts as its mean."""
-    rows = [torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)) for count in (40, 12)]
-    model = AutoModelForCausalLM.from_pretrained(retriever_centred / "checkpoint", trust_remote_code=True)
-    ours, plain = (
-        LeanKOnnx(path, threads=1).start().generate([row.tolist() for row in rows], max_new_tokens=20)
-        for path in (retriever_centred / "onnx", folder)
-    )
-    for row, answer in zip(rows, ours, strict=True):
-        expected = model.generate(
-            row[None], max_new_tokens=20, do_sample=False, pad_token_id=0, prune="deferred"
-        )
-        assert answer == expected[0, len(row) :].tolist()
-    assert ours != plain
 
 
 def test_tracing_leaves_weights_as_they_were_and_held_by_the_model_alone(retriever_folder, tmp_path):

@@ -100,25 +100,13 @@ def test_products_with_a_constant_are_quantized_and_no_others(graph):
     assert "weight" not in stored
     (product,) = (node for node in onnx.load(graph).graph.node if node.op_type == "MatMul")
     assert product.name == "cached"
+    quantized = [node for node in onnx.load(graph).graph.node if node.op_type == "MatMulNBits"]
+    for key, value in (("bits", 8), ("accuracy_level", 4)):
+        assert [helper.get_node_attr_value(node, key) for node in quantized] == [value, value]
     # One file of weights is left, which others may read as they may the graph.
     assert sorted(path.name for path in graph.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert data.stat().st_size < 0.7 * before
     assert data.stat().st_mode == graph.stat().st_mode
-
-
-def test_bits_are_told_to_the_quantizer_as_onnxruntimes_older_releases_need_it(graph, monkeypatch):
-    check_quantizer("int8")  # imports it
-    quantizers = sys.modules["onnxruntime.quantization.matmul_nbits_quantizer"]
-    current = quantizers.MatMulNBitsQuantizer
-    monkeypatch.setattr(
-        quantizers,
-        "MatMulNBitsQuantizer",
-        lambda model, *, algo_config: current(model, algo_config=algo_config),
-    )
-    quantize_weights(graph, "int8")
-    nodes = [node for node in onnx.load(graph).graph.node if node.op_type == "MatMulNBits"]
-    assert [helper.get_node_attr_value(node, "bits") for node in nodes] == [8, 8]
-    assert [helper.get_node_attr_value(node, "accuracy_level") for node in nodes] == [4, 4]
 
 
 @pytest.mark.parametrize("weights", SCHEMES)
