@@ -20,8 +20,7 @@ from leank_convert.cli.export import export
 from leank_convert.cli.export_onnx import export_onnx
 from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
-from leank_convert.cli.masks import masks
-from leank_convert.cli.recipes import recipes
+from leank_convert.cli.listings import masks, recipes
 from leank_convert.cli.refusals import check_arguments, print_error, restate
 from leank_convert.cli.train import train
 from leank_convert.cli.verify import verify
