@@ -7,9 +7,9 @@ import numpy
 import pytest
 import torch
 
-from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from leank_convert.report.distribution import analyze_mask
 
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 

@@ -7,9 +7,9 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
+from leank_convert.report.distribution import analyze_mask
 from leank_convert.report.figures import BLUE, ORANGE
 from tests.leank_convert.report.records import make_records
 
@@ -53,7 +53,7 @@ def test_bars_by_layer_have_the_first_layer_on_top():
 def test_pairs_join_the_two_channels_that_turn_together():
     mask = torch.zeros(2, 2, 4, dtype=torch.bool)
     mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
-    assert heights(drawn(figures.draw_kept_by_pair, ChannelMask(mask))) == [12.5, 25]
+    assert heights(drawn(figures.draw_kept_by_pair, analyze_mask(ChannelMask(mask)))) == [12.5, 25]
     assert cells(drawn(figures.draw_layers_by_pair, ChannelMask(mask))) == [[0, 50], [25, 0]]
 
 
@@ -61,7 +61,7 @@ def test_outliers_stand_out_among_the_bars():
     kept = torch.rand(4, 4, 32, generator=torch.Generator().manual_seed(0)) < 0.25
     kept[..., [5, 21]] = True
     mask = ChannelMask(kept)
-    axes = drawn(figures.draw_outlier_pairs, mask, analyze_mask(mask))
+    axes = drawn(figures.draw_kept_by_pair, analyze_mask(mask))
     colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
     assert colours == [ORANGE if pair == 5 else BLUE for pair in range(16)]
     assert [text.get_text() for text in axes.texts] == ["pair 5: 100%"]

@@ -106,7 +106,7 @@ def write(tmp_path):
 def facts_of(page):
     """The list at the top, as a mapping."""
     start = page.texts.index("shape")
-    stop = page.texts.index("Where channels are kept")
+    stop = page.texts.index("RoPE pairs")
     cells = page.texts[start:stop]
     return dict(zip(cells[::2], cells[1::2], strict=True))
 
@@ -120,7 +120,7 @@ def test_page_needs_nothing_beside_it_and_its_figures_take_its_colour(full_page)
     referred = set(re.findall(r"url\(#([^)]+)\)", full_page))
     assert referred | {link[1:] for link in page.links if link[0] == "#"} <= set(page.ids)
     figures = re.findall(r"<svg.*?</svg>", full_page, re.DOTALL)
-    assert len(figures) == 4
+    assert len(figures) == 6
     for figure in figures:
         assert ElementTree.fromstring(figure).get("aria-label")
         assert "currentColor" in figure
@@ -131,12 +131,14 @@ def test_page_needs_nothing_beside_it_and_its_figures_take_its_colour(full_page)
 def test_top_of_the_page_tells_the_facts(full_page):
     page = Page(full_page)
     assert page.texts[1] == "LeanK mask of Llama <3>"
-    facts = facts_of(page)
-    assert facts == {
+    assert facts_of(page) == {
         "shape": "4 layers, 4 KV heads, head_dim 64",
-        "K channels removed": "76.6% (asked: 70.0%)",
-        "heads without any": "6 of 16; they see sink and recent window alone",
-        "cache per pruned token": "K 23.4%, V 62.5%, together 43.0% of the dense one",
+        "K channels": "23.4% kept, 76.6% removed (asked: 70.0%)",
+        "heads of width 0": "6 of 16 (37.5%); by quarter of the layers, shallow first: 2, 1, 1, 2",
+        "heads per width": "0: 6, 16: 5, 32: 5",
+        "outlier pairs": "none",
+        "saved per token": "K 76.6%, V 37.5%, together 57.0%: 4,096 bytes become 1,760 in the pruned region, "
+        "at 2 bytes a number",
         "windows": "sink 16, recent 64, flush 8",
         "widths": "multiples of 16",
         "steps": "20 + 6 (stages 1 and 2)",
@@ -153,10 +155,8 @@ def test_top_of_the_page_tells_the_facts(full_page):
 def test_an_imported_mask_is_shown_without_what_is_not_known(write):
     page = Page(write(make_mask(known=False, factors=False)))
     assert page.texts[1] == "LeanK mask"
-    assert list(facts_of(page)) == [
-        "shape", "K channels removed", "heads without any", "cache per pruned token"
-    ]  # fmt: skip
-    assert page.tags.count("svg") == 3
+    assert list(facts_of(page))[-1] == "saved per token"
+    assert page.tags.count("svg") == 5
     assert "Training" not in page.texts
     assert "Scaling factors" not in page.texts
     assert "Kept channels (blue)" in page.texts
@@ -175,4 +175,4 @@ def test_equal_input_gives_equal_pages_whatever_the_users_style(write, full_page
 @pytest.mark.parametrize("shape", [(1, 1, 2), (80, 2, 33)], ids=str)
 def test_every_shape_is_drawn(shape, write):
     page = Page(write(make_mask(shape), make_records(steps=(1, 0))))
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 6
