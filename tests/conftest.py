@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from leank_convert.testbed import MODEL_DIR  # noqa: E402
-from tests.tiny_families import tiny_llama  # noqa: E402
+from tests.tiny_families import random_mask, tiny_llama  # noqa: E402
 
 POISONED = ("empty", "empty_like", "empty_strided")
 # torch remembers, at its first use, which functions `with torch.device(...)` concerns: not these stand-ins.
@@ -105,15 +105,9 @@ def shipped_checkpoint(once_per_run: Callable[..., Path]) -> Path:
     from leank_convert.mask import ChannelMask
 
     widths = [[0, 24, 64, 64], [48, 48, 64, 64], [16, 33, 48, 64], [0, 0, 64, 64]]
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(4, 4, 64, dtype=torch.bool)
-    for layer, row in enumerate(widths):
-        for head, width in enumerate(row):
-            mask[layer, head, torch.randperm(64, generator=generator)[:width]] = True
+    mask = ChannelMask(random_mask(widths, 64))
     sizes = {"sink_size": 8, "recent_size": 242, "flush_size": 2}
-    return once_per_run(
-        "shipped_checkpoint", lambda out: export_checkpoint(MODEL_DIR, ChannelMask(mask), out, **sizes)
-    )
+    return once_per_run("shipped_checkpoint", lambda out: export_checkpoint(MODEL_DIR, mask, out, **sizes))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,25 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Path:
+def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
+    """Draw a mask, bool [L, H_kv, D], that keeps so many channels per layer and head."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
+    for layer, row in enumerate(widths):
+        for head, width in enumerate(row):
+            mask[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
+    return mask
+
+
+def tiny_llama(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, *, shard_size: str = "1GB", **changes: Any
+) -> Path:
     """Write a Llama of two layers with random weights, and its tokenizer.
 
     Args:
         folder: Where it is written.
         tokenizer: What it speaks.
+        shard_size: Of a file of weights at most.
         **changes: Of its config.
 
     Returns:
@@ -114,6 +128,6 @@ def tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **changes: Any)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.3)  # attention far from uniform
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder

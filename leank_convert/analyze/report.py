@@ -8,23 +8,52 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leank_convert.analyze.distribution import OUTLIER_RULE
+from leank_convert.checkpoint_io import CONFIG_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.files import write_atomically
 from leank_convert.folders import check_folder
-from leank_convert.mask import ChannelMask
+from leank_convert.head_layout import BYTES_PER_ELEMENT
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
 from leank_convert.report import figures
+from leank_convert.report.distribution import MaskAnalysis
+from leank_convert.report.mask_sections import describe_mask, list_mask_sections
 from leank_convert.report.page import Section, figure_png, panels, render_page, rows_height
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from leank_convert.analyze.distribution import MaskAnalysis, OutlierPair
     from leank_convert.analyze.measurement import Measurement
 
-_MOST_WIDTHS = 12  # that a line names one by one
+_ASSUMED_ELEMENT_BYTES = 2
 _PAIRS_PER_LINE = 8
+
+
+def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
+    """Load a mask by what a user calls it.
+
+    Args:
+        artifact: A mask file, the folder of a training run or of a converted checkpoint, or a hub id.
+
+    Returns:
+        The mask, and the bytes of one number in the cache: by a checkpoint's dtype, otherwise 2.
+
+    Raises:
+        LeanKError: If there is no mask, or it cannot be read.
+    """
+    folder = Path(artifact).expanduser()
+    path = resolve_mask(artifact)
+    if not path.exists():
+        where = (
+            f"`{artifact}` holds no `{MASK_FILE_NAME}`" if folder.is_dir() else f"`{artifact}` does not exist"
+        )
+        raise LeanKError(
+            where, hint="name a mask file, the folder of a training run, or a converted checkpoint"
+        )
+    mask = load_mask(path)
+    dtype = None
+    if folder.is_dir() and (folder / CONFIG_NAME).exists():
+        config = read_config(folder)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+    return mask, BYTES_PER_ELEMENT.get(str(dtype), _ASSUMED_ELEMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -46,14 +75,15 @@ class AnalysisReport:
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
         """The analysis in short, as names and values."""
+        model = [] if self.analysis.model is None else [("model", self.analysis.model)]
         measured = [] if self.measured is None else _describe_measured(self.measured)
-        return [*_describe_mask(self.analysis, self.origin), *measured]
+        return [*model, ("mask", self.origin), *describe_mask(self.analysis), *measured]
 
     @cached_property
     def sections(self) -> list[Section]:
         """The figures, each with heading and caption."""
         measured = [] if self.measured is None else _list_measured_sections(self.mask, self.measured)
-        return [*_list_sections(self.mask, self.analysis), *measured]
+        return [*list_mask_sections(self.mask, self.analysis), *measured]
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers as JSON-ready data."""
@@ -115,34 +145,6 @@ def check_writable(out: Path) -> None:
     check_replaceable(out, overwrite=False)
 
 
-def _describe_mask(analysis: MaskAnalysis, origin: str) -> list[tuple[str, str]]:
-    layers, heads = len(analysis.widths), len(analysis.widths[0])
-    cache = analysis.cache
-    key, value = 1 - cache.key_pruned / cache.key_dense, 1 - cache.value_pruned / cache.value_dense
-    quarters = ", ".join(str(count) for count in analysis.empty_by_quarter)
-    facts = [
-        ("mask", origin),
-        ("shape", f"{layers} layers, {heads} KV heads, head_dim {analysis.head_dim}"),
-        ("K channels", f"{analysis.kept:.1%} kept, {1 - analysis.kept:.1%} removed"),
-        (
-            "heads of width 0",
-            f"{analysis.empty_heads} of {analysis.num_heads} ({analysis.empty_share:.1%}); "
-            f"by quarter of the layers, shallow first: {quarters}",
-        ),
-        ("heads per width", _describe_widths(analysis)),
-        ("outlier pairs", "; ".join(map(_describe_outlier, analysis.outliers)) or "none"),
-        (
-            "saved per token",
-            f"K {key:.1%}, V {value:.1%}, together {cache.saved:.1%}: "
-            f"{cache.key_dense + cache.value_dense:,} bytes become {cache.key_pruned + cache.value_pruned:,} "
-            f"in the pruned region, at {analysis.element_bytes} bytes a number",
-        ),
-    ]
-    if analysis.model is not None:
-        facts.insert(0, ("model", analysis.model))
-    return facts
-
-
 def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
     lengths = ", ".join(f"{length:,}" for length in measured.lengths)
     facts = [
@@ -167,66 +169,6 @@ def _describe_measured(measured: Measurement) -> list[tuple[str, str]]:
     ]
     facts.append(("high frequencies", f"mean ratio {', '.join(means)}"))
     return facts
-
-
-def _describe_widths(analysis: MaskAnalysis) -> str:
-    counts = analysis.heads_per_width
-    if len(counts) <= _MOST_WIDTHS:
-        return ", ".join(f"{width}: {count}" for width, count in counts.items())
-    return f"{len(counts)} widths from {min(counts)} to {max(counts)}"
-
-
-def _describe_outlier(outlier: OutlierPair) -> str:
-    return (
-        f"pair {outlier.pair}, {outlier.kept:.1%} kept, its neighbours {outlier.neighbours:.1%} "
-        f"({outlier.score:+.1f} robust standard deviations)"
-    )
-
-
-def _list_sections(mask: ChannelMask, analysis: MaskAnalysis) -> list[Section]:
-    channels = mask.channel_mask
-    height = rows_height(len(channels))
-
-    def layers() -> Figure:
-        figure = panels(
-            height,
-            (figures.draw_kept_by_head, channels),
-            (figures.draw_kept_by_layer, channels),
-            (figures.draw_empty_by_layer, analysis),
-            width_ratios=[1.4, 1, 0.7],
-        )
-        for axes in figure.axes[1:3]:
-            axes.set_ylabel("")
-        return figure
-
-    return [
-        Section(
-            "RoPE pairs",
-            "pairs",
-            lambda: panels(3.8, (figures.draw_outlier_pairs, mask, analysis)),
-            "A pair is two channels that RoPE turns together, at a frequency that falls with its number. "
-            + OUTLIER_RULE,
-        ),
-        Section(
-            "Layers and heads",
-            "layers",
-            layers,
-            "In the model's own order; a head of width 0 sees only sink and recent window.",
-        ),
-        Section(
-            "Pairs in each layer",
-            "layers-by-pair",
-            lambda: panels(height, (figures.draw_layers_by_pair, mask)),
-            "Over a layer's KV heads. A pair that matters to the whole model is a line from top to bottom.",
-        ),
-        Section(
-            "Widths and bytes",
-            "widths",
-            lambda: panels(3.2, (figures.draw_width_histogram, channels), (figures.draw_cache, analysis)),
-            "A head keeps as many K channels as its width and all of V; a head of width 0 keeps neither. "
-            "Tokens in sink and recent window stay whole.",
-        ),
-    ]
 
 
 def _list_measured_sections(mask: ChannelMask, measured: Measurement) -> list[Section]:

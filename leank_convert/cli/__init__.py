@@ -14,14 +14,11 @@ import click
 
 from leank_convert.cli.adapter import adapter
 from leank_convert.cli.analyze import analyze
-from leank_convert.cli.evaluate import evaluate
-from leank_convert.cli.evaluate_text import evaluate_text
-from leank_convert.cli.export import export
-from leank_convert.cli.export_onnx import export_onnx
+from leank_convert.cli.evaluate import evaluate, evaluate_text
+from leank_convert.cli.export import export, export_onnx
 from leank_convert.cli.imports import restate_import
 from leank_convert.cli.inspect import inspect
-from leank_convert.cli.masks import masks
-from leank_convert.cli.recipes import recipes
+from leank_convert.cli.listings import masks, recipes
 from leank_convert.cli.refusals import check_arguments, print_error, restate
 from leank_convert.cli.train import train
 from leank_convert.cli.verify import verify

@@ -57,8 +57,8 @@ def analyze(
         for name, given in options.items():
             if given:
                 raise click.UsageError(f"{name} goes with --model")
-    from leank_convert.analyze.distribution import analyze_mask, load_artifact
-    from leank_convert.analyze.report import AnalysisReport, check_writable
+    from leank_convert.analyze.report import AnalysisReport, check_writable, load_artifact
+    from leank_convert.report.distribution import analyze_mask
 
     if out is not None:
         check_writable(out)

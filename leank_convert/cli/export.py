@@ -1,4 +1,4 @@
-"""The `export` command, with the checks and the closing report that `train` and `export-onnx` share."""
+"""The commands `export` and `export-onnx`, and the checks and the closing report that `train` shares."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ def export(
     model: str,
     out: Path,
     mask_path: str | None,
-    prune: str,
     kv_dtype: str | None,
     key_mean: bool,
     force: bool,
     device: str | None,
-    overwrite: bool,
     base_model: str | None,
     repo_id: str | None,
     private: bool,
@@ -56,8 +54,7 @@ def export(
     config.json names one.
     """
     check_hub_options(base_model, repo_id, private)
-    options = check_choices(model, out, mask_path, **choices)
-    options |= {"overwrite": overwrite, "prune": prune, "base_model": base_model}
+    options = check_choices(model, out, mask_path, base_model=base_model, **choices)
     if force and kv_dtype is None:
         raise click.UsageError("--force goes with --kv-dtype, whose cache is tried")
     if kv_dtype is not None or key_mean:
@@ -74,6 +71,44 @@ def export(
     finish_export(out, repo_id, private)
 
 
+@click.command("export-onnx", short_help="Write MODEL's pruned ONNX graph and a host for it.")
+@click.argument("model")
+@out_option
+@mask_options
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and cache. float16 takes half the space, but onnxruntime's CPU converts it at every "
+    "step.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["int8", "int4"]),
+    help="Quantize all weights but the embedding, not the cache. Default: as --dtype.",
+)
+@click.option(
+    "--opset",
+    type=click.IntRange(1, 100),
+    default=23,
+    show_default=True,
+    help="Version of the ONNX operators.",
+)
+@overwrite_option
+def export_onnx(model: str, out: Path, mask_path: str | None, **choices: Any) -> None:
+    """Write MODEL's pruned ONNX graph, with a host for onnxruntime that needs no PyTorch.
+
+    MODEL is a model, with a mask as `export` finds it, or a checkpoint that was written before: its mask and
+    windows are taken.
+    """
+    options = check_choices(model, out, mask_path, **choices)
+    quiet_transformers()
+    from leank_convert.onnx import export_onnx
+
+    click.echo(export_onnx(model, mask_path, out, **options))
+
+
 def check_choices(
     model: str,
     out: Path,
@@ -83,7 +118,7 @@ def check_choices(
     overrides: tuple[str, ...],
     **choices: Any,
 ) -> dict[str, Any]:
-    """What `mask_options` took, checked, as an export's keyword arguments; the recipe is found."""
+    """An export's options, checked, as its keyword arguments; the recipe of `mask_options` is found."""
     for name, value in (("--mask", mask_path), ("--pruning-ratio", choices["pruning_ratio"])):
         if value is not None and choices["all_channels"]:
             raise click.UsageError(f"{name} and --all-channels exclude each other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -53,14 +54,8 @@ def train(
     out: Path | None,
     recipe_name: str | None,
     overrides: tuple[str, ...],
-    method: str | None,
-    budget: str | None,
     pruning_ratios: tuple[float, ...],
-    sink_size: int | None,
-    recent_size: int | None,
-    flush_size: int | None,
     kv_dtype: str | None,
-    seed: int | None,
     resume: bool,
     mask_only: bool,
     device: str | None,
@@ -69,6 +64,7 @@ def train(
     base_model: str | None,
     repo_id: str | None,
     private: bool,
+    **flags: Any,
 ) -> None:
     """Learn MODEL's channel mask and write its pruned checkpoint.
 
@@ -86,16 +82,12 @@ def train(
     if out is None and not dry_run:
         raise click.UsageError("Missing option '-o' / '--out'.")
     check_hub_options(base_model, repo_id, private)
-    flags = {
-        "method": method,
-        "budget": budget,
-        "pruning_ratio": pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None,
-        "windows.sink_size": sink_size,
-        "windows.recent_size": recent_size,
-        "windows.flush_size": flush_size,
-        "seed": seed,
+    flags["pruning_ratio"] = pruning_ratios[0] if len(pruning_ratios) == 1 else pruning_ratios or None
+    given = {
+        f"windows.{key}" if key.endswith("_size") else key: value
+        for key, value in flags.items()
+        if value is not None
     }
-    given = {key: value for key, value in flags.items() if value is not None}
     from leank_convert.train.choice import choose_recipe
 
     run = out if resume else None

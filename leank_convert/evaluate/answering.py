@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import ConfigDict, Field
@@ -26,12 +27,11 @@ from leank_convert.onnx.libraries import check_available
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code, check_config
 
-if TYPE_CHECKING:
-    from leank_convert.onnx.leank_onnx import LeanKOnnx
-
 AGAINST = "against"
 Response = tuple[str, Collection[int], Sequence[Sequence[int]]]
 """What answered a batch, the tokens that end a turn, and the tokens after each prompt."""
+Respond = Callable[[Sequence[Prompt]], Iterator[Response]]
+"""What answers a batch, one variant after the other."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,7 @@ def answer_prompts(
     Raises:
         LeanKError: If memory does not suffice.
     """
-
-    def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
-        prefill = _prefill(evaluated, batch, variants)
-        # One after the other, so that no more than two whole caches exist at a time.
-        for variant in variants:
-            model, cache = variant.start(prefill)
-            num_steps = _most_tokens(batch)
-            rows = decode_greedily(model, cache, prefill.next_token, prefill.attention_mask, num_steps)
-            yield variant.name, end_tokens(model), rows
-
-    yield from _answer(prompts, evaluated.tokenizer, batch_size, respond)
+    yield from _answer(prompts, evaluated.tokenizer, batch_size, partial(_decode, evaluated, variants))
 
 
 def fill_caches(
@@ -140,38 +130,8 @@ def answer_against(
     Raises:
         LeanKError: If it cannot be loaded, or memory does not suffice.
     """
-    if _is_graph(folder):
-        from leank_convert.onnx.leank_onnx import LeanKOnnx
-
-        with host_errors():
-            graph = LeanKOnnx(folder, threads=torch.get_num_threads())
-            yield from answer_by_graph(graph, tokenizer, prompts, name=AGAINST, batch_size=batch_size)
-    elif "leank" in read_config(folder):
-        other = load_evaluated(folder, device, trust=trust)
-        yield from answer_prompts(other, prompts, [Masked(AGAINST)], batch_size=batch_size)
-    else:
-        model = load_model(folder, device, trust_remote_code=False)
-
-        def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
-            input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], device)
-            token, cache = prefill_stock(model, input_ids, attention_mask)
-            rows = decode_greedily(model, cache, token, attention_mask, _most_tokens(batch))
-            yield AGAINST, end_tokens(model), rows
-
-        yield from _answer(prompts, tokenizer, batch_size, respond)
-
-
-def answer_by_graph(
-    graph: LeanKOnnx, tokenizer: Any, prompts: Sequence[Prompt], *, name: str, batch_size: int
-) -> Iterator[list[Answer]]:
-    """Answer prompts by an ONNX graph with its own pruned cache, as `answer_prompts` does."""
-
-    def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
-        inputs = [prompt.input_ids.tolist() for prompt in batch]
-        rows = graph.generate(inputs, max_new_tokens=_most_tokens(batch))
-        yield name, graph.description.eos_token_ids, rows
-
-    yield from _answer(prompts, tokenizer, batch_size, respond)
+    with host_errors():
+        yield from _answer(prompts, tokenizer, batch_size, _open_opponent(folder, device, trust=trust))
 
 
 def decode_greedily(
@@ -214,11 +174,47 @@ def out_of_memory_for(batch: Sequence[Prompt]) -> AbstractContextManager[None]:
     )
 
 
+def _decode(
+    evaluated: EvaluatedModel, variants: Sequence[Variant], batch: Sequence[Prompt]
+) -> Iterator[Response]:
+    """Answer a batch by each variant in turn, from one prefill."""
+    prefill = _prefill(evaluated, batch, variants)
+    # One after the other, so that no more than two whole caches exist at a time.
+    for variant in variants:
+        model, cache = variant.start(prefill)
+        num_steps = _most_tokens(batch)
+        rows = decode_greedily(model, cache, prefill.next_token, prefill.attention_mask, num_steps)
+        yield variant.name, end_tokens(model), rows
+
+
+def _open_opponent(folder: Path, device: torch.device, *, trust: bool) -> Respond:
+    """Load what `find_opponent` found, as what answers a batch."""
+    if _is_graph(folder):
+        from leank_convert.onnx.leank_onnx import LeanKOnnx
+
+        graph = LeanKOnnx(folder, threads=torch.get_num_threads())
+
+        def respond(batch: Sequence[Prompt]) -> Iterator[Response]:
+            inputs = [prompt.input_ids.tolist() for prompt in batch]
+            rows = graph.generate(inputs, max_new_tokens=_most_tokens(batch))
+            yield AGAINST, graph.description.eos_token_ids, rows
+
+        return respond
+    if "leank" in read_config(folder):
+        return partial(_decode, load_evaluated(folder, device, trust=trust), [Masked(AGAINST)])
+    model = load_model(folder, device, trust_remote_code=False)
+
+    def respond_stock(batch: Sequence[Prompt]) -> Iterator[Response]:
+        input_ids, attention_mask = pad_left([prompt.input_ids for prompt in batch], device)
+        token, cache = prefill_stock(model, input_ids, attention_mask)
+        rows = decode_greedily(model, cache, token, attention_mask, _most_tokens(batch))
+        yield AGAINST, end_tokens(model), rows
+
+    return respond_stock
+
+
 def _answer(
-    prompts: Sequence[Prompt],
-    tokenizer: Any,
-    batch_size: int,
-    respond: Callable[[Sequence[Prompt]], Iterator[Response]],
+    prompts: Sequence[Prompt], tokenizer: Any, batch_size: int, respond: Respond
 ) -> Iterator[list[Answer]]:
     """Let `respond` answer prompts of similar length together, the shortest first."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-    from leank_convert.analyze.distribution import MaskAnalysis
     from leank_convert.mask import ChannelMask
+    from leank_convert.report.distribution import MaskAnalysis
     from leank_convert.train.log import StepRecord
 
 INK = "#808182"  # of text and lines; no other colour of a figure may be equal
@@ -93,35 +93,13 @@ def draw_kept_by_layer(axes: Axes, channel_mask: Tensor) -> None:
     _add_legend(axes)
 
 
-def draw_kept_by_pair(axes: Axes, mask: ChannelMask) -> None:
-    """Bars of the fraction that is kept of each rotary pair, over all heads."""
-    rotated = mask.rotated_channels.float()
-    half = rotated.shape[-1] // 2
-    pairs = rotated.mean((0, 1)).view(2, half).mean(0).numpy()
-    axes.bar(range(half), 100 * pairs, width=0.85, color=BLUE)
-    mean = 100 * mask.channel_mask.float().mean().item()
-    axes.axhline(mean, color=INK, linewidth=1, linestyle="--", label="whole model")
-    axes.set(
-        title="Kept by RoPE pair",
-        xlabel="pair (0 turns fastest)",
-        ylabel="kept (%)",
-        xlim=(-0.75, half - 0.25),
-    )
-    axes.grid(axis="y")
-    _add_legend(axes)
-
-
-def draw_outlier_pairs(axes: Axes, mask: ChannelMask, analysis: MaskAnalysis) -> None:
+def draw_kept_by_pair(axes: Axes, analysis: MaskAnalysis) -> None:
     """Bars of the share that is kept of each RoPE pair, outliers named and in another colour."""
-    draw_kept_by_pair(axes, mask)
-    bars = list(axes.patches)
-    axes.plot(
-        range(len(bars)),
-        [100 * share for share in analysis.neighbours_by_pair],
-        color=GREEN,
-        linewidth=1.6,
-        label="median of the neighbours",
-    )
+    pairs = range(len(analysis.kept_by_pair))
+    bars = axes.bar(pairs, [100 * share for share in analysis.kept_by_pair], width=0.85, color=BLUE)
+    axes.axhline(100 * analysis.kept, color=INK, linewidth=1, linestyle="--", label="whole model")
+    neighbours = [100 * share for share in analysis.neighbours_by_pair]
+    axes.plot(pairs, neighbours, color=GREEN, linewidth=1.6, label="median of the neighbours")
     for outlier in analysis.outliers:
         bars[outlier.pair].set_facecolor(ORANGE)
         axes.annotate(
@@ -133,8 +111,15 @@ def draw_outlier_pairs(axes: Axes, mask: ChannelMask, analysis: MaskAnalysis) ->
             color=ORANGE,
             fontweight="bold",
         )
-    _add_legend(axes, columns=2)
     axes.margins(y=0.14)
+    axes.set(
+        title="Kept by RoPE pair",
+        xlabel="pair (0 turns fastest)",
+        ylabel="kept (%)",
+        xlim=(-0.75, len(pairs) - 0.25),
+    )
+    axes.grid(axis="y")
+    _add_legend(axes, columns=2)
 
 
 def draw_layers_by_pair(axes: Axes, mask: ChannelMask) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from leank_convert.files import write_atomically
-from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
+from leank_convert.report.distribution import MaskAnalysis, analyze_mask
+from leank_convert.report.mask_sections import describe_mask, list_mask_sections
 from leank_convert.report.page import Section, new_figure, panels, render_page, rows_height
 
 if TYPE_CHECKING:
@@ -43,30 +44,18 @@ def write_report(
     records = [
         record for record in records if record.stage < 2 or asked in (None, record.pruning_ratio_asked)
     ]
-    sections = [section.to_html() for section in _list_sections(mask, records, gates)]
+    analysis = analyze_mask(mask)
+    sections = [section.to_html() for section in _list_sections(mask, analysis, records, gates)]
     title = f"LeanK mask of {mask.provenance.model}" if mask.provenance else "LeanK mask"
-    page = render_page(title, _collect_facts(mask, records), [*sections, _render_recipe(mask)])
+    page = render_page(title, _collect_facts(mask, analysis, records), [*sections, _render_recipe(mask)])
     write_atomically(path, page.encode())
 
 
-def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    num_layers, num_heads, head_dim = mask.channel_mask.shape
+def _collect_facts(
+    mask: ChannelMask, analysis: MaskAnalysis, records: Sequence[StepRecord]
+) -> list[tuple[str, str]]:
     known = mask.provenance
-    cache = count_cache_bytes(mask.widths, head_dim, 1)
-    empty = sum(width == 0 for layer in mask.widths for width in layer)
-    removed = f"{mask.pruning_ratio:.1%}"
-    if known and known.pruning_ratio_asked is not None:
-        removed += f" (asked: {known.pruning_ratio_asked:.1%})"
-    facts = [
-        ("shape", f"{num_layers} layers, {num_heads} KV heads, head_dim {head_dim}"),
-        ("K channels removed", removed),
-        ("heads without any", f"{empty} of {num_layers * num_heads}; they see sink and recent window alone"),
-        (
-            "cache per pruned token",
-            f"K {cache.key_pruned / cache.key_dense:.1%}, V {cache.value_pruned / cache.value_dense:.1%}, "
-            f"together {1 - cache.saved:.1%} of the dense one",
-        ),
-    ]
+    facts = describe_mask(analysis, known.pruning_ratio_asked if known else None)
     if known:
         facts.append(
             ("windows", f"sink {known.sink_size}, recent {known.recent_size}, flush {known.flush_size}")
@@ -102,32 +91,12 @@ def _collect_facts(mask: ChannelMask, records: Sequence[StepRecord]) -> list[tup
     return facts
 
 
-def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tensor | None) -> list[Section]:
+def _list_sections(
+    mask: ChannelMask, analysis: MaskAnalysis, records: Sequence[StepRecord], gates: Tensor | None
+) -> list[Section]:
     channels, factors = mask.channel_mask, mask.scaling_factors
     num_layers, num_heads, _ = channels.shape
-    height = rows_height(num_layers)
-    heads = Section(
-        "Where channels are kept",
-        "heads",
-        lambda: panels(
-            height,
-            (figures.draw_kept_by_head, channels),
-            (figures.draw_kept_by_layer, channels),
-            width_ratios=[1.25, 1],
-        ),
-        "Layers and KV heads in the model's own order; a head of 0 sees only sink and recent window.",
-    )
-    pairs = Section(
-        "Which channels, how many",
-        "pairs",
-        lambda: panels(
-            3.2,
-            (figures.draw_kept_by_pair, mask),
-            (figures.draw_width_histogram, channels),
-            width_ratios=[1.6, 1],
-        ),
-        "A pair is two channels that RoPE turns together, at a frequency that falls with its number.",
-    )
+    sections = list_mask_sections(mask, analysis)
     every = Section(
         "Every channel",
         "channels",
@@ -147,20 +116,20 @@ def _list_sections(mask: ChannelMask, records: Sequence[StepRecord], gates: Tens
         "Of the steps that led to this mask. Thin: the loss of each step, whose samples differ in length and "
         "task. Thick: the running median. Dashed: where a stage begins.",
     )
-    steps = [training] if records else []
-    if gates is None:
-        return [heads, pairs, *steps, every]
-    per_head = gates[..., 0]
-    chosen_by = Section(
-        "What heads were chosen by",
-        "gates",
-        lambda: panels(height, (figures.draw_gates, per_head)),
-        "How much a head needs more than sink and recent window; those that need most keep channels.",
-    )
+    if gates is not None:
+        per_head = gates[..., 0]
+        sections.append(
+            Section(
+                "What heads were chosen by",
+                "gates",
+                lambda: panels(rows_height(num_layers), (figures.draw_gates, per_head)),
+                "How much a head needs more than sink and recent window; those that need most keep channels.",
+            )
+        )
+    if records:
+        sections.append(training)
     # Where gates alone chose, all channels of a head are alike.
-    if factors is None:
-        return [heads, chosen_by, *steps]
-    return [heads, chosen_by, pairs, *steps, every]
+    return sections if gates is not None and factors is None else [*sections, every]
 
 
 def _draw_training(records: Sequence[StepRecord]) -> Figure:

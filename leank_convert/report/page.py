@@ -1,4 +1,4 @@
-"""The frame of an HTML report: facts, figures, tables. It needs no other file, no network and no script."""
+"""The frame of an HTML report: facts and figures. It needs no other file, no network and no script."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ figcaption { color: var(--quiet); font-size: 0.9rem; }
 svg { display: block; width: 100%; height: auto; }
 p { max-width: 50rem; }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: 0.75rem 1rem; }
-table { display: block; overflow-x: auto; border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }
-th, td { border-bottom: 1px solid var(--line); padding: 0.2rem 0.6rem; text-align: left; }
 </style>
 </head>
 <body>
@@ -134,16 +132,6 @@ def figure_png(draw: Callable[[], Figure]) -> bytes:
     with matplotlib.style.context(["default", _PNG_STYLE]):
         draw().savefig(buffer, format="png", dpi=_PNG_DPI, metadata={"Software": None})
     return buffer.getvalue()
-
-
-def render_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a table below its caption, all as text."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
-
-    body = "".join(line("td", row) for row in rows)
-    return f"<p><b>{html.escape(caption)}</b></p>\n<table>\n{line('th', header)}{body}</table>\n"
 
 
 def _render_svg(name: str, label: str, figure: Figure) -> str:

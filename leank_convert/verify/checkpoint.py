@@ -61,7 +61,7 @@ def verify_weights(path: str | Path, source: str | Path | None) -> Report:
         holds("cache scales", lambda: check_scale_tensors(checkpoint, facts, leank))
         holds("header metadata", lambda: _check_metadata(checkpoint, leank))
         if original is not None and sound:
-            compare_with_source(checkpoint, original, facts, leank, holds)
+            compare_with_source(checks, checkpoint, original, facts, leank)
     return checks.report(path, source)
 
 

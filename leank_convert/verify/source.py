@@ -5,7 +5,7 @@ Nothing is loaded into a model. Weights are compared as bytes, where their files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from leank_convert.families import Architecture
 from leank_convert.files import sha256_of
 from leank_convert.kv_scales import name_scale_tensors
 from leank_convert.trust import check_code
+from leank_convert.verify.checks import Checks
 
 # Keys of config.json that an export changes on purpose, and what transformers notes down when it saves one.
 _CHANGED_KEYS = {"model_type", "architectures", "auto_map", "leank"}
@@ -44,22 +45,23 @@ _NOTED_KEYS = {"transformers_version", "_name_or_path"}
 
 
 def compare_with_source(
-    checkpoint: Checkpoint,
-    original: Checkpoint,
-    facts: ModelFacts,
-    leank: Mapping[str, Any],
-    holds: Callable[[str, Callable[[], str]], bool],
+    checks: Checks, checkpoint: Checkpoint, original: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]
 ) -> None:
     """Compare everything that a checkpoint takes over from its source.
 
     Args:
+        checks: Takes the checks that are made.
         checkpoint: A checkpoint that agrees with itself.
         original: The model it was made from.
         facts: The checkpoint's.
         leank: The `leank` block of its config.json.
-        holds: Makes one check.
     """
-    _compare_weights(checkpoint, original, facts, leank, holds)
+    holds = checks.holds
+    edits = checks.value("source: tensors", lambda: _compare_headers(checkpoint, original, facts, leank))
+    if edits is not None:
+        for name, header in original.shards.items():
+            written = checkpoint.shards[name].path
+            holds(f"source: {name}", partial(_compare_shard, header.path, written, edits))
     holds("source: config", lambda: _compare_config(checkpoint, original, facts.architecture, leank))
     if (checkpoint.folder / DIGESTS_NAME).exists():  # else transformers wrote them anew
         holds("source: companions", lambda: _compare_companions(checkpoint.folder, original.folder))
@@ -128,39 +130,29 @@ def _complete(config: Mapping[str, Any], architecture: Architecture, origin: Che
     return complete_config(values, architecture, origin=str(origin.folder / CONFIG_NAME))
 
 
-def _compare_weights(
-    checkpoint: Checkpoint,
-    original: Checkpoint,
-    facts: ModelFacts,
-    leank: Mapping[str, Any],
-    holds: Callable[[str, Callable[[], str]], bool],
-) -> None:
-    edits: dict[str, TensorEdit] = {}
-
-    def same_tensors() -> str:
-        edits.update(plan_edits(original, facts, leank["head_permutation"]))
-        added: set[str] = set()
-        if leank.get("kv_scales") is not None:
-            added.update(name for layer in name_scale_tensors(facts) for name in layer)
-        for name in original.shards.keys() ^ checkpoint.shards.keys():
-            raise LeanKError(f"`{name}` is not a file of both folders")
-        for name, header in original.shards.items():
-            other = checkpoint.shards[name]
-            if difference := sorted((other.tensors.keys() - added) ^ header.tensors.keys()):
-                raise LeanKError(f"`{name}`: tensor `{difference[0]}` is not in both folders' file")
-            for tensor, info in header.tensors.items():
-                found = other.tensors[tensor]
-                if (found.dtype, found.shape) != (info.dtype, info.shape):
-                    raise LeanKError(
-                        f"tensor `{tensor}` is {found.dtype} {list(found.shape)}; "
-                        f"its source is {info.dtype} {list(info.shape)}"
-                    )
-        return f"{sum(len(header.tensors) for header in original.shards.values())} tensors in the same files"
-
-    if not holds("source: tensors", same_tensors):
-        return
+def _compare_headers(
+    checkpoint: Checkpoint, original: Checkpoint, facts: ModelFacts, leank: Mapping[str, Any]
+) -> tuple[dict[str, TensorEdit], str]:
+    """Compare which tensors there are, and in which files; gives the edits that an export makes."""
+    edits = plan_edits(original, facts, leank["head_permutation"])
+    added: set[str] = set()
+    if leank.get("kv_scales") is not None:
+        added.update(name for layer in name_scale_tensors(facts) for name in layer)
+    for name in original.shards.keys() ^ checkpoint.shards.keys():
+        raise LeanKError(f"`{name}` is not a file of both folders")
     for name, header in original.shards.items():
-        holds(f"source: {name}", partial(_compare_shard, header.path, checkpoint.shards[name].path, edits))
+        other = checkpoint.shards[name]
+        if difference := sorted((other.tensors.keys() - added) ^ header.tensors.keys()):
+            raise LeanKError(f"`{name}`: tensor `{difference[0]}` is not in both folders' file")
+        for tensor, info in header.tensors.items():
+            found = other.tensors[tensor]
+            if (found.dtype, found.shape) != (info.dtype, info.shape):
+                raise LeanKError(
+                    f"tensor `{tensor}` is {found.dtype} {list(found.shape)}; "
+                    f"its source is {info.dtype} {list(info.shape)}"
+                )
+    num_tensors = sum(len(header.tensors) for header in original.shards.values())
+    return edits, f"{num_tensors} tensors in the same files"
 
 
 def _compare_shard(source: Path, written: Path, edits: Mapping[str, TensorEdit]) -> str:

@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.evaluate.answering import answer_prompts
@@ -268,12 +266,6 @@ def test_files_of_no_evaluation_are_not_replaced(convert, tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_answers_of_another_checkpoint_are_refused(convert, tmp_path):
-    compare(convert("half"), out=tmp_path)
-    with pytest.raises(LeanKError, match="`checkpoint` was"):
-        compare(convert("none"), out=tmp_path)
-
-
 @pytest.mark.parametrize("changed", ["checkpoint", "against"])
 def test_answers_of_other_weights_of_the_same_shape_are_refused(convert, tmp_path, changed):
     """As of another fine-tuning, converted with the same mask."""
@@ -305,16 +297,6 @@ def test_prompts_beyond_the_models_positions_are_told_of(convert, tmp_path, capl
     (out / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
     compare(out, num_samples=1)
     assert "the model has 200 positions" in caplog.text
-
-
-def test_the_command_writes_results_and_prints_them(convert, tmp_path):
-    arguments = ["evaluate", str(convert("half")), "--recipe", "quickstart", "-n", "4", "--device", "cpu"]
-    arguments += ["--set", "data.min_length=256", "--set", "data.max_length=384"]
-    printed = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "results"), "--json"])
-    assert printed.exit_code == 0, printed.output
-    facts = json.loads(printed.stdout)
-    assert facts["total"]["n"] == 4
-    assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
 
 
 def texts(batches):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from leank_convert.architectures import read_model_facts
+from leank_convert.cli import main
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
@@ -27,6 +29,7 @@ from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from tests.tiny_families import random_mask
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -129,6 +132,36 @@ TOKENIZERS = {
     "trailing_text": trailing_text,
     "unsplit": unsplit,
 }
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., Result]:
+    """Runs a command of the command line."""
+    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def done(run: Callable[..., Result]) -> Callable[..., str]:
+    """Runs a command that has to succeed; what it prints to stdout."""
+
+    def check(*arguments: object) -> str:
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        return str(result.stdout)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def rejected(run: Callable[..., Result]) -> Callable[..., str]:
+    """Runs a command that has to fail as the user's mistake; what it says on stderr."""
+
+    def check(*arguments: object) -> str:
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        return str(result.stderr)
+
+    return check
 
 
 @pytest.fixture
@@ -241,12 +274,7 @@ def edit_json() -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def retriever_mask() -> ChannelMask:
     """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.zeros(2, 2, 16, dtype=torch.bool)
-    for layer, row in enumerate([[7, 0], [4, 4]]):
-        for head, width in enumerate(row):
-            mask[layer, head, torch.randperm(16, generator=generator)[:width]] = True
-    return ChannelMask(mask)
+    return ChannelMask(random_mask([[7, 0], [4, 4]]))
 
 
 @pytest.fixture(scope="session")

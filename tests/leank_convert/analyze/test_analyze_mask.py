@@ -7,25 +7,21 @@ import numpy
 import pytest
 import torch
 
-from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
+from leank_convert.report.distribution import analyze_mask
 
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 
 
-def outlying_mask():
+@pytest.fixture
+def outlying():
     """Pair 5 of 16 is kept in every head, of others a quarter; the last layer has two empty heads."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(4, 4, 32, generator=generator) < 0.25
     mask[..., [5, 21]] = True
     mask[3, 1:3] = False
     return mask
-
-
-@pytest.fixture
-def outlying():
-    return outlying_mask()
 
 
 @pytest.fixture
@@ -37,114 +33,82 @@ def save(tmp_path):
     return write
 
 
-def test_text_names_outliers_empty_heads_and_savings(run, save, outlying, tmp_path):
-    result = run("analyze", save(outlying))
-    assert result.exit_code == 0, result.stderr
-    assert "4 layers, 4 KV heads, head_dim 32" in result.stdout
-    assert "2 of 16 (12.5%)" in result.stdout
-    assert "pair 5, 87.5% kept" in result.stdout
-    assert "87.5*" in result.stdout
-    assert "V 12.5%" in result.stdout
+def test_text_names_outliers_empty_heads_and_savings(done, save, outlying, tmp_path):
+    shown = done("analyze", save(outlying))
+    parts = ("4 layers, 4 KV heads, head_dim 32", "2 of 16 (12.5%)", "pair 5, 87.5% kept", "87.5*", "V 12.5%")
+    assert all(part in shown for part in parts)
     widths = outlying.sum(-1)[2].tolist()
-    (row,) = re.findall(r"^ +2 +[\d.]+ +0 +(.*)$", result.stdout, re.MULTILINE)[-1:]
+    (row,) = re.findall(r"^ +2 +[\d.]+ +0 +(.*)$", shown, re.MULTILINE)[-1:]
     assert [int(width) for width in row.split()] == widths
     assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
 
 
-def test_json_is_one_document_of_the_same_numbers(run, save, outlying):
-    result = run("analyze", save(outlying), "--json")
-    expected = {**analyze_mask(ChannelMask(outlying)).to_dict(), "measured": None}
-    assert json.loads(result.stdout) == expected
-
-
-@pytest.fixture(scope="module")
-def written(run, tmp_path_factory):
-    """What the command prints of an odd mask, and the folder that it writes."""
-    folder = tmp_path_factory.mktemp("analysis")
-    numpy.save(folder / "mask.npy", outlying_mask().numpy())
-    result = run("analyze", folder / "mask.npy", "-o", folder / "new" / "out", "--json")
+def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_path):
+    out = tmp_path / "new" / "out"
+    result = run("analyze", save(outlying), "-o", out, "--json")
     assert result.exit_code == 0, result.stderr
-    return result, folder / "new" / "out"
-
-
-def test_files_are_a_page_its_pictures_and_the_numbers(written):
-    result, out = written
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["analysis.html", "analysis.json", *PICTURES]
-    )
-    assert json.loads((out / "analysis.json").read_text()) == json.loads(result.stdout)
+    numbers = {**analyze_mask(ChannelMask(outlying)).to_dict(), "measured": None}
+    assert json.loads((out / "analysis.json").read_text()) == json.loads(result.stdout) == numbers
+    assert {path.name for path in out.iterdir()} == {"analysis.html", "analysis.json", *PICTURES}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert str(out / "analysis.html") in result.stderr
-
-
-def test_page_names_the_mask_and_its_outlier(written):
-    page = (written[1] / "analysis.html").read_text(encoding="utf-8")
+    page = (out / "analysis.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "pair 5: 88%" in page
     assert "<h1>Analysis of mask.npy</h1>" in page
 
 
 @pytest.mark.parametrize(("shape", "kept"), [((1, 2, 7), True), ((20, 1, 6), False)], ids=str)
-def test_odd_masks_are_drawn_and_told(run, save, tmp_path, shape, kept):
-    result = run("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+def test_odd_masks_are_drawn_and_told(done, save, tmp_path, shape, kept):
+    shown = done("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
     assert (tmp_path / "out" / "analysis.html").exists()
-    assert f"K {0 if kept else 100}.0%" in result.stdout
+    assert f"K {0 if kept else 100}.0%" in shown
+    many = torch.arange(32) < torch.arange(32)[None, :, None]
+    assert "32 widths from 0 to 31" in done("analyze", save(many))
 
 
-def test_many_widths_are_told_as_a_range(run, save):
-    mask = torch.arange(32) < torch.arange(32)[None, :, None]
-    assert "32 widths from 0 to 31" in run("analyze", save(mask)).stdout
-
-
-def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(run, source_model, tmp_path):
+def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(done, source_model, tmp_path):
     mask = torch.zeros(3, 4, 12, dtype=torch.bool)
     mask[0, 0] = True
     mask[2, 1, :5] = True
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "ckpt")
-    found = json.loads(run("analyze", out, "--json").stdout)
+    found = json.loads(done("analyze", out, "--json"))
     assert found["widths"] == [[12, 0, 0, 0], [0, 0, 0, 0], [0, 5, 0, 0]]
     assert found["element_bytes"] == 4
     assert found["model"] == "llama-model"
 
 
-def test_an_existing_output_is_left_as_it_is(run, save, outlying, tmp_path):
+def test_an_existing_output_is_left_as_it_is(rejected, save, outlying, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.tex").write_text("precious")
     reasons = {"out": "already exists", "out/thesis.tex": "is a file", "new": "`new.partial` is in the way"}
     for out, reason in reasons.items():
-        result = run("analyze", save(outlying), "-o", tmp_path / out)
-        assert result.exit_code == 2
-        assert reason in result.stderr.replace(f"{tmp_path}/", "")
-        assert "hint: " in result.stderr
+        told = rejected("analyze", save(outlying), "-o", tmp_path / out)
+        assert reason in told.replace(f"{tmp_path}/", "") and "hint: " in told
     assert (tmp_path / "out" / "thesis.tex").read_text() == "precious"
     assert (tmp_path / "new.partial" / "thesis.tex").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
 
 
-def test_output_that_cannot_be_written_leaves_nothing(run, save, outlying, tmp_path, monkeypatch):
+def test_output_that_cannot_be_written_leaves_nothing(rejected, save, outlying, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("leank_convert.files.os.fsync", fail)
-    result = run("analyze", save(outlying), "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "No space left on device" in result.stderr
+    assert "No space left on device" in rejected("analyze", save(outlying), "-o", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
 
 
-def test_what_is_no_mask_is_refused_with_a_remedy(run, tmp_path, source_model):
+def test_what_is_no_mask_is_refused_with_a_remedy(rejected, tmp_path, source_model):
     (tmp_path / "notes.txt").write_text("no mask")
     for artifact, message in (
         (tmp_path / "nope.npy", "does not exist"),
         (tmp_path / "notes.txt", "unknown file type '.txt'"),
         (source_model(), "holds no `channel_mask.safetensors`"),
     ):
-        result = run("analyze", artifact, "-o", tmp_path / "out")
-        assert result.exit_code == 2
-        assert message in result.stderr
-        assert "hint: " in result.stderr
+        told = rejected("analyze", artifact, "-o", tmp_path / "out")
+        assert message in told and "hint: " in told
         assert not (tmp_path / "out").exists()

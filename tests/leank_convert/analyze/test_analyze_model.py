@@ -23,25 +23,13 @@ def mask_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def everything(run, mask_file, tmp_path_factory):
-    """Everything measured and written, on the shipped model's shortest prompts."""
-    out = tmp_path_factory.mktemp("analysis") / "out"
+def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(done, mask_file, tmp_path):
+    out = tmp_path / "out"
     options = ["--model", "testbed", "-n", 1, "--device", "cpu", *SHORT]
-    result = run("analyze", mask_file, *options, "-o", out)
-    assert result.exit_code == 0, result.output
-    return result, out
-
-
-def test_text_tells_what_was_measured(everything):
-    result, _ = everything
-    assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in result.stdout
+    shown = done("analyze", mask_file, *options, "-o", out)
+    assert "retrieval, multi_value at 160, 163, 167, 170 tokens, 1 of each" in shown
     for row in ("between tasks", "between lengths", "high frequencies"):
-        assert re.search(rf"^{row} +\S", result.stdout, re.MULTILINE)
-
-
-def test_numbers_and_figures_of_the_model_are_written_beside_the_masks(everything):
-    _, out = everything
+        assert re.search(rf"^{row} +\S", shown, re.MULTILINE)
     measured = json.loads((out / "analysis.json").read_text())["measured"]
     assert numpy.shape(measured["correlation_between_tasks"]) == (2, 2)
     assert numpy.shape(measured["correlation_between_lengths"]) == (4, 4)
@@ -68,17 +56,13 @@ def test_numbers_and_figures_of_the_model_are_written_beside_the_masks(everythin
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_measured_is_refused(run, mask_file, tmp_path, arguments, message):
-    result = run("analyze", mask_file, *arguments, "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert message in result.stderr
+def test_what_cannot_be_measured_is_refused(rejected, mask_file, tmp_path, arguments, message):
+    assert message in rejected("analyze", mask_file, *arguments, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_mask_of_another_shape_is_refused_before_weights_are_loaded(run, tmp_path, monkeypatch):
+def test_mask_of_another_shape_is_refused_before_weights_are_loaded(rejected, tmp_path, monkeypatch):
     numpy.save(tmp_path / "mask.npy", numpy.ones((4, 2, 64), dtype=bool))
     monkeypatch.setattr("leank_convert.train.model._load_weights", lambda *_: pytest.fail("loading began"))
-    result = run("analyze", tmp_path / "mask.npy", "--model", "testbed")
-    assert result.exit_code == 2
-    assert "has shape [4, 2, 64]; model `testbed` needs [4, 4, 64]" in result.stderr
-    assert "hint: " in result.stderr
+    told = rejected("analyze", tmp_path / "mask.npy", "--model", "testbed")
+    assert "has shape [4, 2, 64]; model `testbed` needs [4, 4, 64]" in told and "hint: " in told

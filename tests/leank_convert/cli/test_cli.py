@@ -1,6 +1,5 @@
 import errno
 import json
-import shutil
 import subprocess
 import sys
 
@@ -10,33 +9,28 @@ from click.testing import CliRunner
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
 
-
-@pytest.fixture
-def run():
-    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
+CALIBRATION = ["--set", "calibration_prompts=2"]
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(done, tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "out"
-    result = CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)])
-    assert result.exit_code == 0, result.output
+    done("export", "testbed", "--all-channels", "-o", out)
     return out
 
 
 def test_help_says_whole_sentences_of_all_commands():
-    lines = (
-        CliRunner().invoke(main, ["--help"], terminal_width=80).stdout.split("Commands:\n")[1].splitlines()
-    )
-    assert len(lines) == len(main.commands) and all(
-        line.endswith(".") and "..." not in line for line in lines
-    )
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout
+    lines = shown.split("Commands:\n")[1].splitlines()
+    assert len(lines) == len(main.commands)
+    assert all(line.endswith(".") and "..." not in line for line in lines)
 
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], *([command, "--help"] for command in sorted(main.commands))]
 )
-def test_help_imports_no_heavy_library(arguments):
+def test_help_imports_no_heavy_library(run, arguments):
     code = (
         "import sys; from leank_convert.cli import main\n"
         f"try: main({arguments!r})\n"
@@ -56,24 +50,19 @@ def test_debug_shows_the_traceback(run, tmp_path):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (
-            (errno.ENOSPC, "No space left on device", "out/leank/log.jsonl"),
-            "`out/leank/log.jsonl`: No space left on device",
-        ),
+        ((errno.ENOSPC, "No space left", "out/leank/log.jsonl"), "`out/leank/log.jsonl`: No space left"),
         (("a library found no file\nand says more",), "a library found no file"),
     ],
 )
-def test_a_full_disk_or_a_missing_file_is_told_in_one_line(given, told, run, tmp_path, monkeypatch):
+def test_a_full_disk_or_a_missing_file_is_told_in_one_line(rejected, given, told, tmp_path, monkeypatch):
     def fill(*arguments, **options):
         raise OSError(*given)
 
     monkeypatch.setattr("leank_convert.convert.train_masks", fill)
-    result = run("train", "testbed", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert result.stderr == f"error: {told}\n"
+    assert rejected("train", "testbed", "-o", tmp_path / "out") == f"error: {told}\n"
 
 
-def test_export_says_which_packaged_mask_it_takes(tmp_path):
+def test_export_says_which_packaged_mask_it_takes(run, tmp_path):
     command = [sys.executable, "-m", "leank_convert", "export", "testbed", "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.startswith(
@@ -81,51 +70,44 @@ def test_export_says_which_packaged_mask_it_takes(tmp_path):
     )
 
 
-def test_export_takes_the_recipes_mask(run, tmp_path, exported):
+def test_export_takes_the_recipes_mask(done, tmp_path, exported):
     mask = exported / "channel_mask.safetensors"
     out = tmp_path / "out"
-    result = run("export", "testbed", "-o", out, "--recipe", "quickstart", "--set", f"mask={mask}")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == f"{out}\n"
+    options = ["--recipe", "quickstart", "--set", f"mask={mask}"]
+    assert done("export", "testbed", "-o", out, *options) == f"{out}\n"
 
 
-def test_window_flags_reach_the_checkpoint(run, tmp_path):
+def test_window_flags_reach_the_checkpoint(done, tmp_path):
     out = tmp_path / "out"
     sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3", "--prune", "deferred"]
-    assert run("export", "testbed", "--all-channels", *sizes, "-o", out).exit_code == 0
-    facts = json.loads(run("inspect", out, "--json").stdout)
+    done("export", "testbed", "--all-channels", *sizes, "-o", out)
+    facts = json.loads(done("inspect", out, "--json"))
     assert facts["windows"] == {"sink_size": 1, "recent_size": 2, "flush_size": 3, "prune": "deferred"}
 
 
-def test_model_that_cannot_be_exported_is_not_trained(run, tmp_path, monkeypatch):
-    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"load_in_4bit": True}}))
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(
+    rejected, exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
+):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
-    result = run("train", model, "--recipe", "quickstart", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "without a `quant_method`" in result.stderr
-    result = run("train", MODEL_DIR, "--recipe", "quickstart", "-o", MODEL_DIR / "out")
-    assert result.exit_code == 2
-    assert "overlaps" in result.stderr
+    quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
+    edit_json(quantized / "config.json", quantization_config={"load_in_4bit": True})
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("precious")
+    before = snapshot(tmp_path)
+    for model, out, options, message in (
+        (quantized, tmp_path / "new", [], "without a `quant_method`"),
+        (MODEL_DIR, MODEL_DIR / "out", [], "overlaps"),
+        ("testbed", made, [], "already holds a checkpoint"),  # that no run made
+        ("testbed", made, ["--resume"], "already holds a checkpoint"),
+        ("testbed", foreign, [], "`thesis.tex`"),
+    ):
+        assert message in rejected("train", model, "-o", out, "--recipe", "quickstart", *options)
+    assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("options", [[], ["--resume"]])
-def test_training_does_not_replace_a_checkpoint_that_no_run_made(run, tmp_path, exported, options):
-    out = shutil.copytree(exported, tmp_path / "out")
-    before = sorted(path.name for path in out.iterdir())
-    result = run("train", "testbed", "-o", out, *options)
-    assert result.exit_code == 2
-    assert "already holds a checkpoint" in result.stderr
-    assert sorted(path.name for path in out.iterdir()) == before
-
-
-def test_verify_reports_and_its_exit_code_tells(run, tmp_path, exported):
-    result = run("verify", exported, "--source", "testbed", "--json")
-    report = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert report["ok"] is True
-    damaged = shutil.copytree(exported, tmp_path / "damaged")
+def test_verify_reports_and_its_exit_code_tells(done, run, tmp_path, exported, copy_of):
+    assert json.loads(done("verify", exported, "--source", "testbed", "--json"))["ok"] is True
+    damaged = copy_of(exported)
     (damaged / "cache_leank.py").write_text("raise SystemExit\n")
     result = run("verify", damaged)
     assert result.exit_code == 1
@@ -135,79 +117,53 @@ def test_verify_reports_and_its_exit_code_tells(run, tmp_path, exported):
 @pytest.mark.parametrize(
     ("memory", "expected"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("64MiB", 64 << 20), ("9B", 9)]
 )
-def test_inspect_reads_an_amount_of_memory(run, memory, expected):
-    facts = json.loads(run("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json").stdout)
+def test_inspect_reads_an_amount_of_memory(done, memory, expected):
+    facts = json.loads(done("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json"))
     assert (facts["capacity"]["memory_bytes"], facts["capacity"]["tokens"]) == (expected, 8192)
 
 
-def test_inspect_prints_the_recipe_only_when_asked(run, tmp_path):
+def test_inspect_prints_the_recipe_only_when_asked(done, tmp_path):
     out = tmp_path / "out"
-    small = ["method=static-norm", "calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in small for part in ("--set", setting)]
-    result = run("train", "testbed", "-o", out, "--mask-only", *settings)
-    assert result.exit_code == 0, result.output
-    plain, whole = run("inspect", out).stdout, run("inspect", out, "--with-recipe").stdout
+    options = ["--mask-only", "--set", "method=static-norm", *SHORT, *CALIBRATION]
+    done("train", "testbed", "-o", out, *options)
+    plain, whole = done("inspect", out), done("inspect", out, "--with-recipe")
     assert "pruning ratio" in plain and "`--with-recipe` prints" in plain
     assert "calibration_prompts" not in plain
     assert "# --set calibration_prompts=2" in whole
-    assert "calibration_prompts=2" in json.loads(run("inspect", out, "--json").stdout)["provenance"]["recipe"]
+    assert "calibration_prompts=2" in json.loads(done("inspect", out, "--json"))["provenance"]["recipe"]
 
 
-def test_recipes_are_listed_and_printed(run):
-    names = [recipe["name"] for recipe in json.loads(run("recipes", "--json").stdout)]
-    listed = run("recipes").stdout
+def test_recipes_are_listed_and_printed(done):
+    names = [recipe["name"] for recipe in json.loads(done("recipes", "--json"))]
+    listed = done("recipes")
     assert "quickstart" in names
     assert all(name in listed for name in names)
-    assert "stage1:" in run("recipes", "quickstart").stdout
-    assert json.loads(run("recipes", "quickstart", "--json").stdout)["pruning_ratio"] == 0.7
+    assert "stage1:" in done("recipes", "quickstart")
+    assert json.loads(done("recipes", "quickstart", "--json"))["pruning_ratio"] == 0.7
 
 
-def test_mask_only_training_then_export_into_the_same_folder(run, tmp_path):
+def test_mask_only_training_then_export_into_the_same_folder(rejected, done, tmp_path):
     out = tmp_path / "out"
-    short = ["stage1.steps=1", "stage2.steps=1", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in short for part in ("--set", setting)]
-    result = run("train", "testbed", "-o", out, *settings, "--mask-only")
-    assert result.exit_code == 0, result.output
+    settings = ["--set", "stage1.steps=1", "--set", "stage2.steps=1", *SHORT]
+    done("train", "testbed", "-o", out, *settings, "--mask-only")
     assert not (out / "config.json").exists()
-    assert run("export", MODEL_DIR, "-o", out).exit_code == 0
+    done("export", MODEL_DIR, "-o", out)
     assert (out / "config.json").exists()
     assert (out / "leank" / "log.jsonl").exists()
-    result = run("train", "testbed", "-o", out, *settings)
-    assert result.exit_code == 2
-    assert f"`{out / 'leank'}` already holds a training run" in result.stderr
-    assert "by `--resume`" in result.stderr
+    told = rejected("train", "testbed", "-o", out, *settings)
+    assert f"`{out / 'leank'}` already holds a training run" in told and "by `--resume`" in told
 
 
-def test_converting_without_training_leaves_checkpoints_of_every_ratio(run, tmp_path):
+def test_converting_without_training_leaves_checkpoints_of_every_ratio(done, tmp_path):
     out = tmp_path / "out"
-    options = [
-        "--method",
-        "static-norm",
-        "--budget",
-        "global",
-        "--pruning-ratio",
-        0.5,
-        "--pruning-ratio",
-        0.75,
-    ]
-    small = ["calibration_prompts=2", "data.min_length=160", "data.max_length=170"]
-    settings = [part for setting in small for part in ("--set", setting)]
-    result = run("train", "testbed", "-o", out, *options, *settings)
-    assert result.exit_code == 0, result.output
+    ratios = ["--pruning-ratio", "0.5", "--pruning-ratio", "0.75"]
+    options = ["--method", "static-norm", "--budget", "global", *ratios]
+    printed = done("train", "testbed", "-o", out, *options, *SHORT, *CALIBRATION)
     folders = [out / "ratio-0.5", out / "ratio-0.75"]
-    assert result.stdout == "".join(f"{folder}\n" for folder in folders)
+    assert printed == "".join(f"{folder}\n" for folder in folders)
     for folder, ratio in zip(folders, (0.5, 0.75), strict=True):
-        assert run("verify", folder, "--source", "testbed").exit_code == 0
-        facts = json.loads(run("inspect", folder, "--json").stdout)
+        done("verify", folder, "--source", "testbed")
+        facts = json.loads(done("inspect", folder, "--json"))
         assert facts["provenance"]["method"] == "static-norm"
         assert facts["pruning_ratio"] == ratio
         assert "# --budget global" in facts["provenance"]["recipe"]
-
-
-def test_training_into_a_foreign_folder_is_refused_before_it_begins(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("precious")
-    result = run("train", "testbed", "-o", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "`thesis.tex`" in result.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]

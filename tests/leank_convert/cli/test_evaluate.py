@@ -5,13 +5,12 @@ import os
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import PreTrainedTokenizerBase
 
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
+from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
 from tests.tiny_families import tiny_llama
 
@@ -27,28 +26,16 @@ def writer(tmp_path_factory, byte_level_tokenizer):
     return export_checkpoint(source, ChannelMask(mask), folder / "out", **windows)
 
 
-def run(*arguments, command="evaluate"):
-    return CliRunner().invoke(main, [command, *map(str, arguments), "--device", "cpu"])
-
-
-def run_text(writer, text, *arguments):
-    return run(writer, "--text", text, *arguments, command="evaluate-text")
-
-
-def refusal(printed):
-    """The sentence of a mistake of the user's, which comes with a remedy."""
-    assert (printed.exit_code, printed.stdout) == (2, ""), printed.output
-    error, hint = printed.stderr.splitlines()
+def check_remedy(told):
+    """A mistake of the user's is told in a sentence, with a remedy."""
+    error, hint = told.splitlines()
     assert error.startswith("error: ") and hint.startswith("hint: ") and len(error) < 400
-    return error
 
 
-def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
+def test_rulers_tasks_are_answered_scored_and_kept(done, writer, tmp_path):
     options = ["--task", "vt", "--task", "niah_single_1", "--length", 1500, "--length", 1200, "-n", 2]
     options += ["--also", "think", "--also", "per-head-budget-dynamic", "-o", tmp_path / "results", "--json"]
-    printed = run(writer, *options)
-    assert printed.exit_code == 0, printed.output
-    facts = json.loads(printed.stdout)
+    facts = json.loads(done("evaluate", writer, *options))
     assert [(row["length"], row["task"], row["n"]) for row in facts["scores"]] == [
         (1200, "vt", 2),
         (1200, "niah_single_1", 2),
@@ -64,12 +51,12 @@ def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
     assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
 
 
-def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
+def test_a_text_is_compared_token_by_token(done, run, writer, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a progress bar, as on a terminal
     text = tmp_path / "text.txt"
     text.write_text("The quick courier left parcel 77 in the hall. " * 10)
-    options = ["--prefix-tokens", 100, "--also", "window"]
-    printed = run_text(writer, text, *options, "-o", tmp_path / "r", "--json")
+    options = ["--text", text, "--prefix-tokens", 100, "--also", "window"]
+    printed = run("evaluate-text", writer, *options, "-o", tmp_path / "r", "--json")
     assert printed.exit_code == 0, printed.output
     facts = json.loads(printed.stdout)
     assert facts["prefix_tokens"] == 100
@@ -78,12 +65,12 @@ def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "r" / "text.json").read_text()) == facts
     assert (tmp_path / "r" / "text.png").read_bytes().startswith(b"\x89PNG")
     assert f"{facts['num_tokens'] - 101}/{facts['num_tokens'] - 101}" in printed.stderr
-    shown = run_text(writer, text, *options, "--num-tokens", 30).stdout
+    shown = done("evaluate-text", writer, *options, "--num-tokens", 30)
     assert f"30 of {facts['num_tokens'] - 101} tokens measured" in shown
     assert "KL (nats)" in shown
 
 
-def test_a_text_that_cannot_be_fed_is_refused(writer, tmp_path):
+def test_a_text_that_cannot_be_fed_is_refused(rejected, writer, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long.txt").write_bytes(b"long " * 10**6)
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff\xfe")
@@ -92,28 +79,26 @@ def test_a_text_that_cannot_be_fed_is_refused(writer, tmp_path):
         ("long.txt", "is larger than 4 MB"),
         ("image.png", "can't decode byte 0x89"),
     ):
-        printed = run_text(writer, tmp_path / name, "--prefix-tokens", 5)
-        assert (printed.exit_code, printed.stdout) == (2, "")
-        assert name in printed.stderr and message in printed.stderr
+        told = rejected("evaluate-text", writer, "--text", tmp_path / name, "--prefix-tokens", 5)
+        assert name in told and message in told
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"flush_size": 10**9}, "`leank.flush_size` is 1000000000, not an integer from 1 to 16777216"),
-        ({"recent_size": 10**30}, "`leank.recent_size` is "),
-        ({"prune": "lazy"}, "`leank.prune` is "),
         ({"sink_size": ...}, "the `leank` block lacks `sink_size`"),
-        ({"head_permutation": [[0, 0], [0, 1]]}, "`leank.head_permutation[0]` is [0, 0], not a permutation"),
     ],
     ids=str,
 )
-def test_a_leank_block_that_cannot_be_is_refused(changes, message, writer, copy_of):
+def test_a_leank_block_that_cannot_be_is_refused(rejected, changes, message, writer, copy_of, edit_json):
     folder = copy_of(writer)
-    config = json.loads((writer / "config.json").read_text())
-    leank = {key: value for key, value in {**config["leank"], **changes}.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps({**config, "leank": leank}))
-    assert message in refusal(run(folder, "--task", "vt", "--length", 1200, "-n", 2))
+    leank = {**read_json(folder / "config.json")["leank"], **changes}
+    kept = {key: value for key, value in leank.items() if value is not ...}
+    edit_json(folder / "config.json", leank=kept)
+    told = rejected("evaluate", folder, "--task", "vt", "--length", 1200, "-n", 2)
+    assert message in told
+    check_remedy(told)
 
 
 REFUSED = [
@@ -148,10 +133,14 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("options", "message"), REFUSED, ids=[" ".join(map(str, options)) for options, _ in REFUSED]
 )
-def test_what_cannot_be_evaluated_is_refused_before_a_prompt_is_drawn(writer, options, message, monkeypatch):
+def test_what_cannot_be_evaluated_is_refused_before_a_prompt_is_drawn(
+    rejected, writer, options, message, monkeypatch
+):
     for reading in ("__call__", "apply_chat_template"):
         monkeypatch.setattr(PreTrainedTokenizerBase, reading, lambda *_, **__: pytest.fail("drawn"))
-    assert message in refusal(run(writer, *options))
+    told = rejected("evaluate", writer, *options)
+    assert message in told
+    check_remedy(told)
 
 
 @pytest.mark.parametrize(
@@ -168,15 +157,14 @@ def test_python_refuses_the_same_before_the_checkpoint_is_read(options, message)
         evaluate_checkpoint("absent", **options)
 
 
-def test_published_files_are_answered_scored_and_kept(writer, tmp_path):
+def test_published_files_are_answered_scored_and_kept(done, writer, tmp_path):
     pytest.importorskip("datasets")
     record = {"input": "Who?", "context": "A fern is wet. " * 40, "answers": ["a fern"], "all_classes": None}
     (tmp_path / "triviaqa.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
     options = ["--task", "longbench", "--data", tmp_path, "-n", 2, "-o", tmp_path / "results", "--json"]
-    printed = run(writer, *options)
-    assert printed.exit_code == 0, printed.output
-    facts = json.loads(printed.stdout)
+    printed = done("evaluate", writer, *options)
+    facts = json.loads(printed)
     assert facts["measure"] == "LongBench"
     assert [(row["length"], row["task"], row["n"]) for row in facts["scores"]] == [(2048, "triviaqa", 2)]
     assert facts["variants"] == ["dense", "pruned"]
-    assert run(writer, *options).stdout == printed.stdout  # from the answers that were kept
+    assert done("evaluate", writer, *options) == printed  # from the answers that were kept

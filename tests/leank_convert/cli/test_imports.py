@@ -20,22 +20,10 @@ def __getattr__(name):
         raise ModuleNotFoundError(f"Could not import module '{name}'. Are its requirements met?") from error
 """
 CASES = {
-    "too old a torch": (
-        LAZY,
-        "transformers 5.10.0 cannot be imported with torch 2.6.0: Could not import module '",
-    ),
-    "too old a transformers": (
-        "",
-        "transformers 5.10.0 cannot be imported with torch 2.6.0: cannot import name '",
-    ),
-    "a library of its own is missing": (
-        "import a_library_of_its_own",
-        "transformers 5.10.0 cannot be imported with torch 2.6.0: No module named 'a_library_of_its_own'",
-    ),
-    "a shared object is missing": (
-        "raise OSError('libcudart.so.12: cannot open shared object file')",
-        "transformers 5.10.0 cannot be imported with torch 2.6.0: libcudart.so.12: cannot open",
-    ),
+    "too old a torch": (LAZY, "Could not import module '"),
+    "too old a transformers": ("", "cannot import name '"),
+    "a library of its own is missing": ("import a_library_of_its_own", "No module named 'a_library_of_its"),
+    "a shared object is missing": ("raise OSError('libcudart.so.12: cannot open')", "libcudart.so.12: canno"),
 }
 
 
@@ -58,7 +46,7 @@ def run(tmp_path):
 def test_a_failing_import_is_one_sentence_with_the_versions_seen(code, message, run):
     done = run(code)
     error, hint = done.stderr.splitlines()
-    assert error.startswith(f"error: {message}")
+    assert error.startswith(f"error: transformers 5.10.0 cannot be imported with torch 2.6.0: {message}")
     assert re.match("hint: pip install -U .*torch.* .*transformers", hint)
     assert (done.returncode, done.stdout) == (2, "")
 

@@ -5,9 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
-
-from leank_convert.cli import main
 
 
 @pytest.mark.parametrize(
@@ -25,17 +22,11 @@ from leank_convert.cli import main
             "see `leank-convert train --help`",
         ),
         (["recipes", "a", "b"], "got unexpected extra argument (b)", "see `leank-convert recipes --help`"),
-        (
-            ["train", "a", "--json"],
-            "--json goes with --dry-run",
-            "see `leank-convert train --help`",
-        ),
+        (["train", "a", "--json"], "--json goes with --dry-run", "see `leank-convert train --help`"),
     ],
 )
-def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hint):
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert result.stderr == f"error: {message}\nhint: {hint}\n"
+def test_what_click_refuses_is_told_as_everything_else_is(rejected, arguments, message, hint):
+    assert rejected(*arguments) == f"error: {message}\nhint: {hint}\n"
 
 
 EXPORT, TRAIN = "export testbed --all-channels -o OUT", "train testbed -o OUT"
@@ -71,12 +62,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message, tmp_path):
+def test_what_would_do_nothing_or_fail_late_is_refused_at_once(rejected, command, message, tmp_path):
     out = tmp_path / "out"
-    result = CliRunner().invoke(main, command.replace("OUT", str(out)).split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in "; ".join(result.stderr.splitlines())
-    assert "Traceback" not in result.stderr
+    told = rejected(*command.replace("OUT", str(out)).split())
+    assert message in "; ".join(told.splitlines())
+    assert "Traceback" not in told
     assert not out.exists()
 
 
@@ -84,33 +74,28 @@ def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message,
     "arguments",
     [["inspect", ""], ["export", "testbed", "--all-channels", "-o", ""], ["train", "testbed", "--out="]],
 )
-def test_what_an_unset_variable_leaves_is_not_the_current_folder(arguments, tmp_path, monkeypatch):
+def test_what_an_unset_variable_leaves_is_not_the_current_folder(rejected, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "is empty: is a variable not set?" in result.stderr
+    assert "is empty: is a variable not set?" in rejected(*arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_in_an_error_are_cut_and_cannot_move_the_cursor():
-    result = CliRunner().invoke(main, ["inspect", "\x1b[2J" + "x" * 10**6])
-    assert result.exit_code == 2
-    assert len(result.stderr) < 3000
-    assert "\\x1b[2J" in result.stderr
+def test_names_in_an_error_are_cut_and_cannot_move_the_cursor(rejected):
+    told = rejected("inspect", "\x1b[2J" + "x" * 10**6)
+    assert len(told) < 3000
+    assert "\\x1b[2J" in told
 
 
-def test_a_bare_group_shows_its_help():
-    result = CliRunner().invoke(main, [])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("Usage: ")
+def test_a_bare_group_shows_its_help(rejected):
+    assert rejected().startswith("Usage: ")
 
 
-def test_ctrl_c_is_one_line(monkeypatch):
+def test_ctrl_c_is_one_line(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("leank_convert.inspection.inspect_artifact", interrupt)
-    result = CliRunner().invoke(main, ["inspect", "x"])
+    result = run("inspect", "x")
     assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
 
 
@@ -127,18 +112,15 @@ def test_ctrl_c_is_one_line(monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_a_number_beyond_all_measure_is_refused_by_its_option(command, option, value):
-    result = CliRunner().invoke(main, [*command, f"{option}={value}" if option[1] == "-" else option + value])
-    assert result.exit_code == 2
-    assert len(result.stderr) < 500
-    assert f"error: invalid value for `{option}`" in result.stderr
+def test_a_number_beyond_all_measure_is_refused_by_its_option(rejected, command, option, value):
+    told = rejected(*command, f"{option}={value}" if option[1] == "-" else option + value)
+    assert len(told) < 500
+    assert f"error: invalid value for `{option}`" in told
 
 
 @pytest.mark.parametrize("command", [["train", "testbed"], ["evaluate", "x"], ["analyze", "x"]])
-def test_a_seed_has_63_bits(command):
-    result = CliRunner().invoke(main, [*command, "--seed", str(2**63)])
-    assert result.exit_code == 2
-    assert "invalid value for `--seed`" in result.stderr
+def test_a_seed_has_63_bits(rejected, command):
+    assert "invalid value for `--seed`" in rejected(*command, "--seed", 2**63)
 
 
 @pytest.fixture
@@ -165,10 +147,7 @@ def without_torch(tmp_path):
     [
         (["train", "testbed", "--set", "stage1.step=5"], "unknown key `stage1.step`"),
         (["train", "testbed", "--recipe", "/dev/zero"], "is a folder, a pipe or a device"),
-        (
-            ["train", "testbed", "--set", "data.haystack.source=absent.txt"],
-            "source` is 'absent",
-        ),
+        (["train", "testbed", "--set", "data.haystack.source=absent.txt"], "source` is 'absent"),
         (["train", "testbed", "--seed", "-1"], "--seed"),
         (["export", "testbed", "--set", "windows.sink_size=-1"], "`windows.sink_size` is -1"),
         (["export", "testbed", "--recipe", "absent.yaml"], "neither a file nor a packaged recipe"),
@@ -184,9 +163,7 @@ def test_bad_recipes_and_options_are_refused_before_torch_is_imported(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, tmp_path):
-    out = tmp_path / "out"
-    assert CliRunner().invoke(main, ["export", "testbed", "--all-channels", "-o", str(out)]).exit_code == 0
-    done = without_torch("evaluate", out, "--recipe", "quickstart", "--set", "seed=x")
+def test_an_evaluations_recipe_is_read_before_torch_is_imported(without_torch, shipped_checkpoint):
+    done = without_torch("evaluate", shipped_checkpoint, "--recipe", "quickstart", "--set", "seed=x")
     assert done.returncode == 2
     assert "`seed` is 'x'" in done.stderr

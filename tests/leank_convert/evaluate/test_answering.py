@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.answering import answer_by_graph
+from leank_convert.evaluate.answering import answer_against
 from leank_convert.evaluate.prompt import Prompt
 from leank_convert.onnx.leank_onnx_cache import LeanKOnnxMemoryError
 
@@ -21,13 +22,17 @@ from leank_convert.onnx.leank_onnx_cache import LeanKOnnxMemoryError
 @pytest.mark.parametrize(
     "error", [LeanKOnnxMemoryError("too little"), MemoryError("Unable to allocate 9 GiB")]
 )
-def test_a_graph_that_runs_out_of_memory_is_told_with_what_to_lower(error, batch_size, told, hint):
+def test_a_graph_that_runs_out_of_memory_is_told_with_what_to_lower(
+    error, batch_size, told, hint, tmp_path, monkeypatch
+):
     def generate(rows, **options):
         raise error
 
     graph = SimpleNamespace(generate=generate, description=SimpleNamespace(eos_token_ids={2}))
+    monkeypatch.setattr("leank_convert.onnx.leank_onnx.LeanKOnnx", lambda folder, threads: graph)
+    (tmp_path / ONNX_DESCRIPTION_NAME).touch()
     prompts = [Prompt("task", 64, i, torch.arange(n), ("7",), "exact", 8) for i, n in enumerate((20, 10, 30))]
     with pytest.raises(LeanKError, match=f"memory does not suffice for {told} tokens: {error}") as caught:
-        list(answer_by_graph(graph, None, prompts, name="against", batch_size=batch_size))
+        list(answer_against(tmp_path, None, prompts, torch.device("cpu"), batch_size))
     assert caught.value.hint == hint
     assert caught.value.exit_code == 1

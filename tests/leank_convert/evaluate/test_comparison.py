@@ -52,20 +52,19 @@ def test_scores_count_pairs():
     assert pruned.mean == pytest.approx(-0.03)
     assert pruned.interval[0] < -0.03 < pruned.interval[1]
     assert set(score.differences) == {"pruned", "window"}
-
-
-def test_no_outcomes_are_refused():
     with pytest.raises(ValueError, match="no outcomes"):
         score_pairs([], "dense")
 
 
-def test_interval_by_hand():
+def test_interval_is_as_by_hand_and_stays_within_possible_differences():
     # Cells with half a pair added: 4.5 lost, 1.5 gained, of 102.
     difference = -3 / 102
     half = 1.959964 * math.sqrt((6 / 102 - difference**2) / 102)
     assert paired_difference_interval([-1] * 4 + [1] + [0] * 95) == pytest.approx(
         (difference - half, difference + half), abs=1e-6
     )
+    low, high = paired_difference_interval([-1.0])
+    assert -1 <= low < high <= 1
 
 
 def test_parts_of_a_score_count_as_parts():
@@ -76,24 +75,11 @@ def test_parts_of_a_score_count_as_parts():
     assert halves.interval[1] - halves.interval[0] < whole.interval[1] - whole.interval[0]
 
 
-def test_interval_stays_within_possible_differences():
-    low, high = paired_difference_interval([-1.0])
-    assert -1 <= low < high <= 1
-
-
 def test_render_names_every_task_and_both_ratios():
     result = comparison(outcomes(3, 1, 0, 0), outcomes(4, 0, 0, 0, task="multi_value"))
     text = render_comparison(result)
-    for expected in (
-        "retrieval",
-        "multi_value",
-        "all tasks",
-        "asked 70.0%",
-        "reached 70.3%",
-        "68.0%",
-        "10.0%",
-    ):
-        assert expected in text
+    parts = ("retrieval", "multi_value", "all tasks", "asked 70.0%", "reached 70.3%", "68.0%", "10.0%")
+    assert all(part in text for part in parts)
     assert "2048 tokens\n" not in text  # one length needs no heading
     assert not any(line.endswith(" ") for line in text.splitlines())
     facts = result.to_dict()
@@ -122,26 +108,17 @@ def test_columns_stand_under_their_titles():
 
 
 def test_every_variants_bytes_stand_beside_its_score():
-    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, "quest-16": 0.25})]
     used = {"dense": UsedBytes(2000, 2000), "pruned": UsedBytes(1220, 1220), "quest-16": UsedBytes(2120, 600)}
-    result = comparison(
-        parts,
-        variants=("dense", "pruned", "quest-16"),
-        cache=CacheBytes(20, 1000, 320, 1000, 900),
-        used=used,
-    )
+    parts = [Outcome("retrieval", 64, 9, {"dense": 1.0, "pruned": 0.5, "quest-16": 0.25})]
+    result = comparison(parts, variants=tuple(used), cache=CacheBytes(20, 1000, 320, 1000, 900), used=used)
     lines = [line.split() for line in render_comparison(result).splitlines()]
     assert ["quest-16", "25.00%", "106", "106.0%", "30.0%"] in lines
     assert result.to_dict()["used_bytes"]["quest-16"] == {"held": 2120, "read": 600}
 
 
 def test_all_three_files_hold_every_cell(tmp_path):
-    cells = [
-        (length, task, pruned) for length in (512, 1024) for task, pruned in (("vt", 0.5), ("cwe", 0.25))
-    ]
-    parts = [
-        Outcome(task, length, length, {"dense": 1.0, "pruned": pruned}) for length, task, pruned in cells
-    ]
+    cells = [(n, task, score) for n in (512, 1024) for task, score in (("vt", 0.5), ("cwe", 0.25))]
+    parts = [Outcome(task, n, n, {"dense": 1.0, "pruned": score}) for n, task, score in cells]
     result = comparison(parts, variants=("dense", "pruned"))
     paths = write_results(result, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
@@ -153,6 +130,8 @@ def test_all_three_files_hold_every_cell(tmp_path):
         for scored in (("dense", 1.0), ("pruned", pruned))
     ]
     assert [row["difference"] for row in rows[:2]] == ["", "-0.5"]
+    with Image.open(tmp_path / "results.png") as image:
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # bars and text, not a blank sheet
 
 
 def test_the_plot_has_the_tables_units_titles_and_intervals(tmp_path, monkeypatch):
@@ -179,9 +158,3 @@ def test_the_plot_has_the_tables_units_titles_and_intervals(tmp_path, monkeypatc
     ):
         interval = [100 * (score.means["dense"] + end) for end in score.differences["pruned"].interval]
         assert [start[1], end[1]] == pytest.approx([interval[0], min(100, interval[1])])
-
-
-def test_the_plot_is_no_blank_sheet(tmp_path):
-    write_results(comparison(outcomes(9, 1, 0, 0)), tmp_path)
-    with Image.open(tmp_path / "results.png") as image:
-        assert len(image.convert("RGB").getcolors(1 << 20)) > 10  # bars and text, not a blank sheet

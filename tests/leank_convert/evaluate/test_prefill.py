@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leank_convert.evaluate import prefill
@@ -74,35 +74,22 @@ def test_a_fork_decodes_every_row_as_it_would_alone(model):
         torch.testing.assert_close(logits[index], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def stock_model(sliding_window):
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=320,
-        sliding_window=sliding_window,
-    )
-    model = MistralForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
+def stock_model(source_model, sliding_window):
+    folder = source_model("mistral", vocab_size=320, sliding_window=sliding_window)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @pytest.mark.parametrize("sliding_window", [None, 12])
-def test_a_stock_models_row_is_what_it_is_alone(sliding_window):
-    stock, rows = stock_model(sliding_window), prompts(30, 17, 1)
+def test_a_stock_models_row_is_what_it_is_alone(sliding_window, source_model):
+    stock, rows = stock_model(source_model, sliding_window), prompts(30, 17, 1)
     together = stock_logits(stock, *pad_left(rows, CPU))
     for index, row in enumerate(rows):
         alone = stock_logits(stock, *pad_left([row], CPU))
         torch.testing.assert_close(together[index], alone[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(masks):
-    prefill_stock(stock_model(None), *pad_left(prompts(30, 17, 1), CPU))
+def test_a_stock_model_is_given_no_mask_of_all_pairs_of_tokens_either(masks, source_model):
+    prefill_stock(stock_model(source_model, None), *pad_left(prompts(30, 17, 1), CPU))
     assert masks and all(mask is None for mask in masks)
 
 

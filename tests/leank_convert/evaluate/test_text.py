@@ -26,18 +26,6 @@ TEXT = " ".join(random.Random(5).choices(NUMBERS, k=NUM_TOKENS))
 FLOAT32 = 1e-5  # what sums of another order may differ by, in nats
 
 
-def every_channel():
-    return Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("name", ["quest", "snapkv"])
-def test_methods_that_have_nothing_to_do_in_so_short_a_text_are_the_dense_model(evaluated, name):
-    variants = [v for v in find_variants([name], evaluated) if v.name != "snapkv-56%"]
-    result = compare(evaluated, *variants)
-    for variant in result.variants:
-        assert max(variant.divergence) < FLOAT32
-
-
 def no_channel():
     return Masked("no channels", torch.zeros(SHAPE, dtype=torch.bool))
 
@@ -56,18 +44,20 @@ def token_ids(evaluated):
     return evaluated.tokenizer(TEXT, return_tensors="pt").input_ids[0]
 
 
-def test_all_channels_change_nothing(evaluated):
-    result = compare(evaluated, every_channel())
-    (found,) = result.variants
-    assert max(found.divergence) < FLOAT32
-    assert all(found.agrees)
-    assert found.nll == pytest.approx(result.dense_nll, abs=FLOAT32)
+def test_methods_that_have_nothing_to_do_in_so_short_a_text_are_the_dense_model(evaluated):
+    variants = [v for v in find_variants(["quest", "snapkv"], evaluated) if v.name != "snapkv-56%"]
+    assert all(max(variant.divergence) < FLOAT32 for variant in compare(evaluated, *variants).variants)
 
 
-def test_no_channels_diverge_at_every_token(evaluated):
-    (found,) = compare(evaluated, no_channel()).variants
-    assert min(found.divergence) > 100 * FLOAT32
-    assert not all(found.agrees)
+def test_all_channels_change_nothing_and_none_diverge_at_every_token(evaluated):
+    every = Masked("all channels", torch.ones(SHAPE, dtype=torch.bool))
+    result = compare(evaluated, every, no_channel())
+    same, other = result.variants
+    assert max(same.divergence) < FLOAT32
+    assert all(same.agrees)
+    assert same.nll == pytest.approx(result.dense_nll, abs=FLOAT32)
+    assert min(other.divergence) > 100 * FLOAT32
+    assert not all(other.agrees)
 
 
 def test_figures_are_those_of_the_text_fed_by_hand(evaluated):
@@ -109,13 +99,9 @@ def test_means_are_over_the_tokens_they_name(evaluated):
     total = result.mean(found)
     assert total.n == sum(means.n for means in bins) == len(found.divergence)
     assert total.kl == pytest.approx(sum(m.kl * m.n for m in bins) / total.n)
-
-
-def test_of_fewer_tokens_than_stretches_each_is_one(evaluated):
-    result = compare(evaluated, Masked("pruned"), num_tokens=3)
-    assert [(means.first, means.n) for means in result.by_position(result.variants[0])] == [
-        (24, 1), (25, 1), (26, 1),
-    ]  # fmt: skip
+    few = compare(evaluated, Masked("pruned"), num_tokens=3)
+    stretches = few.by_position(few.variants[0])  # as many as there are tokens
+    assert [(means.first, means.n) for means in stretches] == [(24, 1), (25, 1), (26, 1)]
 
 
 def test_tokens_before_anything_is_pruned_are_counted_and_show_nothing(evaluated):
@@ -167,7 +153,7 @@ def test_no_more_tokens_are_fed_than_asked_for_and_the_table_says_so(evaluated):
     assert result.variants[0].divergence == whole.variants[0].divergence[:20]
     text = render_text_comparison(result)
     assert "20 of 35 tokens measured: tokens 24 to 43 of the text's 60" in text
-    assert "`--num-tokens` sets how many" in text
+    assert "`--num-tokens` sets how many" in text and "--num-tokens" not in render_text_comparison(whole)
     assert len(draw_text_comparison(result).axes[0].collections[0].get_offsets()) == 20
 
 
@@ -186,7 +172,6 @@ def test_the_table_says_what_means_are_over(evaluated):
     text = render_text_comparison(compare(evaluated, Masked("pruned"), no_channel(), prefix_tokens=5))
     assert "54 of 54 tokens measured: tokens 5 to 58 of the text's 60" in text
     assert "the first 5 prefilled" in text
-    assert "--num-tokens" not in text
     assert "at the first 5 of them nothing was pruned yet" in text
     assert all(name in text for name in ("pruned", "no channels", "KL (nats)", "NLL"))
 

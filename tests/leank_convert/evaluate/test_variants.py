@@ -70,15 +70,6 @@ def test_a_budget_of_widths_keeps_as_many_channels_of_each_head(prefill):
     assert_chosen(prefill, ThinK(widths, query_window=QUERIES), lambda *place: int(widths[place]))
 
 
-def test_the_prefill_serves_others_after_it(prefill):
-    before = [layer.channel_mask.clone() for layer in prefill.cache.layers]
-    model, cache = ThinK(0.5, query_window=QUERIES).start(prefill)
-    decode_token(model, cache, prefill.next_token, prefill.attention_mask)
-    for layer, mask in zip(prefill.cache.layers, before, strict=True):
-        assert torch.equal(layer.channel_mask, mask)
-    assert all(keys.shape[2] == max(LENGTHS) for keys, _ in prefill.keys_and_values)
-
-
 def test_decoding_is_pruned_to_the_chosen_channels_and_the_variants_own_windows(prefill):
     windows = Windows(sink_size=1, recent_size=3, flush_size=1)
     logits = {}

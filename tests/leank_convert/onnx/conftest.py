@@ -1,11 +1,8 @@
 """Exported tiny models, and the PyTorch runtime's models of the same weights."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from leank_convert.leank_block import encode_masks
 from leank_convert.onnx import PrunedModel, export_graph, leank_onnx
 from runtime import configuration_leank, modeling_leank
+from tests.tiny_families import random_mask
 
 VOCAB = 64
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(VOCAB - 4))]
 # Widths per layer and head, window sizes. Between them: heads of width 0 and D, odd widths, a layer that
 # keeps nothing, a model that does, no sink, no recent tokens, flushes of one and longer than recent.
-CASES: dict[str, tuple[list[list[int]], tuple[int, int, int]]] = {
+CASES = {
     "Llama": ([[0, 5, 5, 16], [0, 0, 8, 8]], (3, 6, 4)),
     "Qwen2": ([[1, 16, 16, 16], [0, 0, 0, 0]], (0, 6, 4)),
     "Qwen3": ([[0, 8, 8, 8], [0, 3, 7, 16]], (3, 0, 2)),
@@ -39,26 +37,16 @@ class Exported:
     folder: Path
     leank: Any
 
-    def load(self) -> leank_onnx.LeanKOnnx:
+    def load(self):
         return leank_onnx.LeanKOnnx(self.folder, threads=1)
 
 
-def _masks(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    masks = torch.zeros(len(widths), len(widths[0]), head_dim, dtype=torch.bool)
-    for layer, row in enumerate(widths):
-        for head, width in enumerate(row):
-            masks[layer, head, torch.randperm(head_dim, generator=generator)[:width]] = True
-    return masks
-
-
-def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.Tensor]:
+def build(family, windows):
     """The stock model and the runtime's, of the same weights, and the masks."""
     widths, _ = CASES[family]
-    sink, recent, flush = windows
-    masks = _masks(widths)
+    masks = random_mask(widths)
     num_layers, kv_heads, head_dim = masks.shape
-    sizes: dict[str, Any] = {
+    sizes = {
         "vocab_size": VOCAB,
         "hidden_size": kv_heads * 2 * head_dim if family == "Qwen2" else kv_heads * 2 * 8,
         "intermediate_size": 40,
@@ -75,24 +63,22 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
     if family == "Mistral":
         sizes["sliding_window"] = None
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    dense = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in dense.named_parameters():
-            if name.endswith("bias"):  # zero in a new model
-                parameter.normal_(0, 0.3)
+    dense = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**sizes)
+    ).eval()
+    for name, parameter in dense.named_parameters():
+        if name.endswith("bias"):  # zero in a new model
+            parameter.data.normal_(0, 0.3)
     block = {
         "format_version": 1,
         "widths": widths,
         "channel_masks": encode_masks(masks),
         "head_permutation": [list(range(kv_heads))] * num_layers,
-        "sink_size": sink,
-        "recent_size": recent,
-        "flush_size": flush,
+        **dict(zip(("sink_size", "recent_size", "flush_size"), windows, strict=True)),
         "prune": "deferred",
     }
-    leank_config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
-    leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(leank_config).eval()
+    config = getattr(configuration_leank, f"LeanK{family}Config")(**sizes, leank=block)
+    leank = getattr(modeling_leank, f"LeanK{family}ForCausalLM")(config).eval()
     leank.load_state_dict(dense.state_dict())
     if family == "Qwen2":  # of which keys have biases, the one family that centres them here
         key_mean = torch.randn(masks.shape, generator=torch.Generator().manual_seed(1)) * 3
@@ -100,10 +86,10 @@ def _build(family: str, windows: tuple[int, int, int]) -> tuple[Any, Any, torch.
     return dense, leank, masks
 
 
-def _write(folder: Path, model: Any, leank: Any, masks: torch.Tensor, sizes: tuple[int, int, int]) -> None:
+def write(folder, dense, leank, masks, windows):
     folder.mkdir()
     key_mean = None if leank.key_means is None else torch.cat(leank.key_means)
-    export_graph(PrunedModel(model, masks, *sizes, key_mean=key_mean), folder)
+    export_graph(PrunedModel(dense, masks, *windows, key_mean=key_mean), folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -112,38 +98,35 @@ def _write(folder: Path, model: Any, leank: Any, masks: torch.Tensor, sizes: tup
 
 
 @pytest.fixture(scope="session")
-def exported(once_per_run: Callable[..., Path]) -> Callable[..., Exported]:
+def exported(once_per_run):
     """Export a family of `CASES`, with its windows or others, once in a run."""
 
     @functools.cache
-    def get(
-        family: str = "Llama", dtype: str = "float32", windows: tuple[int, int, int] | None = None
-    ) -> Exported:
+    def get(family="Llama", dtype="float32", windows=None):
         sizes = windows or CASES[family][1]
-        dense, leank, masks = _build(family, sizes)
+        dense, leank, masks = build(family, sizes)
         dense.to(getattr(torch, dtype))
         name = "-".join([family, dtype, *map(str, windows or ())])
-        folder = once_per_run(name, lambda path: _write(path, dense, leank, masks, sizes))
-        return Exported(folder, leank)
+        return Exported(once_per_run(name, lambda path: write(path, dense, leank, masks, sizes)), leank)
 
     return get
 
 
 @pytest.fixture
-def copied(exported: Callable[..., Exported], tmp_path: Path) -> Path:
+def copied(exported, tmp_path):
     """A copy of an exported folder, to be spoiled."""
-    return Path(shutil.copytree(exported().folder, tmp_path / "copy"))
+    return shutil.copytree(exported().folder, tmp_path / "copy")
 
 
 class RuntimeSession:
     """What the PyTorch runtime makes of the same turns: left-padded rows, `prune="deferred"`."""
 
-    def __init__(self, leank: Any) -> None:
+    def __init__(self, leank):
         self.leank = leank
         self.cache = leank.build_cache("deferred")
-        self.mask: torch.Tensor | None = None
+        self.mask = None
 
-    def feed(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def feed(self, rows):
         """Logits of every token of every row, [tokens, V] per row."""
         width = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -167,35 +150,21 @@ class RuntimeSession:
 
 
 class Reference:
-    """The runtime's model read beside a graph: in float64, and in the graph's type for torch's own error.
+    """The runtime's model read beside a graph: in float64, and in the graph's type for torch's own error."""
 
-    Args:
-        leank: The model in float32.
-        dtype: The graph's.
-    """
-
-    def __init__(self, leank: Any, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, leank, dtype=torch.float32):
         self.exact = RuntimeSession(copy.deepcopy(leank).double())
         self.torchs = RuntimeSession(copy.deepcopy(leank).to(dtype))
         self.squares = np.zeros(2)
 
-    def read(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Read a turn; the exact logits."""
-        exact = self.exact.feed(rows)
-        for row, right in zip(self.torchs.feed(rows), exact, strict=True):
-            self.squares[1] += float((row.double() - right).square().sum())
-        return exact
+    def hold(self, ours, rows):
+        """Read a turn that the graph has read, and take the graph's logits into account."""
+        for graphs, torchs, right in zip(ours, self.torchs.feed(rows), self.exact.feed(rows), strict=True):
+            assert graphs.shape == tuple(right.shape)
+            self.squares[0] += float(np.square(graphs - right.numpy()).sum())
+            self.squares[1] += float((torchs.double() - right).square().sum())
 
-    def hold(self, ours: Sequence[np.ndarray], rows: Sequence[Sequence[int]]) -> None:
-        """Read a turn that the graph has read, and take its logits into account: all, or the last alone."""
-        self.compare(ours, self.read(rows))
-
-    def compare(self, ours: Sequence[np.ndarray], exact: Sequence[torch.Tensor]) -> None:
-        for row, right in zip(ours, exact, strict=True):
-            assert row.shape == tuple(right.shape)
-            self.squares[0] += float(np.square(row - right.numpy()).sum())
-
-    def settle(self) -> None:
+    def settle(self):
         """The graph's error over all turns is within twice torch's."""
         ours, torchs = np.sqrt(self.squares)
         assert torchs > 0
@@ -203,5 +172,5 @@ class Reference:
 
 
 @pytest.fixture
-def reference() -> type[Reference]:
+def reference():
     return Reference

@@ -1,5 +1,6 @@
 """Weights of 8 and 4 bits: what is quantized, how exactly, and what an exported folder says of it."""
 
+import copy
 import dataclasses
 import json
 import random
@@ -13,10 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of
 from leank_convert.onnx import load_pruned
@@ -92,6 +91,8 @@ def quantized(request, once_per_run, shipped_onnx):
 
 
 def test_products_with_a_constant_are_quantized_and_no_others(graph):
+    data = graph.with_name("model.onnx.data")
+    before = data.stat().st_size
     quantize_weights(graph, "int8")
     assert operators(graph) == {"MatMulNBits": 2, "MatMul": 1, "Gather": 1}
     stored = {tensor.name: tensor for tensor in onnx.load(graph).graph.initializer}
@@ -99,34 +100,17 @@ def test_products_with_a_constant_are_quantized_and_no_others(graph):
     assert "weight" not in stored
     (product,) = (node for node in onnx.load(graph).graph.node if node.op_type == "MatMul")
     assert product.name == "cached"
-
-
-def test_one_file_of_weights_is_left_that_others_may_read_as_the_graph(graph):
-    before = graph.with_name("model.onnx.data").stat().st_size
-    quantize_weights(graph, "int8")
+    quantized = [node for node in onnx.load(graph).graph.node if node.op_type == "MatMulNBits"]
+    for key, value in (("bits", 8), ("accuracy_level", 4)):
+        assert [helper.get_node_attr_value(node, key) for node in quantized] == [value, value]
+    # One file of weights is left, which others may read as they may the graph.
     assert sorted(path.name for path in graph.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
-    data = graph.with_name("model.onnx.data")
     assert data.stat().st_size < 0.7 * before
     assert data.stat().st_mode == graph.stat().st_mode
 
 
-def test_bits_are_told_to_the_quantizer_as_onnxruntimes_older_releases_need_it(graph, monkeypatch):
-    check_quantizer("int8")  # imports it
-    quantizers = sys.modules["onnxruntime.quantization.matmul_nbits_quantizer"]
-    current = quantizers.MatMulNBitsQuantizer
-    monkeypatch.setattr(
-        quantizers,
-        "MatMulNBitsQuantizer",
-        lambda model, *, algo_config: current(model, algo_config=algo_config),
-    )
-    quantize_weights(graph, "int8")
-    nodes = [node for node in onnx.load(graph).graph.node if node.op_type == "MatMulNBits"]
-    assert [helper.get_node_attr_value(node, "bits") for node in nodes] == [8, 8]
-    assert [helper.get_node_attr_value(node, "accuracy_level") for node in nodes] == [4, 4]
-
-
 @pytest.mark.parametrize("weights", SCHEMES)
-def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linear, weights):
+def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(run, graph, linear, weights):
     quantize_weights(graph, weights)
     # Of a single 1 nothing is lost when activations are rounded.
     inputs = {"x": np.eye(IN, dtype=np.float32), "cache": np.ones((OUT, 1), np.float32), "ids": np.arange(3)}
@@ -170,21 +154,18 @@ def test_exported_folder_runs_and_says_how_its_weights_are_quantized(retriever_i
     assert len(answer) >= 1
 
 
-def test_graph_that_does_not_compute_with_the_rounded_weights_is_refused(quantized, shipped_checkpoint):
-    folder, weights = quantized
-    pruned = load_pruned(shipped_checkpoint)
-    with torch.no_grad():
-        pruned.model.model.layers[0].self_attn.o_proj.weight.neg_()
-    with pytest.raises(LeanKError, match=f"with {weights} weights logits of a prompt differ by") as caught:
-        check_graph(make_trials(pruned, weights), folder / "model.onnx", weights)
-    assert caught.value.exit_code == 1
-
-
-def test_weights_that_do_not_bear_their_bits_are_measured_with_a_warning(
+def test_other_weights_are_refused_and_those_that_do_not_bear_their_bits_warned_of(
     quantized, shipped_checkpoint, caplog
 ):
     folder, weights = quantized
-    trials = make_trials(load_pruned(shipped_checkpoint), weights)
+    pruned = load_pruned(shipped_checkpoint)
+    other = copy.deepcopy(pruned)
+    with torch.no_grad():
+        other.model.model.layers[0].self_attn.o_proj.weight.neg_()
+    with pytest.raises(LeanKError, match=f"with {weights} weights logits of a prompt differ by") as caught:
+        check_graph(make_trials(other, weights), folder / "model.onnx", weights)
+    assert caught.value.exit_code == 1
+    trials = make_trials(pruned, weights)
     assert check_graph(trials, folder / "model.onnx", weights) < 0.25
     assert caplog.text == ""
     # As of a deep model, in which little differences grow.
@@ -193,17 +174,16 @@ def test_weights_that_do_not_bear_their_bits_are_measured_with_a_warning(
     assert f"with {weights} weights logits differ by" in caplog.text
 
 
-def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(tmp_path, monkeypatch):
+def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(rejected, tmp_path, monkeypatch):
     with pytest.raises(LeanKError, match="weights `int2` are not supported") as caught:
         check_quantizer("int2")
     assert "use one of int8, int4" in str(caught.value.hint)
     monkeypatch.delattr("onnxruntime.quantization.matmul_nbits_quantizer", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime.quantization.matmul_nbits_quantizer", None)
     arguments = ["export-onnx", "testbed", "--all-channels", "--weights", "int8", "-o", str(tmp_path)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in result.stderr
-    assert "hint: pip install --upgrade 'leank-convert[onnx]'" in result.stderr
+    told = rejected(*arguments)
+    assert "weights `int8`: this onnxruntime's quantizer cannot be imported" in told
+    assert "hint: pip install --upgrade 'leank-convert[onnx]'" in told
     assert list(tmp_path.iterdir()) == []
 
 

@@ -48,13 +48,6 @@ def test_the_command_line_prints_the_answer_without_torch_and_writes_no_file(cop
     assert done.stdout == model.decode(answer) + "\n"
 
 
-def test_the_command_line_reads_the_prompt_from_standard_input(copied, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w1 w2"))
-    assert leank_onnx.main([str(copied), "-", "--max-new-tokens", "4"]) == 0
-    model = LeanKOnnx(copied)
-    assert capsys.readouterr().out == model.decode(model.generate(["w1 w2"], max_new_tokens=4)[0]) + "\n"
-
-
 def test_the_command_line_shows_a_character_when_it_is_whole_or_the_answer_ends(copied, monkeypatch, capsys):
     texts = iter(["a\ufffd", "a\ufffd", "aé", "aéb\ufffd", "aéb\ufffd"])
     written = []
@@ -85,11 +78,14 @@ def test_what_ends_an_answer_ends_the_command_line_without_a_traceback(
     assert capsys.readouterr() == printed
 
 
-def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(copied, capsys):
+def test_the_command_line_puts_the_prompt_into_the_chat_template_unless_told_not_to(
+    copied, monkeypatch, capsys
+):
     (copied / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w4 w5"))
     model = LeanKOnnx(copied)
-    for options, text in (([], "w1 w2 w3"), (["--plain"], "w2 w3")):
-        assert leank_onnx.main([str(copied), "w2 w3", "--max-new-tokens", "6", *options]) == 0
+    for options, text in ((["w2 w3"], "w1 w2 w3"), (["w2 w3", "--plain"], "w2 w3"), (["-"], "w1 w4 w5")):
+        assert leank_onnx.main([str(copied), "--max-new-tokens", "6", *options]) == 0
         expected = model.decode(model.generate([text], max_new_tokens=6)[0])
         assert capsys.readouterr().out == expected + "\n"
 
@@ -114,6 +110,7 @@ def test_without_jinja2_a_chat_template_asks_for_plain_text(copied):
         (["FOLDER", "w1", "--max-new-tokens", "0"], "max_new_tokens is 0: pass 1 or more"),
         (["FOLDER", "w1", "--max-new-tokens", str(10**12)], "max_new_tokens is 1000000000000: the model's"),
         (["FOLDER", "w1", "--threads", str(10**30)], "threads is 1000000"),
+        (["FOLDER", "w1", "--threads", "0"], "threads is 0"),
         (["FOLDER", "w1", "--temperature", "0.5"], "temperature is 0.5, but nothing is drawn: pass"),
         (["/dev/zero", "w1"], "`/dev/zero/leank_onnx.json` does not exist"),
     ],
@@ -180,10 +177,9 @@ def test_what_the_terminals_encoding_lacks_is_shown_as_a_question_mark(copied):
 
 
 def test_more_tokens_than_the_model_has_positions_are_noted_and_answered(copied, capsys):
-    path = copied / "leank_onnx.json"
-    description = json.loads(path.read_text())
+    description = json.loads((copied / "leank_onnx.json").read_text())
     description["model"]["max_position_embeddings"] = 5
-    path.write_text(json.dumps(description))
+    (copied / "leank_onnx.json").write_text(json.dumps(description))
     for num_tokens, noted in ((4, 1), (3, 0)):
         assert leank_onnx.main([str(copied), "w1 w2", "--max-new-tokens", str(num_tokens)]) == 0
         out, err = capsys.readouterr()

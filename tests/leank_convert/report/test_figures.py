@@ -7,16 +7,18 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.mask import ChannelMask
 from leank_convert.report import figures
+from leank_convert.report.distribution import analyze_mask
 from leank_convert.report.figures import BLUE, ORANGE
 from tests.leank_convert.report.records import make_records
 
 
-@pytest.fixture
-def axes():
-    return Figure().subplots()
+def drawn(draw, *shown):
+    """What a function of `figures` draws into empty axes."""
+    axes = Figure().subplots()
+    draw(axes, *shown)
+    return axes
 
 
 def heights(axes):
@@ -27,44 +29,39 @@ def cells(axes):
     return axes.images[-1].get_array().tolist()
 
 
-def test_heat_maps_show_channels_and_widths_of_every_head(axes):
+def test_heat_maps_show_channels_and_widths_of_every_head():
     mask = torch.rand(3, 2, 8, generator=torch.Generator().manual_seed(0)) < 0.5
-    figures.draw_channel_mask(axes, mask)
+    axes = drawn(figures.draw_channel_mask, mask)
     assert cells(axes) == mask.view(6, 8).tolist()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
     assert list(axes.get_yticks()) == [0.5, 2.5, 4.5]
-    other = Figure().subplots()
-    figures.draw_kept_by_head(other, mask)
-    widths = mask.sum(-1)
-    assert cells(other) == widths.tolist()
-    assert [text.get_text() for text in other.texts] == [str(width) for width in widths.flatten().tolist()]
+    axes, widths = drawn(figures.draw_kept_by_head, mask), mask.sum(-1)
+    assert cells(axes) == widths.tolist()
+    assert [text.get_text() for text in axes.texts] == [str(width) for width in widths.flatten().tolist()]
 
 
-def test_bars_by_layer_have_the_first_layer_on_top(axes):
+def test_bars_by_layer_have_the_first_layer_on_top():
     mask = torch.tensor([[[1, 1], [0, 1]], [[0, 0], [0, 0]]], dtype=torch.bool)
-    figures.draw_kept_by_layer(axes, mask)
+    axes = drawn(figures.draw_kept_by_layer, mask)
     assert [bar.get_width() for bar in axes.patches] == [75, 0]
     bottom, top = axes.get_ylim()
     assert bottom > top
-    other = Figure().subplots()
-    figures.draw_empty_by_layer(other, analyze_mask(ChannelMask(mask)))
-    assert [bar.get_width() for bar in other.patches] == [0, 2]
+    axes = drawn(figures.draw_empty_by_layer, analyze_mask(ChannelMask(mask)))
+    assert [bar.get_width() for bar in axes.patches] == [0, 2]
 
 
-def test_pairs_join_the_two_channels_that_turn_together(axes):
+def test_pairs_join_the_two_channels_that_turn_together():
     mask = torch.zeros(2, 2, 4, dtype=torch.bool)
     mask[0, 0, 1] = mask[0, 0, 3] = mask[1, 1, 0] = True
-    figures.draw_kept_by_pair(axes, ChannelMask(mask))
-    assert heights(axes) == [12.5, 25]
-    figures.draw_layers_by_pair(axes, ChannelMask(mask))
-    assert cells(axes) == [[0, 50], [25, 0]]
+    assert heights(drawn(figures.draw_kept_by_pair, analyze_mask(ChannelMask(mask)))) == [12.5, 25]
+    assert cells(drawn(figures.draw_layers_by_pair, ChannelMask(mask))) == [[0, 50], [25, 0]]
 
 
-def test_outliers_stand_out_among_the_bars(axes):
+def test_outliers_stand_out_among_the_bars():
     kept = torch.rand(4, 4, 32, generator=torch.Generator().manual_seed(0)) < 0.25
     kept[..., [5, 21]] = True
     mask = ChannelMask(kept)
-    figures.draw_outlier_pairs(axes, mask, analyze_mask(mask))
+    axes = drawn(figures.draw_kept_by_pair, analyze_mask(mask))
     colours = [to_hex(bar.get_facecolor()) for bar in axes.patches]
     assert colours == [ORANGE if pair == 5 else BLUE for pair in range(16)]
     assert [text.get_text() for text in axes.texts] == ["pair 5: 100%"]
@@ -77,17 +74,18 @@ def test_outliers_stand_out_among_the_bars(axes):
         (128, [0, 1, 3, 4, 128], [3, 1, *[0] * 30, 1], "kept channels of 128, in bins of 4"),
     ],
 )
-def test_histogram_counts_the_heads_of_each_width(axes, head_dim, widths, counts, label):
-    figures.draw_width_histogram(axes, (torch.arange(head_dim) < torch.tensor(widths)[:, None])[None])
+def test_histogram_counts_the_heads_of_each_width(head_dim, widths, counts, label):
+    mask = torch.arange(head_dim) < torch.tensor(widths)[:, None]
+    axes = drawn(figures.draw_width_histogram, mask[None])
     assert heights(axes) == counts
     assert axes.get_xlabel() == label
 
 
-def test_bars_of_bytes_are_what_is_kept_and_what_is_saved(axes):
+def test_bars_of_bytes_are_what_is_kept_and_what_is_saved():
     mask = torch.zeros(2, 2, 8, dtype=torch.bool)
     mask[0, 0, :3] = True
     analysis = analyze_mask(ChannelMask(mask))
-    figures.draw_cache(axes, analysis)
+    axes = drawn(figures.draw_cache, analysis)
     cache = analysis.cache
     kept, saved = ([bar.get_width() * 1024 for bar in bars] for bars in axes.containers)
     assert kept == [cache.key_pruned, cache.value_pruned, cache.key_pruned + cache.value_pruned]
@@ -95,28 +93,27 @@ def test_bars_of_bytes_are_what_is_kept_and_what_is_saved(axes):
     assert whole == [cache.key_dense, cache.value_dense, 2 * cache.key_dense]
 
 
-def test_correlations_are_written_into_their_cells(axes):
-    figures.draw_correlation(axes, [[1, 0.25], [0.25, 1]], ["one", "other"], "Between tasks")
+def test_correlations_are_written_into_their_cells():
+    axes = drawn(figures.draw_correlation, [[1, 0.25], [0.25, 1]], ["one", "other"], "Between tasks")
     assert [text.get_text() for text in axes.texts] == ["1.000", "0.250", "0.250", "1.000"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "other"]
 
 
-def test_ratios_are_drawn_by_head_and_against_width(axes):
+def test_ratios_are_drawn_by_head_and_against_width():
     ratios = torch.tensor([[0.25, 0.5], [0.75, 1.5]])
-    figures.draw_ratio_by_head(axes, ratios)
+    axes = drawn(figures.draw_ratio_by_head, ratios)
     assert cells(axes) == ratios.tolist()
     assert axes.images[0].get_clim() == (0, 1.5)
-    other = Figure().subplots()
-    figures.draw_ratio_by_width(other, ratios, torch.tensor([[0, 16], [0, 32]]))
-    empty, kept = (points.get_offsets().tolist() for points in other.collections)
+    axes = drawn(figures.draw_ratio_by_width, ratios, torch.tensor([[0, 16], [0, 32]]))
+    empty, kept = (points.get_offsets().tolist() for points in axes.collections)
     assert empty == [[0.25, 0], [0.75, 0]]
     assert kept == [[0.5, 16], [1.5, 32]]
-    assert [line.get_xdata()[0] for line in other.lines] == [0.5, 1.0]
+    assert [line.get_xdata()[0] for line in axes.lines] == [0.5, 1.0]
 
 
-def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_stretch(axes):
+def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_stretch():
     records = make_records(ratios=(1.0,), steps=(300, 100))
-    figures.draw_distillation(axes, records)
+    axes = drawn(figures.draw_distillation, records)
     assert axes.get_yscale() == "log"
     each, first, second = axes.lines[:3]
     assert list(each.get_ydata()) == [record.distillation for record in records]
@@ -125,16 +122,15 @@ def test_loss_is_drawn_on_a_log_scale_that_the_first_steps_rounding_does_not_str
     assert axes.get_ylim()[0] > 1e-3
     assert axes.lines[3].get_xdata()[0] == 300.5
     assert axes.texts[0].get_text() == "stage 2"
-    other = Figure().subplots()
-    figures.draw_distillation(other, [replace(record, distillation=0.0) for record in records])
-    assert other.get_yscale() == "linear"
+    without = [replace(record, distillation=0.0) for record in records]
+    assert drawn(figures.draw_distillation, without).get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("ratio", [0.71, 0.0])
-def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(axes, ratio):
+def test_pruning_shows_the_mean_factor_and_the_ratio_asked_and_reached(ratio):
     made = make_records(steps=(6, 2))
     records = [replace(one, pruning_ratio=ratio if one.stage == 2 else None) for one in made]
-    figures.draw_pruning(axes, records)
+    axes = drawn(figures.draw_pruning, records)
     mean, reached, asked = axes.lines[:3]
     assert list(mean.get_ydata()) == [record.mean_factor for record in records]
     assert (list(reached.get_xdata()), list(reached.get_ydata())) == ([7, 8], [ratio] * 2)

@@ -1,8 +1,13 @@
+"""A checkpoint as it was exported verifies; whatever was done to it afterwards `verify` finds, of every kind.
+
+`left`: the list of digests is as it was. `listed`: it was brought up to date, so only what lies behind it can
+tell. `source`: that, and the model it was made from is at hand.
+"""
+
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,126 +19,86 @@ from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json
+from leank_convert.files import read_json, sha256_of
+from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, save_mask
 from leank_convert.verify import Check, verify_checkpoint
-from tests.tiny_families import OPTIONS
+from tests.tiny_families import OPTIONS, tiny_llama
 
 LAYER = "model.layers.1.self_attn."
+RUNTIME = "rows_leank.py"
+
+
+@pytest.fixture(scope="session")
+def source(once_per_run, testbed_tokenizer):
+    """A tiny Llama in shards, with whatever may lie beside weights."""
+
+    def write(folder):
+        config = {"head_dim": 12, "attention_bias": True, "bos_token_id": 1, "eos_token_id": 4}
+        tiny_llama(folder, testbed_tokenizer, shard_size="40KB", **config)
+        (folder / "LICENSE").write_text("terms")
+
+    return once_per_run("tampered_source", write)
+
+
+@pytest.fixture(scope="session")
+def exported(once_per_run, source):
+    """A checkpoint of it, not to be changed: heads of layer 1 change places, those of layer 0 do not."""
+    mask = torch.zeros(2, 2, 12, dtype=torch.bool)
+    mask[0, :, :6] = mask[1, 0, :9] = mask[1, 1, 3:7] = True
+    overrides = {"max_position_embeddings": 4096}
+    return once_per_run(
+        "tampered",
+        lambda out: export_checkpoint(source, ChannelMask(mask), out, config_overrides=overrides),
+    )
 
 
 @pytest.fixture
-def export(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
-) -> Callable[..., tuple[Path, Path]]:
-    def build(family: str = "llama", **options: Any) -> tuple[Path, Path]:
-        source = source_model(family, **options)
-        facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
-        mask = ragged_mask(facts.num_hidden_layers, facts.num_key_value_heads, facts.head_dim)
-        return source, export_checkpoint(source, ChannelMask(mask), tmp_path / "out")
-
-    return build
+def out(exported, tmp_path):
+    """A copy, to be tampered with."""
+    return shutil.copytree(exported, tmp_path / "out")
 
 
-def failed(out: Path, source: Path | None = None) -> dict[str, str]:
+def failed(out, source=None):
     report = verify_checkpoint(out, source)
     assert report.ok == all(check.ok for check in report.checks)
     return {check.name: check.detail for check in report.checks if not check.ok}
 
 
-def bless(out: Path) -> None:
+def bless(out):
     """Bring the list of digests up to date, so that what lies behind it is looked at alone."""
     (out / DIGESTS_NAME).unlink()
     write_digests(out, {})
 
 
-def shard_with(folder: Path, tensor: str) -> Path:
-    if not (folder / INDEX_NAME).exists():
-        return folder / "model.safetensors"
-    return folder / read_json(folder / INDEX_NAME)["weight_map"][tensor]
-
-
-def change(folder: Path, tensor: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    file = shard_with(folder, tensor)
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    tensors[tensor] = edit(tensors[tensor]).contiguous()
-    save_file(tensors, file, metadata)
-    bless(folder)
-
-
-def change_leank(folder: Path, **changes: Any) -> None:
-    config = read_json(folder / "config.json")
-    config["leank"].update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
-    bless(folder)
-
-
-@pytest.mark.parametrize(
-    ("family", "shards"),
-    [*((family, True) for family in ("llama", "mistral", "qwen2", "qwen3")), ("llama", False)],
-)
-def test_an_export_verifies_against_its_source(
-    family: str, shards: bool, export: Callable[..., tuple[Path, Path]]
-) -> None:
-    source, out = export(family, shards=shards)
-    report = verify_checkpoint(out, str(source))
-    assert report.ok, failed(out, source)
+def test_an_export_verifies_with_and_without_its_source(exported, source):
+    report = verify_checkpoint(exported, str(source))
+    assert report.ok, failed(exported, source)
     names = [check.name for check in report.checks]
-    num_files = sum(path.is_file() for path in out.rglob("*")) - 1  # but the list itself
+    num_files = sum(path.is_file() for path in exported.rglob("*")) - 1  # but the list itself
     assert Check("digests", True, f"{num_files} of {num_files} files as {DIGESTS_NAME} says") in report.checks
-    assert sum(name.startswith("source: model") for name in names) == len(list(source.glob("*.safetensors")))
+    shards = list(source.glob("*.safetensors"))
+    assert sum(name.startswith("source: model") for name in names) == len(shards) > 1
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
-    assert not [check for check in verify_checkpoint(out).checks if check.name.startswith("source")]
+    alone = verify_checkpoint(exported)
+    assert alone.ok and not [check for check in alone.checks if check.name.startswith("source")]
 
 
-@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
-def test_one_wrong_number_is_found(projection: str, export: Callable[..., tuple[Path, Path]]) -> None:
-    source, out = export(hidden_size=8, intermediate_size=8, head_dim=2, num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_an_export_of_other_families_in_one_file_verifies(family, source_model, fitting_mask, tmp_path):
+    source = source_model(family, shards=False)
+    out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     assert failed(out, source) == {}
-    name = f"{LAYER}{projection}.weight"
-
-    def nudge(tensor: torch.Tensor) -> torch.Tensor:
-        tensor[-1, -1] += 1e-3
-        return tensor
-
-    change(out, name, nudge)
-    (detail,) = failed(out, source).values()
-    assert detail == f"tensor `{name}` is not the permutation of its source"
-    assert failed(out) == {}
 
 
-@pytest.mark.parametrize("name", [LAYER + "q_proj.bias", LAYER + "k_proj.weight"])
-def test_heads_in_the_sources_order_are_found(name: str, export: Callable[..., tuple[Path, Path]]) -> None:
-    source, out = export()
-    original = load_file(shard_with(source, name))[name]
-    change(out, name, lambda _: original)
-    assert [*failed(out, source).values()] == [f"tensor `{name}` is not the permutation of its source"]
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", LAYER + "o_proj.bias"])
-def test_a_changed_tensor_that_should_have_stayed_is_found(
-    name: str, export: Callable[..., tuple[Path, Path]]
-) -> None:
-    source, out = export()
-    change(out, name, lambda tensor: tensor.neg())
-    assert [*failed(out, source).values()] == [f"tensor `{name}` differs from its source"]
-
-
-def test_another_source_is_found(
-    export: Callable[..., tuple[Path, Path]], source_model: Callable[..., Path]
-) -> None:
-    _, out = export("llama")
-    assert "source: tensors" in failed(out, source_model("qwen2"))
-    assert "source: tensors" in failed(out, source_model("llama", dtype="bfloat16"))
+def test_another_source_is_found(exported, source_model):
+    assert "source: tensors" in failed(exported, source_model("qwen2"))
+    assert "source: tensors" in failed(exported, source_model("llama", dtype="bfloat16"))
 
 
 # Of whose folders transformers makes an empty tokenizer, of a class that it has for them.
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "qwen3_next"])
-def test_a_model_without_a_tokenizer_verifies(
-    family: str, source_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_model_without_a_tokenizer_verifies(family, source_model, tmp_path):
     options = {"head_dim": 4, "num_hidden_layers": 4, "pad_token_id": 0, **OPTIONS[family]}
     source = source_model(family, **options)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -152,159 +117,336 @@ def test_a_model_without_a_tokenizer_verifies(
     assert "is not in both folders" in failed(out, source)["source: companions"]
 
 
-def test_changed_missing_and_added_files_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
-    _, out = export()
-    (out / "modeling_leank.py").write_text("import os\n")
-    (out / "cache_leank.py").unlink()
-    details = failed(out)
-    assert details.keys() == {"digest of modeling_leank.py", "digest of cache_leank.py"}
-    assert "was changed: its SHA-256" in details["digest of modeling_leank.py"]
-    assert "is missing" in details["digest of cache_leank.py"]
+def test_a_model_that_is_no_checkpoint_of_ours_is_an_error(source, exported, tmp_path):
+    for arguments, message in (
+        ([source], "is not a LeanK checkpoint"),
+        ([tmp_path], "has no `config.json`"),
+        ([exported, tmp_path / "missing"], "does not exist"),
+    ):
+        with pytest.raises(LeanKError, match=re.escape(message)):
+            verify_checkpoint(*arguments)
 
 
-def test_a_digest_cannot_point_outside(export: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
-    _, out = export()
-    (tmp_path / "secret").touch()
-    digests = read_json(out / DIGESTS_NAME)
-    digests["files"]["../secret"] = "0"
-    (out / DIGESTS_NAME).write_text(json.dumps(digests))
-    assert "is missing" in failed(out)["digest of ../secret"]
+def edit_json(name, edit):
+    def tamper(out):
+        content = read_json(out / name) if (out / name).exists() else {}
+        edit(content)
+        (out / name).write_text(json.dumps(content))
+
+    return tamper
 
 
-def test_damaged_weights_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
-    _, out = export()
-    file = shard_with(out, LAYER + "q_proj.weight")
-    file.write_bytes(file.read_bytes()[:-1])
-    assert "truncated or damaged" in failed(out)["headers and index"]
-    file.unlink()
-    assert "is missing" in failed(out)["headers and index"]
+def put(key, value):
+    """Set a key of an object: to a value, or to what a function makes of that which stood there."""
+    return lambda content: content.update({key: value(content.get(key)) if callable(value) else value})
 
 
-def test_an_index_that_does_not_fit_is_found(
-    export: Callable[..., tuple[Path, Path]], edit_json: Callable[..., None]
-) -> None:
-    _, out = export()
-    index = read_json(out / INDEX_NAME)
-    edit_json(out / INDEX_NAME, metadata={"total_size": 5})
-    assert "`total_size` is 5" in failed(out)["headers and index"]
-    weight_map = {name: file for name, file in index["weight_map"].items() if "layernorm" not in name}
-    edit_json(out / INDEX_NAME, metadata=index["metadata"], weight_map=weight_map)
-    assert "does not name tensor" in failed(out)["headers and index"]
+def leank(edit):
+    return edit_json("config.json", lambda content: edit(content["leank"]))
 
 
-def rotate(rows: list[list[int]]) -> list[list[int]]:
-    return [rows[0], [*rows[1][1:], rows[1][0]], *rows[2:]]
+def listed_files(edit):
+    return edit_json(DIGESTS_NAME, lambda content: edit(content["files"]))
 
 
-@pytest.mark.parametrize(
-    ("key", "edit", "message"),
-    [
-        ("widths", rotate, "`leank.channel_masks[1]` keeps"),
-        ("widths", lambda rows: rows[:-1], "not 3 rows, one for each pruned layer"),
-        ("widths", lambda rows: [[-1, *rows[0][1:]], *rows[1:]], "`leank.widths[0][0]` is -1, not in 0"),
-        ("head_permutation", lambda rows: [[0, 0, 1, 2], *rows[1:]], "[0, 0, 1, 2], not a permutation"),
-        ("pruning_ratio", lambda _: 0.25, "`leank.pruning_ratio` is 0.25"),
-        ("format_version", lambda _: 3, "`leank.format_version` is 3, these runtime files read 1"),
-        ("format_version", lambda _: True, "`leank.format_version` is True"),
-        ("sink_size", lambda _: -1, "`leank.sink_size` is -1"),
-        (
-            "config_overrides",
-            lambda _: [],
-            "`leank.config_overrides` is []: Input should be a valid",
-        ),
-        ("extra", lambda _: 1, "has key 'extra', which format 1 does not know"),
-        ("z" * 10**4, lambda _: 1, "has key 'zzz"),
-        ("files", lambda _: None, "does not name `channel_mask.safetensors`"),
-    ],
+def write(name, text):
+    def tamper(out):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(text)
+
+    return tamper
+
+
+def append(name):
+    return lambda out: (out / name).write_bytes((out / name).read_bytes() + b"\n")
+
+
+def remove(name):
+    return lambda out: (out / name).unlink()
+
+
+def shard_with(out, tensor):
+    return out / read_json(out / INDEX_NAME)["weight_map"][tensor]
+
+
+def resave(file, edit):
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    edit(tensors, metadata)
+    save_file(tensors, file, metadata)
+
+
+def flip(name, out):
+    """Flip the lowest bit of a tensor's last byte but three."""
+
+    def edit(tensors, _):
+        tensors[name].view(-1).view(torch.uint8)[-4] ^= 1
+
+    resave(shard_with(out, name), edit)
+
+
+def swap_heads(name, out):
+    """Put both KV heads' rows, or those of their query heads, where the source has them."""
+    resave(shard_with(out, name), lambda tensors, _: put(name, lambda t: t.roll(len(t) // 2, 0))(tensors))
+
+
+def swap_tensors(out):
+    names = [f"{LAYER}{projection}.weight" for projection in ("k_proj", "v_proj")]
+    files = [shard_with(out, name) for name in names]
+    first, second = (load_file(file)[name] for file, name in zip(files, names, strict=True))
+    for file, name, tensor in zip(files, names, (second, first), strict=True):
+        resave(file, lambda tensors, _, name=name, tensor=tensor: tensors.update({name: tensor.clone()}))
+
+
+def swap_shards(out):
+    first, second = sorted(out.glob("model-*.safetensors"))[:2]
+    first.rename(out / "held")
+    second.rename(first)
+    (out / "held").rename(second)
+
+
+def metadata(edit):
+    return lambda out: resave(shard_with(out, f"{LAYER}q_proj.weight"), lambda _, held: edit(held))
+
+
+def truncate(out):
+    file = shard_with(out, f"{LAYER}q_proj.weight")
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def change_mask_file(out):
+    mask = load_mask(out / "channel_mask.safetensors")
+    save_mask(
+        ChannelMask(mask.channel_mask.roll(1, -1), None, mask.provenance), out / "channel_mask.safetensors"
+    )
+
+
+def change_runtime(out):
+    """A forger's: every list knows the changed file."""
+    append(RUNTIME)(out)
+    leank(lambda block: block["files"].update({RUNTIME: sha256_of(out / RUNTIME)}))(out)
+
+
+def list_changed_runtime(out):
+    append(RUNTIME)(out)
+    listed_files(put(RUNTIME, lambda _: sha256_of(out / RUNTIME)))(out)
+
+
+def list_a_file_outside(out):
+    (out.parent / "secret").touch()
+    listed_files(put("../secret", "0"))(out)
+
+
+def roll(rows):
+    return [rows[0], [*rows[1][1:], rows[1][0]]]
+
+
+def move_channels(rows):
+    """Keep as many other channels of every head: 3 hex digits of 12 channels, and one of padding."""
+    return [row[1:3] + row[0] + row[3:] for row in rows]
+
+
+# What is put into the `leank` block, and what the check of config.json says of it.
+LEANK = [
+    ("format_version", 2, "`leank.format_version` is 2, these runtime files read 1"),
+    ("format_version", True, "`leank.format_version` is True"),
+    ("widths", roll, "`leank.channel_masks[1]` keeps"),
+    ("widths", lambda rows: rows[:-1], "not 2 rows, one for each pruned layer"),
+    ("widths", lambda rows: [[-1, 6], rows[1]], "`leank.widths[0][0]` is -1, not in 0"),
+    ("head_permutation", lambda rows: [[0, 0], rows[1]], "[0, 0], not a permutation"),
+    ("head_permutation", lambda rows: [[1, 0], rows[1]], "[1, 0], not stable within a bucket"),
+    ("channel_masks", lambda rows: rows[::-1], "`leank.channel_masks[0]` keeps ["),
+    ("channel_masks", lambda rows: rows[:-1], "is not a list of 2 strings"),
+    ("channel_masks", lambda _: 7, "is not a list of 2 strings"),
+    ("channel_masks", lambda rows: [rows[0], rows[1][:-1] + "1"], "keeps channels beyond the 12 of a head"),
+    ("channel_masks", lambda rows: [rows[0][:-1], rows[1]], "`leank.channel_masks[0]` is not"),
+    ("channel_masks", lambda rows: ["x" * len(rows[0]), rows[1]], "not 8 hex digits"),
+    ("sink_size", -1, "`leank.sink_size` is -1"),
+    ("recent_size", None, "`leank.recent_size` is None"),
+    ("flush_size", 0, "`leank.flush_size` is 0"),
+    ("prune", "lazy", "`leank.prune` is"),
+    ("pruning_ratio", 0.25, "`leank.pruning_ratio` is 0.25"),
+    ("pruning_ratio_asked", "0.7", "`leank.pruning_ratio_asked` is"),
+    ("width_multiple", 1.5, "`leank.width_multiple` is"),
+    ("config_overrides", [], "`leank.config_overrides` is []: Input should be a valid"),
+    ("files", None, "does not name `channel_mask.safetensors`"),
+    ("extra", 1, "has key 'extra', which format 1 does not know"),
+    ("z" * 10**4, 1, "has key 'zzz"),
+]
+# What contradicts other files alone.
+ELSEWHERE = {
+    "channel_masks": (move_channels, "mask file: "),
+    "sink_size": (7, "header metadata: "),
+    "recent_size": (7, "header metadata: "),
+    "flush_size": (7, "header metadata: "),
+    "prune": ("deferred", "header metadata: "),
+    "pruning_ratio_asked": (0.7, "header metadata: "),
+    "width_multiple": (8, "header metadata: "),
+    "config_overrides": ({"max_position_embeddings": 8192}, "header metadata: "),
+    "files": (lambda files: {**files, RUNTIME: "0" * 64}, f"digest of {RUNTIME}: "),
+}
+CONFIG = {
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "gelu",
+    "eos_token_id": 5,
+    "bos_token_id": 5,
+    "pad_token_id": 5,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "dtype": "float16",
+    "use_cache": False,
+    "attention_dropout": 0.5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "vocab_size": 5,
+    "head_dim": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 64,
+    "model_type": "leank_mistral",
+    "architectures": ["LlamaForCausalLM"],
+    "auto_map": {"AutoConfig": "evil.Config"},
+    "quantization_config": {"quant_method": "fp8"},
+    "anything_else": 1,
+}
+COMPANIONS = ("tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE")
+PERMUTED = [f"{LAYER}{projection}.weight" for projection in ("q_proj", "k_proj", "v_proj", "o_proj")]
+PERMUTED.append(f"{LAYER}k_proj.bias")
+SAME = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    f"{LAYER}o_proj.bias",
 )
-def test_a_leank_block_that_contradicts_itself_is_found(
-    key: str,
-    edit: Callable[[Any], Any],
-    message: str,
-    export: Callable[..., tuple[Path, Path]],
-) -> None:
-    _, out = export()
-    before = read_json(out / "config.json")["leank"]
-    change_leank(out, **{key: edit(before.get(key))})
-    assert message in failed(out)["config"] and len(failed(out)["config"]) < 600
-
-
-def test_names_that_no_file_can_have_are_found(export: Callable[..., tuple[Path, Path]]) -> None:
-    _, out = export()
-    digests = read_json(out / DIGESTS_NAME)
-    digests["files"] |= {"z" * 10**4: "0", "a\0": "1"}
-    (out / DIGESTS_NAME).write_text(json.dumps(digests))
-    found = [text for key, text in failed(out).items() if key.startswith("digest of")]
-    assert len(found) == 2 and all(len(text) < 300 for text in found)
-
-
-def test_an_unstable_permutation_is_found(
-    source_model: Callable[..., Path], ragged_mask: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
-    mask = ragged_mask()
-    mask[:, 1] = mask[:, 0]
-    out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
-    rows = read_json(out / "config.json")["leank"]["head_permutation"]
-    swapped = [[{0: 1, 1: 0}.get(head, head) for head in row] for row in rows]
-    change_leank(out, head_permutation=swapped)
-    assert "not stable within a bucket" in failed(out)["config"]
-
-
-def flip(rows: list[str]) -> list[str]:
-    """Keep another channel of every head that keeps some but not all, where the 4 last bits are padding."""
-    heads = [rows[1][start : start + 4] for start in range(0, len(rows[1]), 4)]
-    return [rows[0], "".join(f"{int(f'{int(head, 16):016b}'[11::-1], 2):03x}0" for head in heads), *rows[2:]]
-
-
-@pytest.mark.parametrize(
-    ("edit", "check", "message"),
-    [
-        (flip, "mask file", "layer 1 keeps other channels than the checkpoint's layer"),
-        (lambda rows: rows[::-1], "config", "`leank.channel_masks[0]` keeps ["),
-        (lambda rows: rows[:-1], "config", "is not a list of 3 strings"),
-        (
-            lambda rows: [*rows[:2], rows[2][:-1] + "1"],
-            "config",
-            "keeps channels beyond the 12 of a head",
-        ),
-        (lambda rows: [rows[0][:-1], *rows[1:]], "config", "`leank.channel_masks[0]` is not"),
-        (lambda rows: [rows[0], "x" * len(rows[1]), rows[2]], "config", "not 16 hex digits"),
-        (lambda _: 7, "config", "is not a list of 3 strings"),
-    ],
+EXTRA = (
+    "modeling_evil.py",
+    "tokenizer_evil.py",
+    "custom_generate/generate.py",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "model-00099-of-00099.safetensors",
+    "preprocessor_config.json",
+    "added_tokens.json",
+    "vocab.json",
+    "additional_chat_templates/tool.jinja",
 )
-def test_masks_that_contradict_each_other_are_found(
-    edit: Callable[[Any], Any], check: str, message: str, export: Callable[..., tuple[Path, Path]]
-) -> None:
-    _, out = export()
-    change_leank(out, channel_masks=edit(read_json(out / "config.json")["leank"]["channel_masks"]))
-    details = failed(out)
-    assert details.keys() == {check}
-    assert message in details[check]
+
+# By their names: what is done, how much of the rest fits it, and what a check says, as a pattern.
+KINDS = {
+    **{
+        f"leank.{key[:30]} {row}": (leank(put(key, value)), "listed", f"config: .*{re.escape(said)}")
+        for row, (key, value, said) in enumerate(LEANK)
+    },
+    **{f"leank.{key}": (leank(put(key, value)), "listed", said) for key, (value, said) in ELSEWHERE.items()},
+    **{
+        f"no leank.{key}": (leank(lambda block, key=key: block.pop(key)), "listed", f"config: .*{key}`")
+        for key in LEANK_KEYS
+    },
+    **{
+        f"config.{key}, {fits}": (edit_json("config.json", put(key, value)), fits, said)
+        for key, value in CONFIG.items()
+        for fits, said in (("left", "digest of config.json: "), ("source", ""))
+    },
+    **{
+        f"{name} changed, {fits}": (append(name), fits, name)
+        for name in (*COMPANIONS, "tokenizer_config.json", "README.md")
+        for fits in ("left", "source")
+        if fits == "left" or name in COMPANIONS
+    },
+    **{
+        f"{name} gone, {fits}": (remove(name), fits, name)
+        for name in (*COMPANIONS, "tokenizer_config.json", "README.md")
+        for fits in ("left", "source")
+        if fits == "left" or name != "README.md"
+    },
+    **{
+        f"tokenizer_config.{key}": (edit_json("tokenizer_config.json", put(key, value)), "source", f"`{key}`")
+        for key, value in {"tokenizer_class": "BertTokenizer", "eos_token": "x", "auto_map": {}}.items()
+    },
+    **{f"{name} flipped": (partial(flip, name), "left", "digest of model-") for name in (*PERMUTED, *SAME)},
+    **{
+        f"{name} flipped, listed": (partial(flip, name), "source", f"tensor `{name}` {claim} its source")
+        for names, claim in ((PERMUTED, "is not the permutation of"), (SAME, "differs from"))
+        for name in names
+    },
+    **{
+        f"{name} as in the source": (partial(swap_heads, name), "source", f"tensor `{name}` is not the perm")
+        for name in (f"{LAYER}q_proj.bias", f"{LAYER}k_proj.weight")
+    },
+    "tensors swapped": (swap_tensors, "left", "digest of model-"),
+    "tensors swapped, listed": (swap_tensors, "source", "k_proj.weight` is not the permutation"),
+    "shards swapped": (swap_shards, "listed", "headers and index: "),
+    "shard cut": (truncate, "listed", "headers and index: .*truncated or damaged"),
+    "shard gone": (lambda out: shard_with(out, "model.norm.weight").unlink(), "listed", "is missing"),
+    "metadata.leank": (metadata(put("leank", "{}")), "listed", "is not the `leank` block"),
+    "metadata.format": (metadata(put("format", "np")), "listed", "lacks `format`"),
+    "metadata.added": (metadata(put("added", "1")), "left", "digest of model-"),
+    "no metadata": (metadata(lambda held: held.pop("leank")), "left", "digest of model-"),
+    "index.total_size": (
+        edit_json(INDEX_NAME, put("metadata", {"total_size": 5})),
+        "listed",
+        "headers and index: .*`total_size` is 5",
+    ),
+    "index.weight_map": (
+        edit_json(INDEX_NAME, lambda content: content["weight_map"].pop("model.norm.weight")),
+        "listed",
+        "headers and index: .*does not name tensor",
+    ),
+    "index gone": (remove(INDEX_NAME), "listed", "index"),
+    "mask file": (change_mask_file, "left", "digest of channel_mask.safetensors: "),
+    "mask file, listed": (change_mask_file, "listed", "mask file: .*keeps other channels"),
+    "mask file gone": (remove("channel_mask.safetensors"), "left", "mask file: "),
+    "runtime file": (append(RUNTIME), "left", f"digest of {RUNTIME}: .*was changed: its SHA-256"),
+    "runtime file, in one list": (list_changed_runtime, "left", "list of digests: "),
+    "runtime file, in both lists": (change_runtime, "source", "runtime files: "),
+    "runtime file gone": (remove(RUNTIME), "left", f"digest of {RUNTIME}: .*is missing"),
+    **{f"{name} added": (write(name, "{}"), "left", "files without a digest: ") for name in EXTRA},
+    **{
+        f"{name} added, listed": (write(name, "{}"), "source", "")
+        for name in EXTRA
+        if name.endswith(".py") or name == "added_tokens.json"
+    },
+    "digests gone": (remove(DIGESTS_NAME), "left", "list of digests: "),
+    "digests no JSON": (write(DIGESTS_NAME, "{"), "left", "list of digests: "),
+    **{
+        f"digests.{key} {value}": (edit_json(DIGESTS_NAME, put(key, value)), "left", "list of digests: ")
+        for key, value in (
+            *(("format_version", version) for version in (2, True, 1.0)),
+            ("files", ["README.md"]),
+            ("added", 1),
+        )
+    },
+    "digest of nothing": (listed_files(put("other", "0")), "left", "digest of other: .*is missing"),
+    "digest of a file outside": (list_a_file_outside, "left", "digest of ../secret: .*is missing"),
+    "digest of a long name": (listed_files(put("z" * 10**4, "0")), "left", "digest of 'zzz"),
+    "digest of a name with a NUL": (listed_files(put("a\0", "1")), "left", "digest of 'a"),
+    "digest changed": (listed_files(put("README.md", "0" * 64)), "left", "digest of README.md: "),
+    "digest no text": (listed_files(put("README.md", 7)), "left", "list of digests: "),
+    **{
+        f"no digest of {name}": (listed_files(lambda files, name=name: files.pop(name)), "left", name)
+        for name in ("config.json", "tokenizer.json", RUNTIME, INDEX_NAME)
+    },
+}
 
 
-def test_another_mask_file_is_found(export: Callable[..., tuple[Path, Path]]) -> None:
-    _, out = export()
-    path = out / "channel_mask.safetensors"
-    mask = load_mask(path)
-    save_mask(ChannelMask(mask.channel_mask.flip(0), None, mask.provenance), path)
-    assert failed(out).keys() == {"digest of channel_mask.safetensors", "mask file"}
-    bless(out)
-    assert failed(out).keys() == {"list of digests", "digest of channel_mask.safetensors", "mask file"}
+@pytest.mark.parametrize("kind", KINDS)
+def test_tampering_is_found(kind, out, source):
+    tamper, fits, said = KINDS[kind]
+    tamper(out)
+    if fits != "left":
+        bless(out)
+    found = failed(out, source if fits == "source" else None)
+    lines = [f"{name}: {detail}" for name, detail in found.items()]
+    assert any(re.search(said, line) for line in lines), lines
+    assert all(len(line) < 600 for line in lines)
+    if fits == "source":
+        assert not [name for name in found if name.startswith("digest")]
 
 
-def test_metadata_of_another_export_is_found(export: Callable[..., tuple[Path, Path]]) -> None:
-    _, out = export()
-    change_leank(out, sink_size=7)
-    assert failed(out).keys() == {"header metadata"}
-
-
-def test_a_model_that_is_no_checkpoint_of_ours_is_an_error(
-    source_model: Callable[..., Path], export: Callable[..., tuple[Path, Path]], tmp_path: Path
-) -> None:
-    _, out = export()
-    with pytest.raises(LeanKError, match="is not a LeanK checkpoint"):
-        verify_checkpoint(source_model())
-    with pytest.raises(LeanKError, match=re.escape("has no `config.json`")):
-        verify_checkpoint(tmp_path)
-    with pytest.raises(LeanKError, match="does not exist"):
-        verify_checkpoint(out, tmp_path / "missing")
+def test_what_nothing_reads_is_fine(out, source):
+    for name in ("notes.txt", ".gitattributes", "leank/log.jsonl", "leank/state.safetensors", "results.json"):
+        write(name, "mine")(out)
+    assert failed(out, source) == {}

@@ -4,29 +4,35 @@ import json
 
 import pytest
 
+from leank_convert.errors import LeanKError
+
 
 @pytest.fixture
 def write_records(tmp_path):
-    """Writes records to a file of the data folder and returns the folder: `write_records(name, records)`."""
+    """Writes records to a file of the data folder, .jsonl or .parquet, and returns the folder."""
 
     def write(name, records):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        if path.suffix == ".parquet":
+            from datasets import Dataset
+
+            Dataset.from_list(records).to_parquet(path)
+        else:
+            path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         return tmp_path / "data"
 
     return write
 
 
 @pytest.fixture
-def write_parquet(tmp_path):
-    """The same for a .parquet file."""
-    from datasets import Dataset
+def refused(byte_level_tokenizer):
+    """Draws what has to be refused with a remedy: `refused(draw, folder, message)`."""
 
-    def write(name, records):
-        path = tmp_path / "data" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Dataset.from_list(records).to_parquet(path)
-        return tmp_path / "data"
+    def check(draw, folder, message, **options):
+        with pytest.raises(LeanKError) as caught:
+            draw(byte_level_tokenizer, folder, **{"num_samples": 5, **options})
+        assert message in str(caught.value)
+        assert caught.value.hint
 
-    return write
+    return check

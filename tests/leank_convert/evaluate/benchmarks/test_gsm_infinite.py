@@ -2,7 +2,6 @@
 
 import pytest
 
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate.benchmarks.gsm_infinite import draw_gsm_infinite
 from leank_convert.evaluate.prompt import score
 
@@ -37,16 +36,12 @@ SYMBOLIC = {
 }
 
 
-def draw(tokenizer, folder, num_samples=5):
-    return draw_gsm_infinite(tokenizer, folder, num_samples)
-
-
-def test_rows_are_counted_by_subset_operations_and_length(byte_level_tokenizer, write_parquet):
+def test_rows_are_counted_by_subset_operations_and_length(byte_level_tokenizer, write_records):
     rows = [ROW | {"messages": MESSAGES, "length": length} for length in ("zero_context", "8k", "8k", "8k")]
-    write_parquet("medium/data/ops_2-00000-of-00001.parquet", rows)
-    write_parquet("hard/data/ops_3-00000-of-00001.parquet", [ROW | {"d": 3, "op": 3}])
-    folder = write_parquet("symbolic/data/ops_1-00000-of-00001.parquet", [SYMBOLIC])
-    prompts = draw(byte_level_tokenizer, folder, num_samples=2)
+    write_records("medium/data/ops_2-00000-of-00001.parquet", rows)
+    write_records("hard/data/ops_3-00000-of-00001.parquet", [ROW | {"d": 3, "op": 3}])
+    folder = write_records("symbolic/data/ops_1-00000-of-00001.parquet", [SYMBOLIC])
+    prompts = draw_gsm_infinite(byte_level_tokenizer, folder, num_samples=2)
     assert {(prompt.task, prompt.length, prompt.index) for prompt in prompts} == {
         ("medium 2 operations", 0, 0),
         ("medium 2 operations", 8000, 0),
@@ -56,9 +51,9 @@ def test_rows_are_counted_by_subset_operations_and_length(byte_level_tokenizer, 
     }
 
 
-def test_the_published_messages_are_asked_as_one(byte_level_tokenizer, write_parquet):
-    folder = write_parquet("ops_2.parquet", [ROW | {"messages": MESSAGES}])
-    (prompt,) = draw(byte_level_tokenizer, folder)
+def test_the_published_messages_are_asked_as_one(byte_level_tokenizer, write_records):
+    folder = write_records("ops_2.parquet", [ROW | {"messages": MESSAGES}])
+    (prompt,) = draw_gsm_infinite(byte_level_tokenizer, folder, 5)
     text = byte_level_tokenizer.decode(prompt.input_ids)
     assert "You count.\n\nProblem: there are owls.\n\nQuestion: how many?" in text
     assert prompt.max_new_tokens == 4096
@@ -67,15 +62,15 @@ def test_the_published_messages_are_asked_as_one(byte_level_tokenizer, write_par
 
 
 def test_a_row_without_messages_is_asked_all_the_same(byte_level_tokenizer, write_records):
-    (prompt,) = draw(byte_level_tokenizer, write_records("igsm_op2.jsonl", [ROW]))
+    (prompt,) = draw_gsm_infinite(byte_level_tokenizer, write_records("igsm_op2.jsonl", [ROW]), 5)
     text = byte_level_tokenizer.decode(prompt.input_ids)
     assert f"{ROW['problem'].strip()}\n\nQuestion: {ROW['question']}" in text
     assert "`Answer: `" in text
     assert "= 2. Answer" not in text  # the solution
 
 
-def test_variables_are_right_if_they_are_all_and_no_others(byte_level_tokenizer, write_parquet):
-    (prompt,) = draw(byte_level_tokenizer, write_parquet("ops_1.parquet", [SYMBOLIC]))
+def test_variables_are_right_if_they_are_all_and_no_others(byte_level_tokenizer, write_records):
+    (prompt,) = draw_gsm_infinite(byte_level_tokenizer, write_records("ops_1.parquet", [SYMBOLIC]), 5)
     assert score("V1 = 3, so V2 = 4.\nThe variable is V2.", prompt) == 1
     assert score("They are V1 and V2.", prompt) == 0
 
@@ -94,24 +89,14 @@ def test_variables_are_right_if_they_are_all_and_no_others(byte_level_tokenizer,
         (ROW | {"op": "two"}, "`op` is 'two'"),
     ],
 )
-def test_a_row_of_another_form_is_refused(byte_level_tokenizer, write_records, row, named):
-    refused(byte_level_tokenizer, write_records("rows.jsonl", [row]), named)
+def test_a_row_of_another_form_is_refused(refused, write_records, row, named):
+    refused(draw_gsm_infinite, write_records("rows.jsonl", [row]), named)
 
 
-def test_a_folder_without_rows_is_refused(byte_level_tokenizer, tmp_path):
-    refused(byte_level_tokenizer, tmp_path / "missing", "does not exist")
-    refused(byte_level_tokenizer, tmp_path, "holds no row of GSM-Infinite")
-
-
-def test_a_torn_file_is_refused(byte_level_tokenizer, write_parquet):
-    folder = write_parquet("ops_2.parquet", [ROW] * 50)
+def test_a_folder_without_rows_or_with_a_torn_file_is_refused(refused, write_records, tmp_path):
+    refused(draw_gsm_infinite, tmp_path / "missing", "does not exist")
+    refused(draw_gsm_infinite, tmp_path, "holds no row of GSM-Infinite")
+    folder = write_records("ops_2.parquet", [ROW] * 50)
     path = folder / "ops_2.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    refused(byte_level_tokenizer, folder, f"`{path}` cannot be read")
-
-
-def refused(tokenizer, folder, named):
-    with pytest.raises(LeanKError) as caught:
-        draw(tokenizer, folder)
-    assert named in str(caught.value)
-    assert caught.value.hint
+    refused(draw_gsm_infinite, folder, f"`{path}` cannot be read")

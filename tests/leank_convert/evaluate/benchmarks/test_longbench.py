@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from leank_convert.errors import LeanKError
 from leank_convert.evaluate import scores
 from leank_convert.evaluate.benchmarks import longbench
 from leank_convert.evaluate.benchmarks.files import encode_text
@@ -99,38 +98,28 @@ def test_of_a_text_without_a_bound_only_its_ends_are_tokenized(
         ("trec", RECORD, "record 1 has no `all_classes`"),
     ],
 )
-def test_a_record_of_another_form_is_refused(byte_level_tokenizer, write_records, name, record, named):
-    folder = write_records(f"{name}.jsonl", [record])
-    refused(byte_level_tokenizer, folder, f"{name}.jsonl`: {named}")
+def test_a_record_of_another_form_is_refused(refused, write_records, name, record, named):
+    refused(
+        draw_longbench, write_records(f"{name}.jsonl", [record]), f"{name}.jsonl`: {named}", length=LENGTH
+    )
 
 
-def test_a_folder_without_its_files_is_refused(byte_level_tokenizer, write_records, tmp_path):
-    refused(byte_level_tokenizer, tmp_path / "missing", "does not exist")
-    folder = write_records("others.jsonl", [RECORD])
-    refused(byte_level_tokenizer, folder / "others.jsonl", "is a file")
-    refused(byte_level_tokenizer, folder, f"`{folder}` holds no record of LongBench")
-
-
-def test_a_length_without_room_is_refused(byte_level_tokenizer, write_records):
-    folder = write_records("gov_report.jsonl", [RECORD])
-    refused(byte_level_tokenizer, folder, "520 tokens leave no room for `gov_report`", length=520)
-
-
-def test_without_the_package_datasets_it_says_so(byte_level_tokenizer, write_records, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(byte_level_tokenizer, write_records("hotpotqa.jsonl", [RECORD]), "package `datasets`")
-
-
-def test_without_a_package_that_scores_it_says_so_before_anything_is_answered(
-    byte_level_tokenizer, write_records, monkeypatch
+def test_a_folder_without_its_files_a_length_without_room_and_a_missing_package_are_refused(
+    refused, write_records, tmp_path, monkeypatch
 ):
+    folder = write_records("others.jsonl", [RECORD])
+    for place, message in (
+        (tmp_path / "missing", "does not exist"),
+        (folder / "others.jsonl", "is a file"),
+        (folder, f"`{folder}` holds no record of LongBench"),
+    ):
+        refused(draw_longbench, place, message, length=LENGTH)
+    write_records("gov_report.jsonl", [RECORD])
+    refused(draw_longbench, folder, "520 tokens leave no room for `gov_report`", length=520)
+    # Of summaries, before anything is answered.
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     scores._rouge_scorer.cache_clear()
-    refused(byte_level_tokenizer, write_records("gov_report.jsonl", [RECORD]), "package `rouge-score`")
-
-
-def refused(tokenizer, folder, named, length=LENGTH):
-    with pytest.raises(LeanKError) as caught:
-        draw(tokenizer, folder, length=length)
-    assert named in str(caught.value)
-    assert caught.value.hint
+    refused(draw_longbench, folder, "package `rouge-score`", length=LENGTH)
+    (folder / "gov_report.jsonl").rename(folder / "hotpotqa.jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(draw_longbench, folder, "package `datasets`", length=LENGTH)

@@ -1,6 +1,7 @@
 """Questions on short documents, and prompts of one task."""
 
 import json
+import re
 
 import pytest
 
@@ -28,6 +29,17 @@ def question_file(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("questions") / "towers.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     return path
+
+
+@pytest.fixture(scope="session")
+def split():
+    """Parts of a prompt by the plain tokenizer: the user's message, and the beginning of the answer."""
+
+    def split_one(tokenizer, prompt):
+        text = tokenizer.decode(prompt.input_ids)
+        return re.fullmatch(r"<\|turn\|>user\n(.*)</s><\|turn\|>assistant\n(.*)", text, re.S).groups()
+
+    return split_one
 
 
 @pytest.fixture(scope="session")

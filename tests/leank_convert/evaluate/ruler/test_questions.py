@@ -83,14 +83,10 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(write, tmp_path,
     assert caught.value.hint
 
 
-def message_of(tokenizer, prompt):
-    return re.search(r"user\n(.*)</s>", tokenizer.decode(prompt.input_ids), re.S).group(1)
-
-
-def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw):
+def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, records, draw, split):
     asked = []
     for prompt in draw(plain_tokenizer, "qa", 700, num_samples=8):
-        message = message_of(plain_tokenizer, prompt)
+        message, _ = split(plain_tokenizer, prompt)
         question = re.search(r"Question: (.*)$", message).group(1)
         (record,) = (record for record in records if record["question"] == question)
         assert prompt.references == tuple(record["answers"])
@@ -103,19 +99,13 @@ def test_a_question_stands_with_its_documents_among_others(plain_tokenizer, reco
     assert len(set(asked)) == 8
 
 
-def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw):
+def test_documents_come_again_where_the_file_has_too_few(plain_tokenizer, records, draw, split):
     (prompt,) = draw(plain_tokenizer, "qa", 3000, num_samples=1)
-    counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", message_of(plain_tokenizer, prompt), re.M))
+    counts = Counter(re.findall(r"^\[Document \d+\]\n(.*)$", split(plain_tokenizer, prompt)[0], re.M))
     assert set(counts) == {record["documents"][0] for record in records}
     (own,) = (text for text in counts if prompt.references[1] in text)
     assert counts.pop(own) == 1
     assert max(counts.values()) > 1
-
-
-def test_a_file_that_is_too_small_is_refused(plain_tokenizer, draw):
-    with pytest.raises(LeanKError, match="has 12 questions, fewer than the samples") as caught:
-        draw(plain_tokenizer, "qa", num_samples=13)
-    assert "12 samples or fewer" in caught.value.hint
 
 
 def test_the_rest_of_an_article_fills_a_prompt_before_other_documents(tmp_path):
@@ -131,7 +121,10 @@ def test_the_rest_of_an_article_fills_a_prompt_before_other_documents(tmp_path):
         assert set(re.findall(r"^[AB]\d$", draft.render(4), re.M)) == set(documents)
 
 
-def test_a_file_with_nothing_to_fill_a_prompt_with_is_refused(tmp_path):
-    asked = [Question("a?", ("1",), ("A1",))]
+def test_a_file_that_is_too_small_is_refused(plain_tokenizer, draw, tmp_path):
+    with pytest.raises(LeanKError, match="has 12 questions, fewer than the samples") as caught:
+        draw(plain_tokenizer, "qa", num_samples=13)
+    assert "12 samples or fewer" in caught.value.hint
+    asked = [Question("a?", ("1",), ("A1",))]  # nothing to fill a prompt with
     with pytest.raises(LeanKError, match=r"no document besides those of `a\?`"):
         draft_question(asked, collect_documents(asked), tmp_path, 0, 0, random.Random(0))

@@ -22,15 +22,8 @@ NEEDLE_COUNTS = {
 }
 
 
-def split(tokenizer, prompt):
-    """The user's message and the beginning of the answer."""
-    text = tokenizer.decode(prompt.input_ids)
-    message, begin = re.fullmatch(r"<\|turn\|>user\n(.*)</s><\|turn\|>assistant\n(.*)", text, re.S).groups()
-    return message, begin
-
-
 @pytest.mark.parametrize("task", [task for task in RULER_TASKS if task != "qa"])
-def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, task, draw):
+def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, task, draw, split):
     for prompt in draw(plain_tokenizer, task, num_samples=4):
         message, begin = split(plain_tokenizer, prompt)
         before, *_, question = message.split("\n\n")
@@ -39,7 +32,7 @@ def test_neither_instruction_nor_prefix_gives_the_answer_away(plain_tokenizer, t
 
 
 @pytest.mark.parametrize(("task", "counts"), NEEDLE_COUNTS.items())
-def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, counts, draw):
+def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, counts, draw, split):
     num_keys, num_values, num_queries = counts
     for prompt in draw(plain_tokenizer, task, num_samples=3):
         message, begin = split(plain_tokenizer, prompt)
@@ -57,7 +50,7 @@ def test_needles_hide_as_many_values_of_as_many_keys(plain_tokenizer, task, coun
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
-def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task, draw):
+def test_among_needles_one_alone_has_the_key_and_the_value(plain_tokenizer, task, draw, split):
     for prompt in draw(plain_tokenizer, task, num_samples=3):
         message, _ = split(plain_tokenizer, prompt)
         found = NEEDLE.findall(message)
@@ -78,7 +71,7 @@ def test_no_filler_repeats_the_key_even_where_keys_are_few(monkeypatch):
     assert Counter(key for _, key, _ in NEEDLE.findall(message))[asked] == 1
 
 
-def test_needles_lie_at_every_depth(plain_tokenizer, draw):
+def test_needles_lie_at_every_depth(plain_tokenizer, draw, split):
     places = []
     for prompt in draw(plain_tokenizer, "niah_single_1", num_samples=30):
         lines = split(plain_tokenizer, prompt)[0].split("\n\n")[1].split("\n")
@@ -97,7 +90,7 @@ def resolve(text):
     return held
 
 
-def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw):
+def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw, split):
     for prompt in draw(plain_tokenizer, "vt", num_samples=3):
         message, begin = split(plain_tokenizer, prompt)
         example, text = re.split(r"^Answer: .*$", message, flags=re.M)
@@ -116,7 +109,9 @@ def test_tracked_names_are_all_that_hold_the_number(plain_tokenizer, draw):
 @pytest.mark.parametrize(
     ("length", "common", "rare", "example"), [(2500, 6, 1, (20, 3, 1)), (9000, 30, 3, (40, 10, 3))]
 )
-def test_common_words_come_up_as_often_as_in_ruler(plain_tokenizer, length, common, rare, example, draw):
+def test_common_words_come_up_as_often_as_in_ruler(
+    plain_tokenizer, length, common, rare, example, draw, split
+):
     for prompt in draw(plain_tokenizer, "cwe", length):
         message, _ = split(plain_tokenizer, prompt)
         shown, asked = (
@@ -134,7 +129,7 @@ def test_common_words_come_up_as_often_as_in_ruler(plain_tokenizer, length, comm
         assert set(re.findall(r"[a-z]+", solved)) == {word for word, _ in shown.most_common(10)}
 
 
-def test_words_never_run_out(plain_tokenizer, draw):
+def test_words_never_run_out(plain_tokenizer, draw, split):
     (prompt,) = draw(plain_tokenizer, "cwe", 30_000, num_samples=1)
     message, _ = split(plain_tokenizer, prompt)
     asked = Counter(re.findall(r"\d+\. (\S+)", re.split(r"^Answer: .*$", message, flags=re.M)[1]))
@@ -144,7 +139,7 @@ def test_words_never_run_out(plain_tokenizer, draw):
         assert [word for word in asked if reference in word] == [reference]
 
 
-def test_frequent_words_follow_the_dots(plain_tokenizer, draw):
+def test_frequent_words_follow_the_dots(plain_tokenizer, draw, split):
     for length in (600, 3000):
         for prompt in draw(plain_tokenizer, "fwe", length, num_samples=4):
             message, _ = split(plain_tokenizer, prompt)

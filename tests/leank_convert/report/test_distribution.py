@@ -1,12 +1,14 @@
 """A mask's numbers, against counts by hand."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from leank_convert.analyze.distribution import analyze_mask
 from leank_convert.mask import ChannelMask, load_mask
+from leank_convert.report.distribution import analyze_mask
 
 
 def analyze(rows, **options):
@@ -64,15 +66,13 @@ def test_score_is_the_distance_from_the_neighbours_in_robust_deviations():
     assert outlier.score > 6
 
 
-def test_a_pair_of_which_far_less_is_kept_is_an_outlier_too():
+def test_a_pair_of_which_far_less_is_kept_is_an_outlier_too_and_a_steep_slope_is_none():
     shares = [0.80, 0.82, 0.85, 0.81, 0.20, 0.84, 0.89, 0.86, 0.91]
     (outlier,) = analyze_mask(with_pairs(shares)).outliers
     assert outlier.pair == 4
     assert outlier.score < -6
-
-
-def test_a_steep_slope_is_no_outlier():
-    assert analyze_mask(with_pairs([0.02 * pair + 0.01 * (pair % 3) for pair in range(32)])).outliers == ()
+    slope = [0.02 * pair + 0.01 * (pair % 3) for pair in range(32)]
+    assert analyze_mask(with_pairs(slope)).outliers == ()
 
 
 def test_one_head_that_differs_from_an_even_mask_is_no_outlier_and_a_whole_pair_is():
@@ -95,13 +95,22 @@ def test_even_masks_have_no_outliers_and_whole_numbers(shape, kept):
     assert json.loads(json.dumps(found.to_dict()))["empty_share"] == float(not kept)
 
 
+def find_real(name):
+    """One of the two masks that were published with the paper; they lie outside the repository."""
+    folders = (os.environ.get("LEANK_MASKS"), Path(__file__).parents[4] / "shared/masks")
+    found = [Path(folder, name) for folder in folders if folder and Path(folder, name).exists()]
+    if not found:
+        pytest.skip(f"no mask `{name}` here: set LEANK_MASKS to its folder")
+    return found[0]
+
+
 @pytest.mark.parametrize(
     ("name", "pair", "empty", "heads"),
     [("llama-3.1-8b-instruct.pth", 22, 47, 256), ("qwen2.5-7b-instruct.pth", 31, 35, 112)],
     ids=["llama", "qwen"],
 )
-def test_real_masks_have_the_outlier_that_the_paper_names_and_no_other(real_mask, name, pair, empty, heads):
-    found = analyze_mask(load_mask(real_mask(name)))
+def test_real_masks_have_the_outlier_that_the_paper_names_and_no_other(name, pair, empty, heads):
+    found = analyze_mask(load_mask(find_real(name)))
     assert [outlier.pair for outlier in found.outliers] == [pair]
     (outlier,) = found.outliers
     assert outlier.kept > 1.5 * outlier.neighbours

@@ -6,17 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from leank_convert.checkpoint_io import CONFIG_NAME, read_config
-from leank_convert.errors import LeanKError
-from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_cache_bytes
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, resolve_mask
+from leank_convert.head_layout import BytesPerToken, count_cache_bytes
+from leank_convert.mask import ChannelMask
 
-_ASSUMED_ELEMENT_BYTES = 2
 # Pairs at each side that a pair is compared with: few, since what is kept rises steeply with the index.
 _NEIGHBOURS = 3
 # Of normally distributed differences, one in 500 million would be that far out.
@@ -106,35 +102,6 @@ class MaskAnalysis:
             "element_bytes": self.element_bytes,
             "bytes_per_token": {**asdict(self.cache), "saved": self.cache.saved},
         }
-
-
-def load_artifact(artifact: str) -> tuple[ChannelMask, int]:
-    """Load a mask by what a user calls it.
-
-    Args:
-        artifact: A mask file, the folder of a training run or of a converted checkpoint, or a hub id.
-
-    Returns:
-        The mask, and the bytes of one number in the cache: by a checkpoint's dtype, otherwise 2.
-
-    Raises:
-        LeanKError: If there is no mask, or it cannot be read.
-    """
-    folder = Path(artifact).expanduser()
-    path = resolve_mask(artifact)
-    if not path.exists():
-        where = (
-            f"`{artifact}` holds no `{MASK_FILE_NAME}`" if folder.is_dir() else f"`{artifact}` does not exist"
-        )
-        raise LeanKError(
-            where, hint="name a mask file, the folder of a training run, or a converted checkpoint"
-        )
-    mask = load_mask(path)
-    dtype = None
-    if folder.is_dir() and (folder / CONFIG_NAME).exists():
-        config = read_config(folder)
-        dtype = config.get("dtype") or config.get("torch_dtype")
-    return mask, BYTES_PER_ELEMENT.get(str(dtype), _ASSUMED_ELEMENT_BYTES)
 
 
 def analyze_mask(mask: ChannelMask, element_bytes: int = 2) -> MaskAnalysis:
