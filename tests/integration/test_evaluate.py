@@ -268,12 +268,6 @@ def test_files_of_no_evaluation_are_not_replaced(convert, tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_answers_of_another_checkpoint_are_refused(convert, tmp_path):
-    compare(convert("half"), out=tmp_path)
-    with pytest.raises(LeanKError, match="`checkpoint` was"):
-        compare(convert("none"), out=tmp_path)
-
-
 @pytest.mark.parametrize("changed", ["checkpoint", "against"])
 def test_answers_of_other_weights_of_the_same_shape_are_refused(convert, tmp_path, changed):
     """As of another fine-tuning, converted with the same mask."""

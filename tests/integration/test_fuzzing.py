@@ -4,8 +4,6 @@ Every case is drawn from `--fuzz-seed` and its number; `--fuzz-cases N` runs mor
 What fails is told with the number, and with the folder that it was left in.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -13,10 +11,8 @@ import resource
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +39,7 @@ MAX_BYTES = 1 << 30
 LOADED_SHARE = 0.1
 
 DEEP, WIDE = "@deep@", "@wide@"  # stand for what only text can hold; see `to_text`
-NASTY: list[Any] = [
+NASTY = [
     None, True, False, 0, -1, 1, 2, 3, 7, 16, 4097, 2**24 + 1, 2**31, 2**63, 2**64, 10**9, 10**30, 10**400,
     0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf"),
     "", "x", "1", "false", "null", "\0", "\ud800", "a\nb", "../x", "/etc/passwd", "é" * 9, "y" * 10**4, "{}",
@@ -74,11 +70,11 @@ class TooSlow(BaseException):
 # --- mutations ---------------------------------------------------------------------------------------------
 
 
-def nasty(rng: random.Random) -> Any:
+def nasty(rng):
     return rng.choice(NASTY)
 
 
-def mutate(rng: random.Random, value: Any, keys: tuple[str, ...] = ()) -> Any:
+def mutate(rng, value, keys=()):
     """A copy of a JSON object or list with one thing in it replaced, removed, renamed, nested or added."""
     value = holder = copy.deepcopy(value)
     while True:
@@ -105,7 +101,7 @@ def mutate(rng: random.Random, value: Any, keys: tuple[str, ...] = ()) -> Any:
     return value
 
 
-def to_text(rng: random.Random, value: Any) -> bytes:
+def to_text(rng, value):
     """JSON of a mutated value, now and then with a key twice, or damaged as text."""
     text = json.dumps(value, ensure_ascii=rng.random() < 0.9 or "\\ud8" in json.dumps(value))
     depth = rng.choice((70, 900, 10**5))
@@ -118,7 +114,7 @@ def to_text(rng: random.Random, value: Any) -> bytes:
     return damage(rng, content) if rng.random() < 0.1 else content
 
 
-def damage(rng: random.Random, content: bytes) -> bytes:
+def damage(rng, content):
     """Bytes flipped, cut off, put in or put twice."""
     at = rng.randrange(len(content))
     if rng.random() < 0.5:  # headers lie in front
@@ -137,7 +133,7 @@ def damage(rng: random.Random, content: bytes) -> bytes:
     )
 
 
-def mutate_header(rng: random.Random, content: bytes) -> bytes:
+def mutate_header(rng, content):
     """A safetensors file with another header, its texts of JSON mutated as JSON."""
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
@@ -162,32 +158,32 @@ def mutate_header(rng: random.Random, content: bytes) -> bytes:
 # --- cases -------------------------------------------------------------------------------------------------
 
 
-def rewrite_json(rng: random.Random, path: Path, keys: tuple[str, ...] = ()) -> None:
+def rewrite_json(rng, path, keys=()):
     value = json.loads(path.read_text())
     for _ in range(rng.choice((1, 1, 2))):
         value = mutate(rng, value, keys) if isinstance(value, dict | list) and value else value
     path.write_bytes(to_text(rng, value))
 
 
-def export_of_config(rng: random.Random, folder: Path) -> Path | None:
+def export_of_config(rng, folder):
     name = rng.choice(("config.json",) * 8 + ("tokenizer_config.json", "generation_config.json"))
     rewrite_json(rng, folder / "source" / name, CONFIG_KEYS)
     return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
 
 
-def export_of_header(rng: random.Random, folder: Path) -> Path | None:
+def export_of_header(rng, folder):
     shard = rng.choice(sorted((folder / "source").glob("*.safetensors")))
     content = shard.read_bytes()
     shard.write_bytes(damage(rng, content) if rng.random() < 0.2 else mutate_header(rng, content))
     return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
 
 
-def export_of_index(rng: random.Random, folder: Path) -> Path | None:
+def export_of_index(rng, folder):
     rewrite_json(rng, folder / "source" / INDEX_NAME, ("metadata", "weight_map", "x"))
     return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
 
 
-def export_of_mask(rng: random.Random, folder: Path) -> Path | None:
+def export_of_mask(rng, folder):
     mask = folder / f"mask.{rng.choice(('safetensors', 'safetensors', 'safetensors', 'pth', 'npy'))}"
     tensor = torch.randint(0, 2, (2, 2, 8)).to(rng.choice((torch.bool, torch.float64, torch.complex64)))
     if mask.suffix == ".safetensors":
@@ -206,7 +202,7 @@ def export_of_mask(rng: random.Random, folder: Path) -> Path | None:
     return export_checkpoint(folder / "source", mask, folder / "out")
 
 
-def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
+def check_of_checkpoint(rng, folder):
     """Whatever changes in a checkpoint, `verify` says so, and `inspect` makes a sentence or a table of it."""
     checkpoint = folder / "checkpoint"
     path = rng.choice([*sorted(checkpoint.iterdir()), *[checkpoint / "config.json"] * 9])
@@ -222,7 +218,7 @@ def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
         path.write_bytes(mutate_header(rng, before))
     else:
         path.write_bytes(damage(rng, before))
-    inspected: LeanKError | None = None
+    inspected = None
     try:
         render_inspection(inspect_artifact(checkpoint))
     except LeanKError as error:
@@ -238,10 +234,10 @@ def check_of_checkpoint(rng: random.Random, folder: Path) -> Path | None:
         )
     if inspected is not None:
         raise inspected
-    return None
+    return
 
 
-def read_of_answers(rng: random.Random, folder: Path) -> Path | None:
+def read_of_answers(rng, folder):
     """Answers that an evaluation kept are found again, asked again or refused."""
     path = folder / "answers" / rng.choice((ANSWERS_NAME, ANSWERS_NAME, SETTINGS_NAME))
     if path.name == SETTINGS_NAME:
@@ -255,10 +251,10 @@ def read_of_answers(rng: random.Random, folder: Path) -> Path | None:
     missing = {prompt.index for prompt in log.missing(PROMPTS, ["dense"])}
     scores = [log.outcome(p, ["dense"]).scores["dense"] for p in PROMPTS if p.index not in missing]
     assert all(0 <= score <= 1 for score in scores), scores
-    return None
+    return
 
 
-CASES: dict[str, tuple[int, Callable[[random.Random, Path], Path | None]]] = {
+CASES = {
     "config": (4, export_of_config),
     "header": (2, export_of_header),
     "index": (1, export_of_index),
@@ -272,7 +268,7 @@ CASES: dict[str, tuple[int, Callable[[random.Random, Path], Path | None]]] = {
 
 
 @pytest.fixture(scope="session")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def material(tmp_path_factory):
     """A model in several shards, a mask with all of its provenance, and a checkpoint of them."""
     folder = tmp_path_factory.mktemp("fuzzing") / "material"
     torch.manual_seed(0)
@@ -303,17 +299,17 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_unchanged_material_is_fine(material: Path) -> None:
+def test_unchanged_material_is_fine(material):
     assert verify_checkpoint(material / "checkpoint", material / "source").ok
     mask = load_mask(material / MASK_FILE_NAME)
     assert mask.provenance is not None and mask.key_mean is not None
 
 
 @contextmanager
-def limits() -> Iterator[None]:
+def limits():
     """Memory and time of one case."""
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise TooSlow(f"more than {MAX_SECONDS} s")
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -329,14 +325,14 @@ def limits() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def check_refusal(error: LeanKError) -> None:
+def check_refusal(error):
     """A mistake of the user's, told in short."""
     told = str(error)
     assert 0 < len(told) <= MAX_MESSAGE and "\n" not in told, f"{len(told)} characters: {told[:300]}"
     assert error.exit_code == 2 and len(error.hint or "") <= MAX_MESSAGE
 
 
-def run_case(kind: str, seed: str, material: Path, folder: Path) -> str | None:
+def run_case(kind, seed, material, folder):
     """Run one case in a folder of its own; what is wrong with what came of it, None if nothing is."""
     rng = random.Random(seed)
     shutil.copytree(material, folder)
@@ -369,9 +365,7 @@ def run_case(kind: str, seed: str, material: Path, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_mutated_files_give_one_sentence_or_a_result_that_verifies(
-    kind: str, material: Path, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_mutated_files_give_one_sentence_or_a_result_that_verifies(kind, material, tmp_path, pytestconfig):
     total, seed = pytestconfig.getoption("--fuzz-cases"), pytestconfig.getoption("--fuzz-seed")
     failures = []
     for number in range(max(1, total * CASES[kind][0] // sum(share for share, _ in CASES.values()))):

@@ -1,14 +1,9 @@
 """Small model folders as a hub would hold them, and tokenizers of the awkward kinds, trained on the spot."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +36,12 @@ PLAIN_TEMPLATE = (
 )
 
 
-def corpus() -> list[str]:
+def corpus():
     rng = random.Random(0)
     return [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
 
 
-def wrap(tokenizer: Tokenizer, template: str) -> PreTrainedTokenizerFast:
+def wrap(tokenizer, template):
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -58,7 +53,7 @@ def wrap(tokenizer: Tokenizer, template: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """GPT-2's kind: leading spaces belong to words, digits merge freely."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,7 +64,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
-def metaspace() -> PreTrainedTokenizerFast:
+def metaspace():
     """SentencePiece's kind: a space is put before every text, and merges run across words."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
@@ -88,7 +83,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
-def with_bos() -> PreTrainedTokenizerFast:
+def with_bos():
     """Llama 3's kind: the template writes the BOS, and the tokenizer adds one too where it is asked to."""
     fast = byte_level()
     bos = fast.convert_tokens_to_ids("<s>")
@@ -99,7 +94,7 @@ def with_bos() -> PreTrainedTokenizerFast:
     return fast
 
 
-def trailing_text() -> PreTrainedTokenizerFast:
+def trailing_text():
     """A template that trims the user's words and goes on after them."""
     fast = byte_level()
     fast.chat_template = (
@@ -109,7 +104,7 @@ def trailing_text() -> PreTrainedTokenizerFast:
     return fast
 
 
-def unsplit() -> PreTrainedTokenizerFast:
+def unsplit():
     """Merges over words, lines and paragraphs: a token may span document and question."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -132,10 +127,10 @@ TOKENIZERS = {
 
 
 @pytest.fixture
-def source_model(tmp_path: Path) -> Callable[..., Path]:
+def source_model(tmp_path):
     """Write a random model of one family: 3 layers, 8 query heads, 4 KV heads, hidden size 32."""
 
-    def build(family: str = "llama", *, dtype: str = "float32", shards: bool = True, **config: Any) -> Path:
+    def build(family="llama", *, dtype="float32", shards=True, **config):
         torch.manual_seed(5)
         options = {**FAMILIES.get(family, {}), **config}
         configuration = AutoConfig.for_model(
@@ -168,10 +163,10 @@ def source_model(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def ragged_mask() -> Callable[..., torch.Tensor]:
+def ragged_mask():
     """Bool [layers, heads, head_dim] with widths that differ, an empty and a full head in every layer."""
 
-    def build(layers: int = 3, heads: int = 4, head_dim: int = 12, seed: int = 0) -> torch.Tensor:
+    def build(layers=3, heads=4, head_dim=12, seed=0):
         generator = torch.Generator().manual_seed(seed)
         mask = torch.zeros(layers, heads, head_dim, dtype=torch.bool)
         for layer in range(layers):
@@ -185,10 +180,10 @@ def ragged_mask() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
-def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], ChannelMask]:
+def fitting_mask(ragged_mask):
     """A ragged mask of the shape that a model folder needs."""
 
-    def build(folder: Path) -> ChannelMask:
+    def build(folder):
         facts = read_model_facts(json.loads((folder / "config.json").read_text()), origin="config.json")
         return ChannelMask(ragged_mask(*facts.mask_shape))
 
@@ -196,10 +191,10 @@ def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], C
 
 
 @pytest.fixture
-def snapshot() -> Callable[[Path], dict[str, str] | None]:
+def snapshot():
     """Digests of all files of a folder by relative path; None where there is no folder."""
 
-    def digest(folder: Path) -> dict[str, str] | None:
+    def digest(folder):
         if not folder.exists():
             return None
         files = (path for path in folder.rglob("*") if path.is_file())
@@ -211,10 +206,10 @@ def snapshot() -> Callable[[Path], dict[str, str] | None]:
 
 
 @pytest.fixture
-def refused(snapshot: Callable[[Path], dict[str, str] | None]) -> Callable[..., LeanKError]:
+def refused(snapshot):
     """Run an export that must fail as the user's mistake and leave its target as it was."""
 
-    def run(source: Path, mask: ChannelMask, out: Path, message: str, **options: Any) -> LeanKError:
+    def run(source, mask, out, message, **options):
         before = snapshot(out)
         with pytest.raises(LeanKError, match=re.escape(message)) as caught:
             export_checkpoint(source, mask, out, **options)
@@ -227,10 +222,10 @@ def refused(snapshot: Callable[[Path], dict[str, str] | None]) -> Callable[..., 
 
 
 @pytest.fixture
-def edit_json() -> Callable[..., None]:
+def edit_json():
     """Replace keys of a JSON file; a value of `...` removes the key."""
 
-    def edit(path: Path, **changes: Any) -> None:
+    def edit(path, **changes):
         value = json.loads(path.read_text())
         value.update(changes)
         path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
@@ -239,7 +234,7 @@ def edit_json() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def retriever_mask() -> ChannelMask:
+def retriever_mask():
     """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.zeros(2, 2, 16, dtype=torch.bool)
@@ -250,9 +245,7 @@ def retriever_mask() -> ChannelMask:
 
 
 @pytest.fixture(scope="session")
-def retriever_onnx(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_onnx(once_per_run, retriever_folder, retriever_mask):
     """An ONNX folder of it, with windows of 3, 6 and 4 tokens."""
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
     return once_per_run(
@@ -261,9 +254,7 @@ def retriever_onnx(
 
 
 @pytest.fixture(scope="session")
-def retriever_centred(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_centred(once_per_run, retriever_folder, retriever_mask):
     """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
     facts = read_model_facts(read_json(retriever_folder / "config.json"), origin="config.json")
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
@@ -271,7 +262,7 @@ def retriever_centred(
     mean = 3 * torch.randn(facts.mask_shape, generator=torch.Generator().manual_seed(1))
     mask = ChannelMask(retriever_mask.channel_mask, provenance=known, key_mean=mean.half())
 
-    def make(out: Path) -> None:
+    def make(out):
         export_checkpoint(retriever_folder, mask, out / "checkpoint")
         export_onnx(out / "checkpoint", None, out / "onnx")
 
@@ -279,13 +270,11 @@ def retriever_centred(
 
 
 @pytest.fixture(scope="session")
-def retriever_half(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_half(once_per_run, retriever_folder, retriever_mask):
     """A checkpoint of it in `checkpoint`, and of that an ONNX folder in float16 in `onnx`."""
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
 
-    def make(out: Path) -> None:
+    def make(out):
         export_checkpoint(retriever_folder, retriever_mask, out / "checkpoint", **sizes)
         export_onnx(out / "checkpoint", None, out / "onnx", dtype="float16")
 
@@ -293,9 +282,7 @@ def retriever_half(
 
 
 @pytest.fixture(scope="session")
-def retriever_int8(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_int8(once_per_run, retriever_folder, retriever_mask):
     """An ONNX folder of it under another rope, its weights quantized, the rest in float16."""
     rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     options = {"dtype": "float16", "weights": "int8", "config_overrides": rope}
@@ -305,11 +292,11 @@ def retriever_int8(
 
 
 @pytest.fixture(scope="session")
-def short_recipe() -> Callable[..., Recipe]:
+def short_recipe():
     """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
 
-    def build(**changes: Any) -> Recipe:
-        values: dict[str, Any] = {
+    def build(**changes):
+        values = {
             "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
             "width_multiple": 4,
             "data": {
@@ -330,24 +317,24 @@ def short_recipe() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session", params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+def tokenizer(request):
     """Each kind of tokenizer; not to be changed."""
     return TOKENIZERS[request.param]()
 
 
 @pytest.fixture(scope="session")
-def unsplit_tokenizer() -> PreTrainedTokenizerFast:
+def unsplit_tokenizer():
     """The kind of tokenizer that knows no borders; not to be changed."""
     return unsplit()
 
 
 @pytest.fixture(scope="session")
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+def byte_level_tokenizer():
     """GPT-2's kind of tokenizer; not to be changed."""
     return byte_level()
 
 
 @pytest.fixture
-def plain_tokenizer() -> PreTrainedTokenizerFast:
+def plain_tokenizer():
     """GPT-2's kind of tokenizer, to change at will."""
     return byte_level()

@@ -1,16 +1,11 @@
 """Conversion in one go: means that masks lack, rounded caches that are tried, what stays of a refusal."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from leank_convert import convert
@@ -24,25 +19,24 @@ from leank_convert.held_out import HeldOut
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
-from leank_convert.recipe import Recipe
 from leank_convert.verify import verify_checkpoint
 
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def done(*arguments: object) -> Result:
+def done(*arguments):
     result = run(*arguments)
     assert result.exit_code == 0, result.stderr
     return result
 
 
 @pytest.fixture(scope="module")
-def biased(tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: Any) -> Path:
+def biased(tmp_path_factory, testbed_tokenizer):
     """A tiny model whose keys are all but constant in the slowest pairs, as Qwen2's biases make them."""
     folder = tmp_path_factory.mktemp("models") / "biased"
     torch.manual_seed(0)
@@ -72,14 +66,14 @@ def biased(tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: Any) -> 
 
 
 @pytest.fixture
-def recipe(short_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+def recipe(short_recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(short_recipe(held_out_samples=0).to_yaml())
     return path
 
 
 @pytest.fixture
-def mask(biased: Path) -> ChannelMask:
+def mask(biased):
     """A mask of it without a mean, which says what it was made for."""
     facts = read_model_facts(read_json(biased / "config.json"), origin="config.json")
     sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
@@ -89,8 +83,8 @@ def mask(biased: Path) -> ChannelMask:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., Path]:
-    def save(mask: ChannelMask, name: str = "mask") -> Path:
+def saved(tmp_path):
+    def save(mask, name="mask"):
         save_mask(mask, tmp_path / f"{name}.safetensors")
         return tmp_path / f"{name}.safetensors"
 
@@ -98,26 +92,26 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def loses_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def loses_answers(monkeypatch):
     """No trial is passed."""
     monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
 
 
 @pytest.fixture
-def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object, **options: object) -> None:
+def measures_nothing(monkeypatch):
+    def refuse(*given, **options):
         raise AssertionError("the model is measured")
 
     monkeypatch.setattr(convert, "measure_cache", refuse)
 
 
-def mean_of(folder: Path) -> torch.Tensor:
+def mean_of(folder):
     mean = load_mask(folder / MASK_FILE_NAME).key_mean
     assert mean is not None
     return mean
 
 
-def divergence(text: str, kv_dtype: str) -> float:
+def divergence(text, kv_dtype):
     (found,) = re.findall(TRIED.format(kv_dtype), text)
     return float(found)
 

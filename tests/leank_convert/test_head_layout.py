@@ -16,15 +16,13 @@ from leank_convert.head_layout import plan_head_layout
         ([1, 0, 1, 0, 1, 0], (1, 3, 5, 0, 2, 4)),
     ],
 )
-def test_heads_are_sorted_by_width_and_stable_within_a_bucket(
-    widths: list[int], permutation: tuple[int, ...]
-) -> None:
+def test_heads_are_sorted_by_width_and_stable_within_a_bucket(widths, permutation):
     layout = plan_head_layout([widths])
     assert layout.head_permutation == (permutation,)
     assert layout.widths == (tuple(sorted(widths)),)
 
 
-def test_layers_are_planned_by_themselves() -> None:
+def test_layers_are_planned_by_themselves():
     rng = random.Random(0)
     widths = [[rng.choice((0, 32, 64, 96)) for _ in range(8)] for _ in range(12)]
     layout = plan_head_layout(widths)

@@ -1,7 +1,5 @@
 """Checkpoints whose cache is FP8 or int4: calibration, scales in shards, what checks, shows, refuses them."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -16,7 +14,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from bin.baselines import int4
 from leank_convert import kv_scales
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.cli import main
@@ -24,7 +21,6 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import KVScales
 from leank_convert.leank_block import encode_masks
@@ -34,7 +30,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
-from runtime import fp8_leank, int4_leank
+from runtime import fp8_leank
 from runtime.cache_leank import LeanKCache
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.constants_leank import Constants, choose_constants
@@ -261,7 +257,7 @@ def test_a_checkpoint_that_lacks_a_scale_is_not_loaded(exported):
         AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
 
 
-def _other_failure(out: Path) -> Path:
+def _other_failure(out):
     """A checkpoint that fails for a reason of long standing."""
     other = Path(shutil.copytree(out, out.parent / "other"))
     (other / "rows_leank.py").write_text("")
@@ -411,14 +407,6 @@ def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
     assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
 
 
-def test_an_int4_checkpoint_says_so_and_holds_no_scales(testbed_int4):
-    block = read_json(testbed_int4 / "config.json")["leank"]
-    assert (block["kv_dtype"], block["kv_scales"]) == ("int4", None)
-    report = verify_checkpoint(testbed_int4)
-    assert report.ok, [check for check in report.checks if not check.ok]
-    assert ("cache scales", "none, none needed") in [(c.name, c.detail) for c in report.checks]
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_loaded_int4_checkpoint_decodes_from_as_many_bytes_as_are_told(testbed_int4, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(testbed_int4, dtype="auto", trust_remote_code=True)
@@ -446,11 +434,3 @@ def test_inspect_and_the_card_tell_bytes_of_int4(testbed_int4):
     assert "stored in int4, with a least number and a step for every 32 of a token." in card
     told = json.loads(run("inspect", testbed_int4, "--json").stdout)["bytes_per_token"]
     assert f"| {told['key_window']:,} | {told['value_window']:,} |" in card
-
-
-def test_toolkit_and_runtime_group_an_int4_cache_alike():
-    assert INT4_GROUP_SIZE == int4.CHUNK_SIZE == int4_leank.GROUP_SIZE
-    widths = [[7, 80, 0], [16, 48, 33]]
-    count = count_cache_bytes(widths, 80, 2, "int4")
-    groups = [int4_leank.group_chunks([-(-w // 16) for w in row], 16, torch.device("cpu")) for row in widths]
-    assert count.key_pruned == sum(map(sum, widths)) // 2 + sum(group.count for group in groups) * 4

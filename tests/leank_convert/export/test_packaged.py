@@ -1,7 +1,5 @@
 """The masks that ship: which model gets which, unasked or by name, and what is said of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -124,8 +122,7 @@ def refused(result, out):
 
 def flush_size(out):
     """Which of the two masks of `owner/Tiny` it is."""
-    size: int = read_json(out / "config.json")["leank"]["flush_size"]
-    return size
+    return read_json(out / "config.json")["leank"]["flush_size"]
 
 
 def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from():

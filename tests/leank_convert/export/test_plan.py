@@ -1,7 +1,5 @@
 """What config.json says of a model, against its tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 

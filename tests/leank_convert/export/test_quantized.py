@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_model
@@ -237,7 +236,7 @@ def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
 
 
 ONE = torch.ones(1)
-REFUSED: dict[str, tuple[Scheme, dict[str, Any], dict[str, Tensor | None], str]] = {
+REFUSED = {
     "blocks of two heads": (
         Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
         {},

@@ -109,15 +109,6 @@ def test_product_magnitudes_are_means_of_each_query_with_its_own_key(family, is_
                 assert found[layer, kv_head, channel].item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_high_frequency_channels_are_those_that_rope_turns_fastest():
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    frequencies = LlamaRotaryEmbedding(LlamaConfig(head_dim=HEAD_DIM)).inv_freq.repeat(2)
-    fastest = torch.zeros(HEAD_DIM, dtype=torch.bool)
-    fastest[frequencies.argsort(descending=True)[: HEAD_DIM // 2]] = True
-    assert torch.equal(high_frequency_channels(HEAD_DIM), fastest)
-
-
 @pytest.mark.parametrize("family", ["glm4", "phi3", "glm4_moe"])
 def test_of_heads_rotated_in_part_the_fast_channels_are_among_the_rotated(family):
     """The channels whose key changes most from a token to the next, told by rotating a key of ones."""
