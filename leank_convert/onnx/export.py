@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
-from leank_convert.export import (
+from leank_convert.export import write_export
+from leank_convert.export.companions import read_companions, write_companions
+from leank_convert.export.config_json import encode_json
+from leank_convert.export.foreign import MARKER_NAME
+from leank_convert.export.publish import staged_folder
+from leank_convert.export.request import (
     ExportRequest,
     MaskLike,
     refuse_overlap,
     refuse_to_lose_mask,
     resolve_export,
-    write_export,
 )
-from leank_convert.export.companions import read_companions, write_companions
-from leank_convert.export.config_json import encode_json
-from leank_convert.export.foreign import MARKER_NAME
-from leank_convert.export.publish import staged_folder
 from leank_convert.files import sha256_of, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name, resolve_model
@@ -115,7 +115,8 @@ def export_onnx(
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"
         if export is not None:
-            checkpoint = write_export(dataclasses.replace(export, out=temporary, overwrite=False))
+            request = dataclasses.replace(export.request, out=temporary, overwrite=False)
+            checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         write_graph(pruned, partial / MODEL_FILE, opset=opset)
         trials = make_trials(pruned, weights)

@@ -6,7 +6,7 @@ import pytest
 
 from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
-from leank_convert.export import ExportRequest
+from leank_convert.export.request import ExportRequest
 from leank_convert.export.request import choose as choose_for
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
