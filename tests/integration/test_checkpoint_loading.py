@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.dynamic_module_utils import get_imports
 
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.verify import verify_checkpoint
+from tests.checks import failed
 from tests.tiny_families import batch
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
@@ -93,9 +93,7 @@ def test_a_saved_model_is_a_checkpoint_again(converted, load, tmp_path):
     again = tmp_path / "again"
     model.save_pretrained(again)
     AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=True).save_pretrained(again)
-    report = verify_checkpoint(again)
-    failed = [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
-    assert failed == [], "\n".join(failed)
+    assert failed(again) == {}
     expected = model.generate(torch.arange(4, 34)[None], **GREEDY)
     loaded = load(again)
     assert loaded.generate(torch.arange(4, 34)[None], **GREEDY).tolist() == expected.tolist()
@@ -200,8 +198,7 @@ def test_a_saved_model_carries_its_mean_along_or_is_not_saved(converted, load, t
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again")
     assert torch.equal(again.generate(**batch(), **GREEDY), expected)
-    report = verify_checkpoint(tmp_path / "again")
-    assert report.ok, [check for check in report.checks if not check.ok]
+    assert failed(tmp_path / "again") == {}
     again.save_pretrained(tmp_path / "again")  # over itself
     assert torch.equal(load(tmp_path / "again").generate(**batch(), **GREEDY), expected)
 

@@ -8,7 +8,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import open_checkpoint
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.comparison import used_bytes
@@ -24,15 +23,11 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.methods.statistics import measure_attention
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
-from leank_convert.verify import verify_checkpoint
+from tests.checks import facts_of, failed
 from tests.tiny_families import FAMILIES, OPTIONS, batch
 
 WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16}
-
-
-def failed(report):
-    return [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
 
 
 @pytest.mark.parametrize("row", FAMILIES)
@@ -61,7 +56,7 @@ def test_with_all_channels_kept_generate_is_the_sources(row, converted, load):
 @pytest.mark.parametrize("row", FAMILIES)
 def test_an_export_verifies_and_its_stock_class_loads_the_original(row, converted, load, tmp_path):
     checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
-    assert failed(verify_checkpoint(checkpoint.folder, checkpoint.source)) == []
+    assert failed(checkpoint.folder, checkpoint.source) == {}
     stock = getattr(transformers, row.causal_lm_class)
 
     def logits(folder, dtype=torch.float32):
@@ -82,7 +77,7 @@ def test_an_export_verifies_and_its_stock_class_loads_the_original(row, converte
     model = load(checkpoint.folder)
     again = tmp_path / "again"
     model.save_pretrained(again)
-    assert failed(verify_checkpoint(again)) == []
+    assert failed(again) == {}
     expected = model.generate(**batch(), **GREEDY)
     assert load(again).generate(**batch(), **GREEDY).tolist() == expected.tolist()
 
@@ -124,7 +119,7 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
         sliding_window=7,
         layer_types=["full_attention", "sliding_attention"],
     )
-    assert failed(verify_checkpoint(checkpoint.folder, checkpoint.source)) == []
+    assert failed(checkpoint.folder, checkpoint.source) == {}
     ours = load(checkpoint.folder)
     assert ours.config.leank["layers"] == [0]
     card = (checkpoint.folder / "README.md").read_text()
@@ -142,7 +137,7 @@ def test_layers_without_full_attention_are_left_as_they_are(converted, load, tmp
 
 def test_masks_beside_linear_layers_are_measured(converted, load):
     checkpoint = converted("Qwen3Next", WIDTHS, **OPTIONS["qwen3_next"])
-    facts = read_model_facts(open_checkpoint(checkpoint.source).config, origin="config.json")
+    facts = facts_of(checkpoint.source)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.source).eval()
     assert measure_attention(model, batch()["input_ids"][0]).channel_norms.shape == facts.mask_shape
     recipe = Recipe(
@@ -172,7 +167,7 @@ def test_measured_scales_of_an_fp8_cache_travel_with_it(row, converted, load, tm
         kv_dtype="fp8",
         kv_scales=scales,
     )
-    assert failed(verify_checkpoint(out, checkpoint.source)) == []
+    assert failed(out, checkpoint.source) == {}
     result = load(out).generate(**batch(), **GREEDY, return_dict_in_generate=True)
     assert result.sequences.shape == (2, 39)
     assert result[CACHE].layers[1].store.kept_keys.dtype == torch.float8_e4m3fn
@@ -183,7 +178,7 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, converted):
     """transformers would only warn of one that is missing, and go on with random values."""
     checkpoint = converted(row.stem, WIDTHS, **OPTIONS.get(row.model_type, {}))
     opened = open_checkpoint(checkpoint.source)
-    facts = read_model_facts(opened.config, origin="config.json")
+    facts = facts_of(checkpoint.source)
     for file, header in opened.shards.items():
         for name in header.tensors:
             rest = {key: info for key, info in header.tensors.items() if key != name}
@@ -197,7 +192,7 @@ def test_every_tensor_that_the_model_needs_is_asked_for(row, converted):
 def test_a_graph_of_it_answers_as_its_source(family, converted, tmp_path):
     checkpoint = converted(ARCHITECTURES[family].stem, WIDTHS, **OPTIONS[family])
     out = export_onnx(checkpoint.folder, None, tmp_path / "onnx")
-    assert failed(verify_checkpoint(out, checkpoint.source)) == []
+    assert failed(out, checkpoint.source) == {}
 
 
 def test_a_mixture_of_experts_is_refused_as_a_graph(converted, tmp_path):

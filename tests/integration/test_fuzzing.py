@@ -20,18 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
 from leank_convert.errors import LeanKError
-from leank_convert.evaluate.answer_log import AnswerLog
-from leank_convert.evaluate.answering import Answer
-from leank_convert.evaluate.prompt import Prompt
-from leank_convert.evaluate.request import ANSWERS_NAME, SETTINGS_NAME
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.verify import verify_checkpoint
+from tests.checks import provenance_of
 
 MAX_MESSAGE = 600
 MAX_SECONDS = 30
@@ -54,13 +49,8 @@ CONFIG_KEYS = (
     "torch_dtype", "partial_rotary_factor", "leank", "tie_word_embeddings",
     "original_max_position_embeddings", "text_config", "transformers_weights", "id2label",
     "architectures", "use_cache", "pad_token_id", "tokenizer_class", "sub_configs", "__class__",
-    "_name_or_path",
+    "_name_or_path", "metadata", "weight_map",
 )  # fmt: skip
-
-
-# What an evaluation has kept.
-SETTINGS = {"checkpoint": "abc", "against": None}
-PROMPTS = [Prompt("task", 64, i, torch.arange(20) + i, ("right",), "exact", 4) for i in range(3)]
 
 
 class TooSlow(BaseException):
@@ -165,9 +155,9 @@ def rewrite_json(rng, path, keys=()):
     path.write_bytes(to_text(rng, value))
 
 
-def export_of_config(rng, folder):
-    name = rng.choice(("config.json",) * 8 + ("tokenizer_config.json", "generation_config.json"))
-    rewrite_json(rng, folder / "source" / name, CONFIG_KEYS)
+def export_of_json(rng, folder):
+    names = ("config.json",) * 16 + ("tokenizer_config.json", "generation_config.json") + (INDEX_NAME,) * 4
+    rewrite_json(rng, folder / "source" / rng.choice(names), CONFIG_KEYS)
     return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
 
 
@@ -175,11 +165,6 @@ def export_of_header(rng, folder):
     shard = rng.choice(sorted((folder / "source").glob("*.safetensors")))
     content = shard.read_bytes()
     shard.write_bytes(damage(rng, content) if rng.random() < 0.2 else mutate_header(rng, content))
-    return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
-
-
-def export_of_index(rng, folder):
-    rewrite_json(rng, folder / "source" / INDEX_NAME, ("metadata", "weight_map", "x"))
     return export_checkpoint(folder / "source", None, folder / "out", all_channels=True)
 
 
@@ -237,30 +222,11 @@ def check_of_checkpoint(rng, folder):
     return
 
 
-def read_of_answers(rng, folder):
-    """Answers that an evaluation kept are found again, asked again or refused."""
-    path = folder / "answers" / rng.choice((ANSWERS_NAME, ANSWERS_NAME, SETTINGS_NAME))
-    if path.name == SETTINGS_NAME:
-        rewrite_json(rng, path, tuple(SETTINGS))
-    else:
-        lines = path.read_bytes().splitlines()
-        place = rng.randrange(len(lines))
-        lines[place] = to_text(rng, mutate(rng, json.loads(lines[place]), ("variant", "x")))
-        path.write_bytes(b"".join(line + b"\n" for line in lines))
-    log = AnswerLog(path.parent, SETTINGS)
-    missing = {prompt.index for prompt in log.missing(PROMPTS, ["dense"])}
-    scores = [log.outcome(p, ["dense"]).scores["dense"] for p in PROMPTS if p.index not in missing]
-    assert all(0 <= score <= 1 for score in scores), scores
-    return
-
-
 CASES = {
-    "config": (4, export_of_config),
+    "json": (5, export_of_json),
     "header": (2, export_of_header),
-    "index": (1, export_of_index),
     "mask": (4, export_of_mask),
     "checkpoint": (4, check_of_checkpoint),
-    "answers": (1, read_of_answers),
 }  # how many of all cases, and what is done with one
 
 
@@ -283,19 +249,13 @@ def material(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(folder / "source", max_shard_size="8KB")
     (folder / "source" / "tokenizer_config.json").write_text('{"model_max_length": 512}')
-    facts = read_model_facts(read_json(folder / "source" / "config.json"), origin="config.json")
-    channels = torch.rand(2, 2, 8) < 0.5
-    known = MaskProvenance.for_model(
-        "a/model", facts, method="leank", sink_size=4, recent_size=16, flush_size=4,
-        pruning_ratio_asked=0.5, width_multiple=4, recipe="seed: 3\n", seed=3,
+    known = provenance_of(
+        folder / "source", "a/model", pruning_ratio_asked=0.5, width_multiple=4, recipe="seed: 3\n", seed=3,
         made_by="somebody", source="somewhere", evaluation="somehow", key_mean_tokens=9,
     )  # fmt: skip
-    mean = torch.randn(2, 2, 8).half()
-    save_mask(ChannelMask(channels, torch.rand(2, 2, 8), known, mean), folder / MASK_FILE_NAME)
+    mask = ChannelMask(torch.rand(2, 2, 8) < 0.5, torch.rand(2, 2, 8), known, torch.randn(2, 2, 8).half())
+    save_mask(mask, folder / MASK_FILE_NAME)
     export_checkpoint(folder / "source", folder / MASK_FILE_NAME, folder / "checkpoint")
-    AnswerLog(folder / "answers", SETTINGS).add(
-        Answer("task", 64, prompt.index, prompt.digest, 20, "dense", "ünï 1\n2", 0.5) for prompt in PROMPTS
-    )
     return folder
 
 

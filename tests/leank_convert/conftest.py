@@ -14,14 +14,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from tests.checks import facts_of, provenance_of
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
@@ -184,7 +183,7 @@ def fitting_mask(ragged_mask):
     """A ragged mask of the shape that a model folder needs."""
 
     def build(folder):
-        facts = read_model_facts(json.loads((folder / "config.json").read_text()), origin="config.json")
+        facts = facts_of(folder)
         return ChannelMask(ragged_mask(*facts.mask_shape))
 
     return build
@@ -256,11 +255,10 @@ def retriever_onnx(once_per_run, retriever_folder, retriever_mask):
 @pytest.fixture(scope="session")
 def retriever_centred(once_per_run, retriever_folder, retriever_mask):
     """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
-    facts = read_model_facts(read_json(retriever_folder / "config.json"), origin="config.json")
-    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-    known = MaskProvenance.for_model(retriever_folder.name, facts, method="leank", **sizes)
-    mean = 3 * torch.randn(facts.mask_shape, generator=torch.Generator().manual_seed(1))
-    mask = ChannelMask(retriever_mask.channel_mask, provenance=known, key_mean=mean.half())
+    channels = retriever_mask.channel_mask
+    mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
+    known = provenance_of(retriever_folder, sink_size=3, recent_size=6)
+    mask = ChannelMask(channels, provenance=known, key_mean=mean.half())
 
     def make(out):
         export_checkpoint(retriever_folder, mask, out / "checkpoint")

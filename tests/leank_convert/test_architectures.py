@@ -328,11 +328,6 @@ def test_another_rope_leaves_as_much_of_a_head_rotated(nested):
     assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
 
 
-def test_without_overrides_the_config_stays():
-    config = {**LLAMA, "rope_theta": 1e6, "rope_scaling": YARN}
-    assert apply_config_overrides(config, {}) == config
-
-
 @pytest.mark.parametrize(
     "overrides",
     [

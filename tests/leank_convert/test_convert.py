@@ -5,28 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from leank_convert import convert
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import rounding
 from leank_convert.files import read_json
 from leank_convert.held_out import HeldOut
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.verify import verify_checkpoint
+from tests.checks import failed, provenance_of, run
 
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def done(*arguments):
@@ -75,11 +69,8 @@ def recipe(short_recipe, tmp_path):
 @pytest.fixture
 def mask(biased):
     """A mask of it without a mean, which says what it was made for."""
-    facts = read_model_facts(read_json(biased / "config.json"), origin="config.json")
-    sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
-    known = MaskProvenance.for_model(biased.name, facts, method="leank", **sizes)
-    generator = torch.Generator().manual_seed(0)
-    return ChannelMask(torch.rand(SHAPE, generator=generator) < 0.6, provenance=known)
+    channels = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) < 0.6
+    return ChannelMask(channels, provenance=provenance_of(biased))
 
 
 @pytest.fixture
@@ -147,8 +138,7 @@ def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tm
     block = read_json(tmp_path / "out" / "config.json")["leank"]
     assert block["key_mean"] is True and "kv_dtype" not in block
     assert torch.equal(mean_of(tmp_path / "out"), measure_cache(biased, recipe).statistics.mean)
-    report = verify_checkpoint(tmp_path / "out", source=biased)
-    assert report.ok, [check for check in report.checks if not check.ok]
+    assert failed(tmp_path / "out", biased) == {}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
     dense = LlamaForCausalLM.from_pretrained(biased).eval()
     ids = torch.randint(5, 60, (2, 60), generator=torch.Generator().manual_seed(0))

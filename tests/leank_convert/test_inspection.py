@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
-from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.mask import ChannelMask, save_mask
+from tests.checks import facts_of, provenance_of
 from tests.tiny_families import OPTIONS
 
 
@@ -84,17 +84,8 @@ def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned():
 
 def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     source = source_model()
-    known = MaskProvenance.for_model(
-        source.name,
-        read_model_facts(read_json(source / "config.json"), origin="config.json"),
-        method="leank",
-        sink_size=1,
-        recent_size=2,
-        flush_size=3,
-        pruning_ratio_asked=0.75,
-        width_multiple=4,
-        recipe="steps: 3\nseed: 7\n",
-        seed=7,
+    known = provenance_of(
+        source, pruning_ratio_asked=0.75, width_multiple=4, recipe="steps: 3\nseed: 7\n", seed=7
     )
     (tmp_path / "run").mkdir()
     save_mask(ChannelMask(mask, None, known), tmp_path / "run" / "channel_mask.safetensors")
@@ -104,7 +95,7 @@ def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     for part in (
         "llama-model (llama)",
         "0.8750 (asked: 0.75), widths in multiples of 4",
-        "sink_size 1, recent_size 2, flush_size 3",
+        "sink_size 4, recent_size 16, flush_size 4",
         "made by",
         "2 lines; `--with-recipe` prints them\n",
     ):
@@ -277,7 +268,7 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):
     assert inspect_artifact(tmp_path) == {**facts, "part_of_larger": True}
     assert "examples/text_model.py saves it" in render_inspection(inspect_artifact(tmp_path))
     with pytest.raises(LeanKError, match=r"part of a larger one.*save it as one by examples/text_model\.py"):
-        read_model_facts(read_json(tmp_path / "config.json"), origin="config.json")
+        facts_of(tmp_path)
 
 
 @pytest.mark.parametrize(

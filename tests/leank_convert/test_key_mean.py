@@ -9,17 +9,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import inspect_artifact, render_inspection
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.report.mask_report import write_report
 from leank_convert.safetensors_file import read_header
 from leank_convert.verify import verify_checkpoint
+from tests.checks import failed, provenance_of
 
 TOKENS = 4321
 
@@ -32,9 +32,7 @@ def source(source_model):
 @pytest.fixture
 def mask(source, fitting_mask):
     """A mask of the source with all that a mask can have."""
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
-    sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 2}
-    known = MaskProvenance.for_model(source.name, facts, method="leank", key_mean_tokens=TOKENS, **sizes)
+    known = provenance_of(source, key_mean_tokens=TOKENS)
     channels = fitting_mask(source).channel_mask
     generator = torch.Generator().manual_seed(1)
     factors = torch.rand(channels.shape, generator=generator)
@@ -49,10 +47,6 @@ def checkpoint(source, mask, tmp_path):
 def mean_of(mask):
     assert mask.key_mean is not None
     return mask.key_mean
-
-
-def failed(out):
-    return {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
 
 
 def bless(out):
@@ -137,30 +131,12 @@ def test_it_holds_under_a_rope_that_the_file_has_to_name(mask, tmp_path):
         load_mask(path)
 
 
-@pytest.mark.parametrize("tokens", ["0", "-3", '"x"', "1.5", "true"])
-def test_tokens_are_a_number_of_them(mask, tmp_path, tokens):
-    path = tmp_path / "m.safetensors"
-    save_mask(mask, path)
-    with safe_open(path, "pt") as file:
-        metadata = {**file.metadata(), "key_mean_tokens": tokens}
-    save_file(load_file(path), path, metadata)
-    with pytest.raises(LeanKError, match="`key_mean_tokens` is "):
-        load_mask(path)
-
-
 def test_a_mean_that_was_lost_is_missed(mask, tmp_path):
     path = tmp_path / "m.safetensors"
     save_mask(mask, path)
     rewrite_mask(path, key_mean=None)
     with pytest.raises(LeanKError, match="has no tensor `key_mean`, and its header metadata says"):
         load_mask(path)
-
-
-def test_a_model_of_another_rope_is_refused(source, mask, tmp_path):
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    with pytest.raises(LeanKError, match="under which alone its mean of keys holds; model `"):
-        export_checkpoint(source, mask, tmp_path / "out", config_overrides=rope)
-    assert not (tmp_path / "out").exists()
 
 
 # --- the checkpoint ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import INDEX_NAME
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
@@ -19,8 +19,9 @@ from leank_convert.export.runtime_files import PARTS, needed_parts, read_runtime
 from leank_convert.families import ARCHITECTURES
 from leank_convert.files import read_json
 from leank_convert.leank_block import LEANK_KEYS
-from leank_convert.mask import ChannelMask, MaskProvenance, load_mask
+from leank_convert.mask import ChannelMask, load_mask
 from leank_convert.verify import verify_checkpoint
+from tests.checks import facts_of, provenance_of
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -31,10 +32,6 @@ def read_tensors(folder):
 
 def shard_files(folder):
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "channel_mask.safetensors"]
-
-
-def facts_of(folder):
-    return read_model_facts(read_json(folder / "config.json"), origin="config.json")
 
 
 @pytest.mark.parametrize(
@@ -174,49 +171,20 @@ def test_every_runtime_file_and_the_mask_is_there_with_its_digest(source_model, 
     assert known is not None and known.method == "imported" and known.model == "llama-model"
 
 
-def test_a_trained_mask_gives_its_windows_and_facts(source_model, ragged_mask, tmp_path):
-    source = source_model()
-    known = MaskProvenance.for_model(
-        source.name,
-        facts_of(source),
-        method="leank",
-        sink_size=16,
-        recent_size=64,
-        flush_size=8,
-        pruning_ratio_asked=0.5,
-        width_multiple=4,
-        recipe="# how\nsteps: 3\n",
-        seed=1,
-    )
-    mask = ChannelMask(ragged_mask(), None, known)
-    out = export_checkpoint(source, mask, tmp_path / "out", flush_size=2, prune="deferred")
-    leank = read_json(out / "config.json")["leank"]
-    assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (16, 64, 2)
-    assert (leank["pruning_ratio_asked"], leank["width_multiple"]) == (0.5, 4)
-    assert leank["prune"] == "deferred"
-    assert load_mask(out / "channel_mask.safetensors").provenance == known
-    assert "# how\nsteps: 3" in (out / "README.md").read_text()
-
-
-def test_no_file_holds_a_local_path(source_model, ragged_mask, tmp_path):
+def test_a_trained_mask_gives_its_facts_and_no_file_holds_a_local_path(source_model, ragged_mask, tmp_path):
     source = source_model()
     config = read_json(source / "config.json")
     (source / "config.json").write_text(json.dumps({**config, "_name_or_path": str(source)}))
-    known = MaskProvenance.for_model(
-        "owner/model",
-        facts_of(source),
-        method="leank",
-        sink_size=16,
-        recent_size=64,
-        flush_size=16,
-        recipe=f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n",
-    )
-    out = export_checkpoint(source, ChannelMask(ragged_mask(), None, known), tmp_path / "out")
+    paths = f"model: {{id: {source}}}\ndata: {{haystack: {{source: '{tmp_path}/my text.txt'}}}}\n"
+    known = provenance_of(source, "owner/model", pruning_ratio_asked=0.5, width_multiple=4, recipe=paths)
+    out = export_checkpoint(source, ChannelMask(ragged_mask(), None, known), tmp_path / "out", flush_size=2)
+    leank = read_json(out / "config.json")["leank"]
+    assert (leank["sink_size"], leank["recent_size"], leank["flush_size"]) == (4, 16, 2)
+    assert (leank["pruning_ratio_asked"], leank["width_multiple"]) == (0.5, 4)
     assert [path.name for path in out.rglob("*.*") if str(tmp_path).encode() in path.read_bytes()] == []
     recipe = "model: {id: .../llama-model}\ndata: {haystack: {source: '.../my text.txt'}}\n"
     assert recipe in (out / "README.md").read_text()
-    found = load_mask(out / "channel_mask.safetensors").provenance
-    assert found is not None and found.recipe == recipe
+    assert load_mask(out / "channel_mask.safetensors").provenance == replace(known, recipe=recipe)
 
 
 def test_the_card_names_licence_and_base_model(source_model, fitting_mask, tmp_path):

@@ -11,20 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import leank_convert.masks
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.masks import list_masks, percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
+from tests.checks import provenance_of, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -68,18 +66,6 @@ def slim_llama(tmp_path_factory):
 
 
 @pytest.fixture
-def llama(slim_llama, tmp_path):
-    """A folder of it that may be changed."""
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    for file in slim_llama.iterdir():
-        (folder / file.name).hardlink_to(file)
-    (folder / "config.json").unlink()
-    shutil.copy(slim_llama / "config.json", folder)
-    return folder
-
-
-@pytest.fixture
 def packaged(source_model, tmp_path, monkeypatch):
     """The folder of packaged masks, with two of a model `owner/Tiny` beside the real ones."""
     folder = tmp_path / "masks"
@@ -88,12 +74,9 @@ def packaged(source_model, tmp_path, monkeypatch):
         (folder / path.name).symlink_to(path)
     source = source_model(shards=False)
     change_config(source, _name_or_path="owner/Tiny")
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
     for removed in (50, 80):
         channels = torch.rand(3, 4, 12, generator=torch.Generator().manual_seed(removed)) > removed / 100
-        known = MaskProvenance.for_model(
-            "owner/Tiny", facts, method="leank", sink_size=1, recent_size=2, flush_size=removed
-        )
+        known = provenance_of(source, "owner/Tiny", flush_size=removed)
         save_mask(ChannelMask(channels, None, known), folder / f"tiny-{removed}.safetensors")
     monkeypatch.setattr(leank_convert.masks, "FOLDER", folder)
     return folder
@@ -109,10 +92,6 @@ def change_config(folder, **changes):
     (folder / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def refused(result, out):
@@ -265,13 +244,6 @@ def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(
     ):
         assert f"error: `{file}` is truncated or damaged" in refused(run(*arguments), out)
     assert run("export", "testbed", "-o", out).exit_code == 0
-
-
-def test_another_rope_is_refused(llama, tmp_path):
-    change_config(llama, rope_parameters={**ROPE, "factor": 4.0})
-    stderr = refused(run("export", llama, "-o", tmp_path / "out"), tmp_path / "out")
-    assert "mask `llama-3.1-8b-instruct-70` was made under rope parameters" in stderr
-    assert '"factor": 8.0' in stderr and '"factor": 4.0' in stderr
 
 
 def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged):

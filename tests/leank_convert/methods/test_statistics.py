@@ -124,12 +124,6 @@ def test_of_heads_rotated_in_part_the_fast_channels_are_among_the_rotated(family
     assert torch.equal(found, expected)
 
 
-def test_model_attends_as_before_when_it_has_been_measured():
-    model = build("llama")
-    measure_attention(model, draw_prompt(20))
-    assert model.config._attn_implementation == ATTENTION_NAME
-
-
 def test_statistics_that_are_not_finite_are_refused():
     model = build("llama")
     model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("inf")
