@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import leank_convert.masks
 from leank_convert._runtime.configuration_leank import CACHE
@@ -36,29 +36,12 @@ ROPE = {
 }
 
 
-@pytest.fixture(scope="module")
-def slim_llama(tmp_path_factory):
-    """Llama-3.1-8B's layers, heads, rope and name, and little else of it, in shards."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=512,
-        max_position_embeddings=131072,
-        rope_parameters=ROPE,
-        dtype="bfloat16",
-    )
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        parameter.data.fill_(1) if "norm" in name else parameter.data.normal_(0, 0.05)
-    model.save_pretrained(folder, max_shard_size="10MB")
+@pytest.fixture
+def slim_llama(source_model):
+    """Llama-3.1-8B's layers, heads, rope and name, and little else of it."""
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_parameters": ROPE, "max_position_embeddings": 131072}
+    folder = source_model(dtype="bfloat16", shards=False, vocab_size=512, **heads, **rope)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, folder)
     change_config(folder, _name_or_path=LLAMA)

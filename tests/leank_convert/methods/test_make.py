@@ -176,17 +176,6 @@ def test_nothing_is_resumed_planned_or_shared_where_nothing_is_trained(
     assert not out.exists()
 
 
-def test_memory_that_does_not_suffice_is_told_with_a_remedy(make_one, tmp_path, monkeypatch):
-    def exhaust(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(calibration, "measure_attention", exhaust)
-    with pytest.raises(LeanKError, match=r"prompts of up to 280 tokens in model .*: CUDA out") as caught:
-        make_one("static-norm")
-    assert "`data.max_length`" in caught.value.hint
-    assert not (tmp_path / "out").exists()
-
-
 def toy_score(calibration):
     """The first channels are the best."""
     return torch.arange(16, 0, -1.0).expand(calibration.shape)

@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,26 @@ def run_forked(once_per_run, retriever_folder):
         return {key: (folder / key, ranks) for key, ranks in zip(jobs, results, strict=True)}
 
     return run
+
+
+@pytest.fixture
+def fail_at():
+    """Has one call of a function fail, counted from 1: `with fail_at(owner, name, place, error)`."""
+
+    @contextmanager
+    def patched(owner, name, place, error):
+        original, calls = getattr(owner, name), count(1)
+
+        def failing(*given, **options):
+            if next(calls) == place:
+                raise error
+            return original(*given, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            yield
+
+    return patched
 
 
 @pytest.fixture(autouse=True)

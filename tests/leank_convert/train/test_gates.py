@@ -189,20 +189,11 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
 
 @pytest.mark.parametrize("place", [3, 15])  # within the gates, in stage 2
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
-    make, tmp_path, read_log, without_times, monkeypatch, place
+    make, tmp_path, read_log, without_times, fail_at, place
 ):
     make("whole", **BOTH)
-    advance = Run.advance
-
-    def die(run, samples):
-        if run.step == place:
-            raise KeyboardInterrupt
-        return advance(run, samples)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "advance", die)
-        with pytest.raises(KeyboardInterrupt):
-            make("killed", **BOTH)
+    with fail_at(Run, "advance", place + 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        make("killed", **BOTH)
     make("killed", resume=True, **BOTH)
     whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
     assert killed.mask.read_bytes() == whole.mask.read_bytes()
