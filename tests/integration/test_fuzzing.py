@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from leank_convert._runtime.configuration_leank import CACHE
 from leank_convert.checkpoint_io import DIGESTS_NAME, INDEX_NAME
@@ -27,6 +27,7 @@ from leank_convert.inspection import inspect_artifact, render_inspection
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.verify import verify_checkpoint
 from tests.checks import provenance_of
+from tests.tiny_families import tiny_model
 
 MAX_MESSAGE = 600
 MAX_SECONDS = 30
@@ -237,17 +238,7 @@ CASES = {
 def material(tmp_path_factory):
     """A model in several shards, a mask with all of its provenance, and a checkpoint of them."""
     folder = tmp_path_factory.mktemp("fuzzing") / "material"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "source", max_shard_size="8KB")
+    tiny_model("llama", head_dim=8).save_pretrained(folder / "source", max_shard_size="8KB")
     (folder / "source" / "tokenizer_config.json").write_text('{"model_max_length": 512}')
     known = provenance_of(
         folder / "source", "a/model", pruning_ratio_asked=0.5, width_multiple=4, recipe="seed: 3\n", seed=3,

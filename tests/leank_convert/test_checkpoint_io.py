@@ -1,20 +1,12 @@
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 
 from leank_convert.checkpoint_io import INDEX_NAME, SINGLE_FILE_NAME, open_checkpoint, read_leank_config
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, write_atomically
-from leank_convert.hub import model_name, resolve_model
+from leank_convert.hub import resolve_model
 
 
 def test_sharded_and_single_file_folders_hold_the_same(source_model):
@@ -129,82 +121,6 @@ def test_a_tensor_in_two_shards_is_refused(source_model, edit_json):
     edit_json(folder / INDEX_NAME, weight_map={**weight_map, "model.norm.weight": "copy.safetensors"})
     assert list(weight_map.values()).count(shard) > 1
     refused(folder, f"is in both `{shard}` and `copy.safetensors`")
-
-
-def test_local_folders_are_models(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "some" / "model").mkdir(parents=True)
-    assert resolve_model("some/model") == Path("some/model")
-    assert resolve_model(tmp_path / "some") == tmp_path / "some"
-    assert model_name("some/model") == "model"
-    assert model_name("./some/") == "some"
-    assert model_name("owner/model") == "owner/model"
-    (tmp_path / "testbed").mkdir()
-    assert resolve_model("testbed") == Path("testbed")
-
-
-def test_testbed_is_the_shipped_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = resolve_model("testbed")
-    assert folder.name == "model" and folder.parent.name == "testbed"
-    assert model_name("testbed") == "testbed"
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        *((name, "does not exist") for name in ("./missing", "/missing/model", "a/b/c", "a b")),
-        (Path("owner/model"), "does not exist"),
-        ("model.safetensors", "is a file"),
-        *((name, f"`{name}` is no folder here") for name in ("foo--bar", "foo.git", "owner/foo..bar")),
-    ],
-)
-def test_what_is_no_folder_and_no_name_of_the_hubs_is_not_asked_of_it(model, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(LeanKError, match=re.escape(message)):
-        resolve_model(model)
-
-
-def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
-    asked = {}
-
-    def download(repo_id, **options):
-        asked.update(options, repo_id=repo_id)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_model("owner/model") == tmp_path
-    assert asked["repo_id"] == "owner/model"
-    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(asked["allow_patterns"])
-    assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
-
-
-def hub_error(kind):
-    if kind in (LocalEntryNotFoundError, ConnectionError):
-        return kind("no connection\nand more")
-    response = SimpleNamespace(headers={}, request=None)
-    return kind("refused", response=response)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (GatedRepoError, "`owner/model` is gated on the hub"),
-        (RepositoryNotFoundError, "is neither here nor on the hub"),
-        (RemoteEntryNotFoundError, "on the hub lacks a file: refused"),
-        (LocalEntryNotFoundError, "is not here, and the hub fails: no connection"),
-        (ConnectionError, "is not here, and the hub fails: no connection"),
-    ],
-)
-def test_what_the_hub_refuses_is_told(monkeypatch, kind, message):
-    def download(*_, **__):
-        raise hub_error(kind)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
-        resolve_model("owner/model")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_file_is_written_whole(tmp_path):

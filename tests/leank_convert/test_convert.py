@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from leank_convert import convert
 from leank_convert._runtime.configuration_leank import CACHE
@@ -18,6 +18,7 @@ from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.verify import verify_checkpoint
 from tests.checks import failed, provenance_of, run
+from tests.tiny_families import tiny_model
 
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
@@ -33,27 +34,11 @@ def done(*arguments):
 def biased(tmp_path_factory, testbed_tokenizer):
     """A tiny model whose keys are all but constant in the slowest pairs, as Qwen2's biases make them."""
     folder = tmp_path_factory.mktemp("models") / "biased"
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            attention_bias=True,
-            vocab_size=len(testbed_tokenizer),
-            max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0, 0.15)
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.view(2, 16)[:, [6, 7, 14, 15]] = 150 * torch.randn(2, 4).sign()
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    sizes = {"hidden_size": 64, "vocab_size": len(testbed_tokenizer), "rope_parameters": rope}
+    model = tiny_model("llama", seed=0, std=0.15, attention_bias=True, **sizes)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.view(2, 16)[:, [6, 7, 14, 15]] = 150 * torch.randn(2, 4).sign()
     model.save_pretrained(folder)
     testbed_tokenizer.save_pretrained(folder)
     return folder

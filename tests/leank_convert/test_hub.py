@@ -1,10 +1,19 @@
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
@@ -16,6 +25,7 @@ from leank_convert.hub import (
     model_name,
     name_in_config,
     push_to_hub,
+    resolve_model,
 )
 
 
@@ -119,27 +129,6 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(checkpoint, mon
     assert hub.uploaded == {*listed, DIGESTS_NAME}
 
 
-def http_error():
-    response = SimpleNamespace(headers={}, request=None)
-    return HfHubHTTPError("403 Forbidden\nRequest ID: x", response=response)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (http_error(), "uploading to `me/model` failed: 403 Forbidden$"),
-        (HfHubHTTPError.__bases__[0]("no route"), "uploading to `me/model` failed: no route$"),
-        (ConnectionError("no route"), "uploading to `me/model` failed: no route$"),
-        (LocalTokenNotFoundError(), "not logged in"),
-        (HFValidationError("bad"), "not a valid name of a hub repository"),
-    ],
-)
-def test_what_the_hub_refuses_is_told(error, message, checkpoint, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
-    with pytest.raises(LeanKError, match=message):
-        push_to_hub(checkpoint, "me/model")
-
-
 def test_only_checkpoints_of_ours_are_uploaded(checkpoint, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
@@ -155,3 +144,83 @@ def test_names_the_hub_would_refuse_are_known_before(name):
     with pytest.raises(LeanKError, match="is not a valid name of a hub repository") as caught:
         check_repo_id(name)
     assert "owner/name" in str(caught.value.hint)
+
+
+def test_local_folders_are_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert resolve_model("some/model") == Path("some/model")
+    assert resolve_model(tmp_path / "some") == tmp_path / "some"
+    assert model_name("some/model") == "model"
+    assert model_name("./some/") == "some"
+    assert model_name("owner/model") == "owner/model"
+    (tmp_path / "testbed").mkdir()
+    assert resolve_model("testbed") == Path("testbed")
+
+
+def test_testbed_is_the_shipped_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = resolve_model("testbed")
+    assert folder.name == "model" and folder.parent.name == "testbed"
+    assert model_name("testbed") == "testbed"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        *((name, "does not exist") for name in ("./missing", "/missing/model", "a/b/c", "a b")),
+        (Path("owner/model"), "does not exist"),
+        ("model.safetensors", "is a file"),
+        *((name, f"`{name}` is no folder here") for name in ("foo--bar", "foo.git", "owner/foo..bar")),
+    ],
+)
+def test_what_is_no_folder_and_no_name_of_the_hubs_is_not_asked_of_it(model, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(LeanKError, match=re.escape(message)):
+        resolve_model(model)
+
+
+def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
+    asked = {}
+
+    def download(repo_id, **options):
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/model") == tmp_path
+    assert asked["repo_id"] == "owner/model"
+    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(asked["allow_patterns"])
+    assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("uploads", "kind", "message"),
+    [
+        (False, GatedRepoError, "`me/model` is gated on the hub"),
+        (False, RepositoryNotFoundError, "is neither here nor on the hub"),
+        (False, RemoteEntryNotFoundError, "on the hub lacks a file: refused$"),
+        (False, LocalEntryNotFoundError, "is not here, and the hub fails: no connection$"),
+        (False, ConnectionError, "is not here, and the hub fails: no connection$"),
+        (True, HfHubHTTPError, "uploading to `me/model` failed: refused$"),
+        (True, HfHubHTTPError.__bases__[0], "uploading to `me/model` failed: no connection$"),
+        (True, ConnectionError, "uploading to `me/model` failed: no connection$"),
+        (True, LocalTokenNotFoundError, "not logged in"),
+        (True, HFValidationError, "not a valid name of a hub repository"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, monkeypatch):
+    try:
+        error = kind("refused\nand more", response=SimpleNamespace(headers={}, request=None))
+    except TypeError:  # nothing that came from the hub
+        error = kind("no connection\nand more")
+
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
+    with pytest.raises(LeanKError, match=message) as caught:
+        push_to_hub(checkpoint, "me/model") if uploads else resolve_model("me/model")
+    assert "\n" not in str(caught.value)

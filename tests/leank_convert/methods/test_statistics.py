@@ -4,35 +4,21 @@ from importlib import import_module
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from leank_convert.errors import LeanKError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.methods.statistics import high_frequency_channels, measure_attention
 from leank_convert.train.attention import ATTENTION_NAME
+from tests.tiny_families import tiny_model
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = ["llama", "qwen2", "qwen3"]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 8
 GROUPS = HEADS // KV_HEADS
 
 
 def build(family):
-    config = FAMILIES[family](
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=50,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval().requires_grad_(False)
+    heads = {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attn_implementation": ATTENTION_NAME}
+    return tiny_model(family, seed=3, std=0.3, hidden_size=24, vocab_size=50, **heads)
 
 
 def draw_prompt(length):
