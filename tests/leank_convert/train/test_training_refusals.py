@@ -74,27 +74,6 @@ def test_a_model_that_cannot_be_trained_is_refused(
         train_one(short_recipe(), tmp_path / "out", model=copied)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ({"use_cache": "yes"}, "Validation error for field 'use_cache': .*expected bool"),
-        ({"id2label": []}, "'list' object has no attribute 'items'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_config_that_transformers_refuses_is_told_with_the_overrides(
-    train_one, overrides, reason, short_recipe, tmp_path
-):
-    recipe = short_recipe(model={"config_overrides": overrides})
-    with pytest.raises(
-        LeanKError, match=f"^`config.json with config_overrides` is refused by .*{reason}"
-    ) as caught:
-        train_one(recipe, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    assert "`model.config_overrides`" in str(caught.value.hint)
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_that_cannot_be_read_are_refused(train_one, short_recipe, copied, tmp_path, monkeypatch):
     """The shard is cut between the check of its header and its reading."""
     original = model.open_checkpoint
