@@ -93,6 +93,10 @@ def test_an_index_that_makes_no_sense_is_refused(source_model, edit_json, change
 
 def test_adapters_and_gguf_get_their_hint(source_model, tmp_path):
     folder = source_model("llama", shards=False)
+    (folder / "adapter_config.json").touch()
+    error = refused(folder, "transformers would load an adapter on top of the weights")
+    assert "remove that file" in str(error.hint)
+    (folder / "adapter_config.json").unlink()
     (folder / SINGLE_FILE_NAME).unlink()
     for name, hint in (("x.gguf", "GGUF"), ("adapter_config.json", "merge it into its base model")):
         (folder / name).touch()
@@ -104,13 +108,6 @@ def test_adapters_and_gguf_get_their_hint(source_model, tmp_path):
     with pytest.raises(LeanKError, match="is a file") as caught:
         resolve_model(folder / "x.gguf")
     assert "GGUF" in str(caught.value.hint)
-
-
-def test_an_adapter_beside_weights_is_refused(source_model):
-    folder = source_model("llama")
-    (folder / "adapter_config.json").touch()
-    error = refused(folder, "transformers would load an adapter on top of the weights")
-    assert "remove that file" in str(error.hint)
 
 
 def test_a_tensor_in_two_shards_is_refused(source_model, edit_json):

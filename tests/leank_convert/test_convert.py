@@ -67,20 +67,6 @@ def saved(tmp_path):
     return save
 
 
-@pytest.fixture
-def loses_answers(monkeypatch):
-    """No trial is passed."""
-    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
-
-
-@pytest.fixture
-def measures_nothing(monkeypatch):
-    def refuse(*given, **options):
-        raise AssertionError("the model is measured")
-
-    monkeypatch.setattr(convert, "measure_cache", refuse)
-
-
 def mean_of(folder):
     mean = load_mask(folder / MASK_FILE_NAME).key_mean
     assert mean is not None
@@ -170,8 +156,8 @@ def test_a_mask_keeps_its_own_mean_and_scales_are_of_keys_less_that(biased, mask
     assert not torch.equal(scales, measured.scales(measured.centre(mask)).keys)
 
 
-@pytest.mark.usefixtures("measures_nothing")
-def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path):
+def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "measure_cache", lambda *_, **__: pytest.fail("the model is measured"))
     options = ("--recipe", recipe, "-o", tmp_path / "out")
     own = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "own")
     done("export", biased, "--mask", own, "--key-mean", *options)
@@ -230,8 +216,8 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
     assert divergence((out / "README.md").read_text(), "fp8") < 0.1
 
 
-@pytest.mark.usefixtures("loses_answers")
-def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path):
+def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)  # no trial is passed
     out = tmp_path / "out"
     options = ("--kv-dtype", "int4", "-o", out)
     assert run("train", biased, "--recipe", recipe, *options).exit_code == 2
