@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.checkpoint_io import CARD_NAME, ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
 from leank_convert.export import write_export
 from leank_convert.export.companions import read_companions, write_companions
@@ -41,7 +41,6 @@ from leank_convert.onnx.pruned_model import PrunedModel, check_traceable, load_p
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 
-_README_NAME = "README.md"
 # The program that runs the graph, copied into its folder.
 _HOST = [Path(__file__).with_name(f"leank_onnx{part}.py") for part in ("", "_session", "_cache")]
 
@@ -134,7 +133,7 @@ def export_onnx(
             shutil.rmtree(temporary)
         _describe_folder(pruned, partial, opset, weights, difference)
         readme = build_readme(pruned, opset=opset, weights=weights, difference=difference)
-        write_atomically(partial / _README_NAME, readme.encode())
+        write_atomically(partial / CARD_NAME, readme.encode())
     return out
 
 
@@ -170,7 +169,7 @@ def _describe_folder(
     pruned: PrunedModel, folder: Path, opset: int, weights: str | None, difference: float | None = None
 ) -> None:
     """Write the description, with the digest of every file that is there. A README may be edited."""
-    others = (_README_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
+    others = (CARD_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
     present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
     description = describe(pruned, opset=opset, files=files, weights=weights, difference=difference)
