@@ -215,18 +215,13 @@ def _check_given(fields: Fields, architecture: Architecture) -> None:
     values = fields.values
     layers = fields.whole_number("num_hidden_layers", 1, MAX_LAYERS)
     heads = fields.whole_number("num_attention_heads", 1, MAX_HEADS)
-    fields.whole_number("hidden_size", 1, MAX_SIZES["hidden_size"])
     for key, most in MAX_SIZES.items():
-        if key in values:
+        if key in values or key == "hidden_size":
             fields.whole_number(key, 1, most)
     kv_heads = heads
     if values.get("num_key_value_heads") is not None:
         kv_heads = fields.whole_number("num_key_value_heads", 1, MAX_HEADS)
-    if heads % kv_heads:
-        raise LeanKError(
-            f"`{fields.origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` "
-            f"{kv_heads}"
-        )
+    _check_groups(heads, kv_heads, fields.origin)
     if values.get("head_dim") is not None and fields.whole_number("head_dim", 1, MAX_HEAD_DIM) % 2:
         raise fields.refused("head_dim", "not even: rope turns channels in pairs")
     kinds = values.get("layer_types")
@@ -302,16 +297,20 @@ def _complete(config: Mapping[str, object], architecture: Architecture, origin: 
     if values["head_dim"] not in range(2, MAX_HEAD_DIM + 1, 2):
         raise Fields(values, origin).refused("head_dim", f"not an even number from 2 to {MAX_HEAD_DIM}")
     layers, heads, kv_heads, head_dim = (values[key] for key in SHAPE_KEYS)
-    if heads % kv_heads:
-        raise LeanKError(
-            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-        )
+    _check_groups(heads, kv_heads, origin)
     if layers * kv_heads * head_dim > MAX_CHANNELS:
         raise LeanKError(
             f"`{origin}`: {layers} layers of {kv_heads} KV heads of {head_dim} channels are more than "
             f"{MAX_CHANNELS} channels"
         )
     return values
+
+
+def _check_groups(heads: int, kv_heads: int, origin: str) -> None:
+    if heads % kv_heads:
+        raise LeanKError(
+            f"`{origin}`: `num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
+        )
 
 
 def _read_rope(

@@ -12,15 +12,9 @@ import torch
 
 from leank_convert.device import choose_device, is_first_process
 from leank_convert.evaluate.rounding import RoundedAnswers, answer_rounded
-from leank_convert.export import (
-    ExportRequest,
-    MaskLike,
-    check_exportable,
-    export_checkpoint,
-    recover,
-    resolve_export,
-    write_export,
-)
+from leank_convert.export import check_exportable, export_checkpoint, write_export
+from leank_convert.export.publish import recover
+from leank_convert.export.request import ExportRequest, MaskLike, resolve_export
 from leank_convert.folders import lock_training
 from leank_convert.hub import check_base_model, model_name
 from leank_convert.mask import ChannelMask

@@ -67,7 +67,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     if name is not None:
         recipe = load_recipe(name)
         ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO
-        windows = Windows(*(getattr(recipe.windows, key) for key in WINDOW_SIZES))
+        windows = Windows(**recipe.windows.model_dump())
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or "", 2)
     part = math.prod(facts.mask_shape) * element_bytes
     pruned = round((1 - ratio) * part)
@@ -85,7 +85,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
         "positions": positions,
         "recipe": name,
         "pruning_ratio": ratio,
-        "windows": {key: getattr(windows, key) for key in WINDOW_SIZES},
+        "windows": windows.sizes,
         "element_bytes": element_bytes,
         "element_bytes_assumed": facts.dtype not in BYTES_PER_ELEMENT,
         "bytes_per_token": {

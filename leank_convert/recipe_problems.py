@@ -9,12 +9,12 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from leank_convert.errors import RecipeError, cut, shorten
+from leank_convert.files import user_path
 from leank_convert.recipe import (
     HAYSTACK_SUFFIXES,
     ONE,
@@ -92,26 +92,19 @@ def _find_obstacles(recipe: Recipe) -> Iterator[Problem]:
             "`pip install wandb`, or leave it out",
         )
     source = recipe.data.haystack.source
-    if source is not None and source.endswith(HAYSTACK_SUFFIXES) and not _is_file(source):
+    if source is not None and source.endswith(HAYSTACK_SUFFIXES) and not user_path(source).is_file():
         yield Problem(
             f"`data.haystack.source` is {cut(source)}, and there is no such file", ("data.haystack.source",)
         )
     pattern = recipe.heads.pattern
     if pattern is not None and recipe.method_row.has_gates:
-        missing = [f"`{name}`" for name in _PATTERN_FILES if not _is_file(f"{pattern}/{name}")]
+        missing = [f"`{name}`" for name in _PATTERN_FILES if not (user_path(pattern) / name).is_file()]
         if missing:
             yield Problem(
                 f"`heads.pattern` is {cut(pattern)}, and there is no {' and no '.join(missing)} in it",
                 ("heads.pattern", "method"),
                 "a folder of DuoAttention's `attn_patterns/` is needed",
             )
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).expanduser().is_file()
-    except (OSError, RuntimeError):  # a name longer than files have; nobody's home
-        return False
 
 
 def _describe(items: Sequence[Any], origins: Mapping[str, str]) -> Iterator[Problem]:

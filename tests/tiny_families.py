@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank_convert.families import ARCHITECTURES
 
@@ -99,6 +99,46 @@ def random_mask(widths: Sequence[Sequence[int]], head_dim: int = 16) -> torch.Te
     return mask
 
 
+def three_layers(family: str) -> dict[str, Any]:
+    """Config of three layers with full attention, in a family of mixed layers with others behind."""
+    if "layer_types" not in OPTIONS.get(family, {}):
+        return {"num_hidden_layers": 3}
+    return {"layer_types": ["full_attention", *ARCHITECTURES[family].other_layers] * 3}
+
+
+def tiny_model(family: str, *, seed: int = 1, std: float = 0.25, **config: Any) -> PreTrainedModel:
+    """A frozen model of random weights, its attention far from uniform.
+
+    Args:
+        family: Its `model_type`.
+        seed: Of the weights.
+        std: Of the weights, norms aside.
+        **config: Keys of its config, and `dtype` and `attn_implementation`.
+    """
+    options = {key: config.pop(key) for key in ("dtype", "attn_implementation") if key in config}
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "max_position_embeddings": 512,
+        **OPTIONS.get(family, {}),
+        **config,
+    }
+    if "layer_types" in values:
+        values["num_hidden_layers"] = len(values["layer_types"])
+    torch.manual_seed(seed)
+    built = getattr(transformers, ARCHITECTURES[family].config_class)(**values)
+    model = AutoModelForCausalLM.from_config(built, **options)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=std)
+    return model.eval().requires_grad_(False)
+
+
 def tiny_llama(
     folder: Path, tokenizer: PreTrainedTokenizerBase, *, shard_size: str = "1GB", **changes: Any
 ) -> Path:
@@ -113,21 +153,7 @@ def tiny_llama(
     Returns:
         The folder.
     """
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 512,
-    }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)  # attention far from uniform
+    model = tiny_model("llama", seed=0, std=0.3, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder

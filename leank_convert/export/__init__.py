@@ -31,15 +31,13 @@ from leank_convert.export.config_json import (
 from leank_convert.export.model_card import build_model_card
 from leank_convert.export.packaged import identify_model
 from leank_convert.export.plan import ExportPlan, plan_export
-from leank_convert.export.publish import check_replaceable, recover, staged_folder
+from leank_convert.export.publish import check_replaceable, staged_folder
 from leank_convert.export.request import (
     Export,
     ExportRequest,
     MaskLike,
     RecipeLike,
     open_source,
-    refuse_overlap,
-    refuse_to_lose_mask,
     resolve_export,
 )
 from leank_convert.export.runtime_files import copy_runtime_files, needed_parts
@@ -58,20 +56,7 @@ from leank_convert.mask import (
     save_mask,
 )
 
-__all__ = [
-    "Export",
-    "ExportRequest",
-    "MaskLike",
-    "RecipeLike",
-    "check_exportable",
-    "check_replaceable",
-    "export_checkpoint",
-    "recover",
-    "refuse_overlap",
-    "refuse_to_lose_mask",
-    "resolve_export",
-    "write_export",
-]
+__all__ = ["check_exportable", "export_checkpoint", "write_export"]
 
 
 class CacheTried(Protocol):
@@ -211,10 +196,10 @@ def write_export(
     """
     cache = describe_cache(kv_dtype, kv_scales)
     checkpoint, facts, choice = export.checkpoint, export.facts, export.choice
-    mask, windows = choice.mask, choice.windows
+    mask, windows, out = choice.mask, choice.windows, export.request.out
     plan = plan_export(checkpoint, mask, facts, kv_scales)
     known = mask.provenance or MaskProvenance.for_model(
-        model_name(export.model),
+        model_name(export.request.model),
         facts,
         method="all-channels" if mask.channel_mask.all() else "imported",
         **windows.sizes,
@@ -222,7 +207,7 @@ def write_export(
     mask = dataclasses.replace(mask, provenance=known)
     leank = build_leank_facts(mask, known, plan.layout, windows, choice.config_overrides, cache)
     try:
-        with staged_folder(export.out, overwrite=export.overwrite) as partial:
+        with staged_folder(out, overwrite=export.request.overwrite) as partial:
             # Loading a tokenizer is processor time, writing weights is the disk's.
             with ThreadPoolExecutor(max_workers=1) as copier:
                 companions = copier.submit(copy_companions, checkpoint.folder, partial)
@@ -239,8 +224,8 @@ def write_export(
             write_atomically(partial / CARD_NAME, card.encode())
             write_digests(partial, {**hashed, **digests})
     except OSError as error:
-        raise _cannot_export(error, export.out, checkpoint) from error
-    return export.out
+        raise _cannot_export(error, out, checkpoint) from error
+    return out
 
 
 def _write_weights(
@@ -285,7 +270,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
     """Build the model card."""
     checkpoint, facts, known = export.checkpoint, export.facts, mask.provenance
     assert known is not None
-    name = model_name(export.model)
+    name = model_name(export.request.model)
     output = checkpoint.find(attention_tensor(0, "o_proj.weight"))
     element_bytes = BYTES_PER_ELEMENT.get(facts.dtype or (output.dtype if output else ""), 2)
     return build_model_card(
@@ -299,7 +284,7 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
         tried=None if tried is None else tried.render(),
         leank=cache,
         noted_name=identify_model(checkpoint.folder),
-        base_model=export.base_model or find_base_model(checkpoint.folder, name, known.model),
+        base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),
         licence=read_licence(checkpoint.folder),
     )
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from leank_convert.checkpoint_io import CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME
+from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME
 from leank_convert.digests import find_unlisted
 from leank_convert.errors import LeanKError
 from leank_convert.files import read_json, sha256_of, sync_path
@@ -18,7 +18,6 @@ from leank_convert.mask import MASK_FILE_NAME
 
 # Marks a folder that an export is being written to, see `export.publish`.
 MARKER_NAME = ".leank-export"
-README_NAME = "README.md"
 
 _logger = logging.getLogger("leank_convert")
 
@@ -33,7 +32,7 @@ def find_own(out: Path) -> Set[str]:
     names = {MASK_FILE_NAME}
     if not is_export(out):
         return names
-    return names | {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, README_NAME} | _read_digests(out).keys()
+    return names | {CONFIG_NAME, DIGESTS_NAME, ONNX_DESCRIPTION_NAME, CARD_NAME} | _read_digests(out).keys()
 
 
 def find_gone(out: Path, names: Set[str]) -> list[str]:
@@ -65,7 +64,7 @@ def refuse_edited(out: Path) -> None:
     """
     for name, digest in _read_digests(out).items():
         place = out / name
-        if name in (README_NAME, MASK_FILE_NAME) or not place.is_file() or _is_behind_link(out, place):
+        if name in (CARD_NAME, MASK_FILE_NAME) or not place.is_file() or _is_behind_link(out, place):
             continue
         if sha256_of(place) != digest:
             raise LeanKError(
@@ -82,8 +81,8 @@ def refuse_mistakable(out: Path) -> None:
     """
     own = find_own(out)
     mistakable = find_unlisted(out, own)
-    if README_NAME not in own and os.path.lexists(out / README_NAME):
-        mistakable.append(README_NAME)
+    if CARD_NAME not in own and os.path.lexists(out / CARD_NAME):
+        mistakable.append(CARD_NAME)
     for name in mistakable:
         raise _mistakable(out / name)
 
@@ -107,7 +106,7 @@ def refuse_collisions(out: Path, names: Set[str]) -> None:
 
 def keep_edited_card(out: Path, partial: Path) -> None:
     """Keep a model card that was edited since it was written, under another name in the new folder."""
-    card, written = out / README_NAME, _read_digests(out).get(README_NAME)
+    card, written = out / CARD_NAME, _read_digests(out).get(CARD_NAME)
     if written is None or not card.is_file() or (digest := sha256_of(card)) == written:
         return
     kept = f"README.{digest[:8]}.md"

@@ -86,24 +86,18 @@ class Export:
     """An export that has been resolved and checked; nothing is written yet.
 
     Attributes:
-        model: The model, as it was asked for.
-        out: The folder to write.
+        request: What was asked for.
         checkpoint: The model's folder, its headers read.
         config: The model's config.json, overrides applied.
         facts: The facts of that.
         choice: Mask, windows and overrides.
-        base_model: The model's hub id, None to find out.
-        overwrite: Whether to replace a checkpoint in `out`.
     """
 
-    model: str | Path
-    out: Path
+    request: ExportRequest
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     facts: ModelFacts
     choice: Choice
-    base_model: str | None
-    overwrite: bool
 
 
 def resolve_export(request: ExportRequest) -> Export:
@@ -120,16 +114,7 @@ def resolve_export(request: ExportRequest) -> Export:
     check_mask_fits(choice.mask, facts, mask_origin=choice.mask_origin, model_origin=str(request.model))
     plan_export(checkpoint, choice.mask, facts)
     refuse_to_lose_mask(request.out, choice.mask, overwrite=request.overwrite)
-    return Export(
-        request.model,
-        request.out,
-        checkpoint,
-        config,
-        facts,
-        choice,
-        request.base_model,
-        request.overwrite,
-    )
+    return Export(request, checkpoint, config, facts, choice)
 
 
 def open_source(

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leank_convert.checkpoint_io import ONNX_DESCRIPTION_NAME, read_config
+from leank_convert.checkpoint_io import CARD_NAME, ONNX_DESCRIPTION_NAME, read_config
 from leank_convert.errors import LeanKError
-from leank_convert.export import (
+from leank_convert.export import write_export
+from leank_convert.export.companions import read_companions, write_companions
+from leank_convert.export.config_json import encode_json
+from leank_convert.export.foreign import MARKER_NAME
+from leank_convert.export.publish import staged_folder
+from leank_convert.export.request import (
     ExportRequest,
     MaskLike,
     refuse_overlap,
     refuse_to_lose_mask,
     resolve_export,
-    write_export,
 )
-from leank_convert.export.companions import read_companions, write_companions
-from leank_convert.export.config_json import encode_json
-from leank_convert.export.foreign import MARKER_NAME
-from leank_convert.export.publish import staged_folder
 from leank_convert.files import sha256_of, write_atomically
 from leank_convert.folders import check_folder
 from leank_convert.hub import model_name, resolve_model
@@ -41,7 +41,6 @@ from leank_convert.onnx.pruned_model import PrunedModel, check_traceable, load_p
 from leank_convert.onnx.quantize import check_quantizer, quantize_weights
 from leank_convert.onnx.readme import build_readme
 
-_README_NAME = "README.md"
 # The program that runs the graph, copied into its folder.
 _HOST = [Path(__file__).with_name(f"leank_onnx{part}.py") for part in ("", "_session", "_cache")]
 
@@ -115,7 +114,8 @@ def export_onnx(
     with staged_folder(out, overwrite=overwrite) as partial:
         temporary = partial / "checkpoint"
         if export is not None:
-            checkpoint = write_export(dataclasses.replace(export, out=temporary, overwrite=False))
+            request = dataclasses.replace(export.request, out=temporary, overwrite=False)
+            checkpoint = write_export(dataclasses.replace(export, request=request))
         pruned = dataclasses.replace(load_pruned(checkpoint, dtype), name=model_name(model))
         write_graph(pruned, partial / MODEL_FILE, opset=opset)
         trials = make_trials(pruned, weights)
@@ -133,7 +133,7 @@ def export_onnx(
             shutil.rmtree(temporary)
         _describe_folder(pruned, partial, opset, weights, difference)
         readme = build_readme(pruned, opset=opset, weights=weights, difference=difference)
-        write_atomically(partial / _README_NAME, readme.encode())
+        write_atomically(partial / CARD_NAME, readme.encode())
     return out
 
 
@@ -169,7 +169,7 @@ def _describe_folder(
     pruned: PrunedModel, folder: Path, opset: int, weights: str | None, difference: float | None = None
 ) -> None:
     """Write the description, with the digest of every file that is there. A README may be edited."""
-    others = (_README_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
+    others = (CARD_NAME, ONNX_DESCRIPTION_NAME, MARKER_NAME)
     present = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in present}
     description = describe(pruned, opset=opset, files=files, weights=weights, difference=difference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from leank_convert.errors import LeanKError, first_line, out_of_memory
 from leank_convert.files import digest_files
 from leank_convert.hub import resolve_model
 from leank_convert.recipe import ModelSection, Recipe
-from leank_convert.safetensors_file import DTYPE_BITS
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.train.attention import ATTENTION_NAME
 from leank_convert.train.fusion import fuse_layers
@@ -108,7 +108,8 @@ def count_bytes(files: ModelFiles, recipe: Recipe, device: torch.device) -> dict
     """
     facts = files.facts
     tensors = [tensor for header in files.checkpoint.shards.values() for tensor in header.tensors.values()]
-    stored_bytes = DTYPE_BITS[max(tensors, key=lambda tensor: tensor.num_bytes).dtype] // 8
+    largest = max(tensors, key=lambda tensor: tensor.num_bytes)
+    stored_bytes = largest.num_bytes // math.prod(largest.shape)
     dtype = facts.dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     element_bytes = stored_bytes if dtype is None else getattr(torch, dtype).itemsize
     weights = files.checkpoint.num_data_bytes // stored_bytes * element_bytes

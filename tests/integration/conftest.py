@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,24 +28,15 @@ class Converted:
 
 
 @pytest.fixture
-def converted(tmp_path: Path) -> Callable[..., Converted]:
+def converted(tmp_path):
     """Write a random model and export it: `converted("Qwen2", [[0, 8], [3, 16]])` keeps so many channels.
 
     `centred=True` caches its keys less a large mean.
     """
 
-    def make(
-        family: str = "Llama",
-        widths: Sequence[Sequence[int]] | None = None,
-        *,
-        name: str = "model",
-        seed: int = 0,
-        sizes: tuple[int, int, int] = (3, 6, 4),
-        centred: bool = False,
-        **config: Any,
-    ) -> Converted:
+    def make(family="Llama", widths=None, *, name="model", seed=0, sizes=(3, 6, 4), centred=False, **config):
         torch.manual_seed(seed)
-        options: dict[str, Any] = {
+        options = {
             "hidden_size": 64,
             "intermediate_size": 48,
             "num_hidden_layers": len(config.get("layer_types", range(2))),
@@ -112,10 +101,10 @@ def converted(tmp_path: Path) -> Callable[..., Converted]:
 
 
 @pytest.fixture
-def load() -> Callable[..., Any]:
+def load():
     """Load a checkpoint as a stranger does, through the auto classes."""
 
-    def from_folder(folder: Path, **kwargs: Any) -> Any:
+    def from_folder(folder, **kwargs):
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=True, **kwargs
         ).eval()

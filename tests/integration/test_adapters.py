@@ -1,10 +1,6 @@
 """A LoRA of the original, converted, does to a checkpoint what it does to the original."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ peft = pytest.importorskip("peft")
 # PEFT's own, under the newest transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 WIDTHS = [[8, 0], [16, 3]]  # both layers change their head order
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 ADAPTERS = {
     "Llama": {"target_modules": ALL, "rank_pattern": {"k_proj": 3}},
@@ -31,11 +27,11 @@ ADAPTERS = {
 }
 
 
-def prompt() -> torch.Tensor:
+def prompt():
     return torch.randint(4, 64, (1, 23), generator=torch.Generator().manual_seed(1))
 
 
-def adapter_of(source: Path, folder: Path, **options: Any) -> tuple[Path, torch.Tensor, torch.Tensor]:
+def adapter_of(source, folder, **options):
     """Write a random adapter; also returns logits and tokens of the original with it."""
     model = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(source), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)

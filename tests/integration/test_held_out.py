@@ -19,16 +19,21 @@ from leank_convert.windows import Windows
 NUM_CONTEXTS = 8
 
 
+def load(**data):
+    """The shipped model as training loads it, and samples of other data for it."""
+    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
+    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
+    return loaded, SampleSource(loaded.tokenizer, recipe.data.model_copy(update=data), 5)
+
+
 def random_mask():
     """So poor that some answers go wrong, at their first token, at a later one, or not at all."""
     return torch.rand(4, 4, 64, generator=torch.Generator().manual_seed(0)) < 0.75
 
 
 def test_it_counts_the_answers_that_generation_gives(tmp_path):
-    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
-    data = recipe.data.model_copy(update={"questions_per_context": 2})
-    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
-    samples = [SampleSource(loaded.tokenizer, data, 5).draw(index) for index in range(NUM_CONTEXTS)]
+    loaded, source = load(questions_per_context=2)
+    samples = [source.draw(index) for index in range(NUM_CONTEXTS)]
     mask = random_mask()
     student = Student(Windows(16, 64), mask.float(), mask.any(-1))
     found = [compare_answers(loaded.model, sample, [student]) for sample in samples]
@@ -82,10 +87,8 @@ def generates(model, sample):
 
 
 def test_a_prompt_that_is_all_prefix_is_answered_as_one_of_several():
-    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
-    data = recipe.data.model_copy(update={"questions_per_context": 3})
-    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
-    sample = SampleSource(loaded.tokenizer, data, 5).draw(1)
+    loaded, source = load(questions_per_context=3)
+    sample = source.draw(1)
     mask = random_mask()
     students = [
         Student(Windows(16, 64), kept.float(), kept.any(-1)) for kept in (mask, torch.zeros_like(mask))
@@ -102,11 +105,9 @@ def test_a_prompt_that_is_all_prefix_is_answered_as_one_of_several():
 
 
 def test_each_token_is_judged_given_those_before_it():
-    recipe = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"])
-    data = recipe.data.model_copy(update={"tasks": ("multi_value",), "questions_per_context": 2})
-    loaded = load_model(find_model("testbed", recipe), recipe, torch.device("cpu"))
+    loaded, source = load(tasks=("multi_value",), questions_per_context=2)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32, attn_implementation="sdpa")
-    sample = SampleSource(loaded.tokenizer, data, 5).draw(1)
+    sample = source.draw(1)
     first = sample.questions[0]
     ids = first.input_ids.clone()
     ids[first.answer_start + 2] = ids[first.answer_start]  # an answer that the model does not give

@@ -1,15 +1,11 @@
 """lm-evaluation-harness on converted checkpoints, by its own command: what touches the pruned cache."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +55,7 @@ metric_list:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tmp_path_factory):
     """What the harness found of the shipped model, and of checkpoints of it with all and with no channels."""
     folder = tmp_path_factory.mktemp("lm-eval")
     rng = random.Random(3)
@@ -83,7 +79,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {name: read_results(folder / f"{name}-results") for name in models}
 
 
-def run_harness(models: dict[str, Path], tasks: Path, folder: Path) -> None:
+def run_harness(models, tasks, folder):
     """Run the documented command for every model."""
     commands = [
         [
@@ -112,9 +108,9 @@ def run_harness(models: dict[str, Path], tasks: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def read_results(out: Path) -> dict[str, Any]:
+def read_results(out):
     """Return the metrics of each task, and its answers in the prompts' order."""
-    found: dict[str, Any] = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+    found = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
     for name in ("generated", "likelihood"):
         lines = next(out.rglob(f"samples_{name}_*.jsonl")).read_text().splitlines()
         answers = {(sample := json.loads(line))["doc_id"]: sample["filtered_resps"] for line in lines}
@@ -122,16 +118,16 @@ def read_results(out: Path) -> dict[str, Any]:
     return found
 
 
-def test_all_channels_answer_as_the_dense_model(results: dict[str, dict[str, Any]]) -> None:
+def test_all_channels_answer_as_the_dense_model(results):
     assert results["dense"]["generated"]["exact_match,none"] == 1.0
     assert results["all"]["generated"]["answers"] == results["dense"]["generated"]["answers"]
 
 
-def test_generation_runs_on_the_pruned_cache(results: dict[str, dict[str, Any]]) -> None:
+def test_generation_runs_on_the_pruned_cache(results):
     assert results["none"]["generated"]["exact_match,none"] == 0.0
 
 
-def test_loglikelihood_never_touches_the_pruned_cache(results: dict[str, dict[str, Any]]) -> None:
+def test_loglikelihood_never_touches_the_pruned_cache(results):
     of = {name: found["likelihood"] for name, found in results.items()}
     assert of["none"] == of["all"]
     assert of["none"]["acc,none"] == of["dense"]["acc,none"] == 1.0

@@ -1,7 +1,5 @@
 """The shipped model as an ONNX folder answers, without torch, token by token as the PyTorch runtime does."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

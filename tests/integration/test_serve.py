@@ -1,7 +1,5 @@
 """`transformers serve` answers from a converted checkpoint."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -21,7 +19,7 @@ MISSING = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.f
 TEXT = " ".join(f"w{number}" for number in range(20))
 
 
-def ask(url: str, body: object = None) -> dict:
+def ask(url, body=None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:

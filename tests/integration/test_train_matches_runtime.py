@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from leank_convert._runtime.configuration_leank import CACHE
@@ -16,43 +15,17 @@ from leank_convert.train.passes import run_answer_pass, run_context_pass, run_qu
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
 from runtime import modeling_leank
-from tests.tiny_families import FAMILIES, OPTIONS, TRAINS_LINEAR
+from tests.tiny_families import FAMILIES, TRAINS_LINEAR, three_layers, tiny_model
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 4, 16
 # Tokens of each question on a context, and of its answer.
 QUESTIONS = [(0, 15)], [(3, 15), (6, 7)]
 
 
-def layer_types(family):
-    """Three layers with full attention; in a family of mixed layers each with another one behind it."""
-    kinds = ["full_attention"] * LAYERS
-    if "layer_types" in OPTIONS.get(family, {}):
-        kinds = [kind for full in kinds for kind in (full, *ARCHITECTURES[family].other_layers)]
-    return kinds
-
-
 def save_model(family, folder):
-    row, options = ARCHITECTURES[family], {**OPTIONS.get(family, {})}
-    if "layer_types" in options:
-        options["layer_types"] = layer_types(family)
-    config = getattr(transformers, row.config_class)(
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=len(layer_types(family)),
-        num_attention_heads=8,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=90,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **options,
-    )
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.25)
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "vocab_size": 90}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = tiny_model(family, dtype=torch.float64, **sizes, **tokens, **three_layers(family))
     model.save_pretrained(folder)
 
 

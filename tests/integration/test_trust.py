@@ -14,7 +14,6 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
-from leank_convert.onnx.export import _copy_companions
 
 CPU = torch.device("cpu")
 
@@ -116,14 +115,6 @@ def test_other_commands_run_nothing_of_it(
     result = CliRunner().invoke(main, command.split())
     assert (result.exit_code, marker.exists()) == (exit_code, False), result.stderr
     assert ("was loaded" in result.stderr) == ("onnx" in command)
-
-
-def test_an_onnx_folder_gets_no_code_but_its_host(plant, tmp_path):
-    (tmp_path / "out").mkdir()
-    _copy_companions(plant("tokenizer"), tmp_path / "out")
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "tokenizer.json" in names and not any(name.endswith(".py") for name in names)
-    assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
 
 def test_trusted_code_runs_and_none_of_it_once_the_files_are_a_releases(plant, marker, checkpoint):

@@ -1,18 +1,12 @@
 """Small model folders as a hub would hold them, and tokenizers of the awkward kinds, trained on the spot."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -20,15 +14,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from leank_convert.architectures import read_model_facts
-from leank_convert.cli import main
 from leank_convert.data.grammar import draw_sentence
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask
 from leank_convert.onnx import export_onnx
 from leank_convert.recipe import Recipe
+from tests.checks import facts_of, provenance_of
 from tests.tiny_families import random_mask
 
 FAMILIES = {
@@ -44,12 +36,12 @@ PLAIN_TEMPLATE = (
 )
 
 
-def corpus() -> list[str]:
+def corpus():
     rng = random.Random(0)
     return [draw_sentence(rng) for _ in range(300)] + [f"{rng.getrandbits(64):x}" for _ in range(50)]
 
 
-def wrap(tokenizer: Tokenizer, template: str) -> PreTrainedTokenizerFast:
+def wrap(tokenizer, template):
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -61,7 +53,7 @@ def wrap(tokenizer: Tokenizer, template: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """GPT-2's kind: leading spaces belong to words, digits merge freely."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +64,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
-def metaspace() -> PreTrainedTokenizerFast:
+def metaspace():
     """SentencePiece's kind: a space is put before every text, and merges run across words."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
@@ -91,7 +83,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     return wrap(tokenizer, PLAIN_TEMPLATE)
 
 
-def with_bos() -> PreTrainedTokenizerFast:
+def with_bos():
     """Llama 3's kind: the template writes the BOS, and the tokenizer adds one too where it is asked to."""
     fast = byte_level()
     bos = fast.convert_tokens_to_ids("<s>")
@@ -102,7 +94,7 @@ def with_bos() -> PreTrainedTokenizerFast:
     return fast
 
 
-def trailing_text() -> PreTrainedTokenizerFast:
+def trailing_text():
     """A template that trims the user's words and goes on after them."""
     fast = byte_level()
     fast.chat_template = (
@@ -112,7 +104,7 @@ def trailing_text() -> PreTrainedTokenizerFast:
     return fast
 
 
-def unsplit() -> PreTrainedTokenizerFast:
+def unsplit():
     """Merges over words, lines and paragraphs: a token may span document and question."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -134,41 +126,11 @@ TOKENIZERS = {
 }
 
 
-@pytest.fixture(scope="session")
-def run() -> Callable[..., Result]:
-    """Runs a command of the command line."""
-    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="session")
-def done(run: Callable[..., Result]) -> Callable[..., str]:
-    """Runs a command that has to succeed; what it prints to stdout."""
-
-    def check(*arguments: object) -> str:
-        result = run(*arguments)
-        assert result.exit_code == 0, result.output
-        return str(result.stdout)
-
-    return check
-
-
-@pytest.fixture(scope="session")
-def rejected(run: Callable[..., Result]) -> Callable[..., str]:
-    """Runs a command that has to fail as the user's mistake; what it says on stderr."""
-
-    def check(*arguments: object) -> str:
-        result = run(*arguments)
-        assert (result.exit_code, result.stdout) == (2, ""), result.output
-        return str(result.stderr)
-
-    return check
-
-
 @pytest.fixture
-def source_model(tmp_path: Path) -> Callable[..., Path]:
+def source_model(tmp_path):
     """Write a random model of one family: 3 layers, 8 query heads, 4 KV heads, hidden size 32."""
 
-    def build(family: str = "llama", *, dtype: str = "float32", shards: bool = True, **config: Any) -> Path:
+    def build(family="llama", *, dtype="float32", shards=True, **config):
         torch.manual_seed(5)
         options = {**FAMILIES.get(family, {}), **config}
         configuration = AutoConfig.for_model(
@@ -201,10 +163,10 @@ def source_model(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def ragged_mask() -> Callable[..., torch.Tensor]:
+def ragged_mask():
     """Bool [layers, heads, head_dim] with widths that differ, an empty and a full head in every layer."""
 
-    def build(layers: int = 3, heads: int = 4, head_dim: int = 12, seed: int = 0) -> torch.Tensor:
+    def build(layers=3, heads=4, head_dim=12, seed=0):
         generator = torch.Generator().manual_seed(seed)
         mask = torch.zeros(layers, heads, head_dim, dtype=torch.bool)
         for layer in range(layers):
@@ -218,21 +180,21 @@ def ragged_mask() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
-def fitting_mask(ragged_mask: Callable[..., torch.Tensor]) -> Callable[[Path], ChannelMask]:
+def fitting_mask(ragged_mask):
     """A ragged mask of the shape that a model folder needs."""
 
-    def build(folder: Path) -> ChannelMask:
-        facts = read_model_facts(json.loads((folder / "config.json").read_text()), origin="config.json")
+    def build(folder):
+        facts = facts_of(folder)
         return ChannelMask(ragged_mask(*facts.mask_shape))
 
     return build
 
 
 @pytest.fixture
-def snapshot() -> Callable[[Path], dict[str, str] | None]:
+def snapshot():
     """Digests of all files of a folder by relative path; None where there is no folder."""
 
-    def digest(folder: Path) -> dict[str, str] | None:
+    def digest(folder):
         if not folder.exists():
             return None
         files = (path for path in folder.rglob("*") if path.is_file())
@@ -244,10 +206,10 @@ def snapshot() -> Callable[[Path], dict[str, str] | None]:
 
 
 @pytest.fixture
-def refused(snapshot: Callable[[Path], dict[str, str] | None]) -> Callable[..., LeanKError]:
+def refused(snapshot):
     """Run an export that must fail as the user's mistake and leave its target as it was."""
 
-    def run(source: Path, mask: ChannelMask, out: Path, message: str, **options: Any) -> LeanKError:
+    def run(source, mask, out, message, **options):
         before = snapshot(out)
         with pytest.raises(LeanKError, match=re.escape(message)) as caught:
             export_checkpoint(source, mask, out, **options)
@@ -260,10 +222,10 @@ def refused(snapshot: Callable[[Path], dict[str, str] | None]) -> Callable[..., 
 
 
 @pytest.fixture
-def edit_json() -> Callable[..., None]:
+def edit_json():
     """Replace keys of a JSON file; a value of `...` removes the key."""
 
-    def edit(path: Path, **changes: Any) -> None:
+    def edit(path, **changes):
         value = json.loads(path.read_text())
         value.update(changes)
         path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
@@ -272,15 +234,13 @@ def edit_json() -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def retriever_mask() -> ChannelMask:
+def retriever_mask():
     """For `retriever_folder`: the heads of layer 0 change places, layer 1 has one bucket."""
     return ChannelMask(random_mask([[7, 0], [4, 4]]))
 
 
 @pytest.fixture(scope="session")
-def retriever_onnx(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_onnx(once_per_run, retriever_folder, retriever_mask):
     """An ONNX folder of it, with windows of 3, 6 and 4 tokens."""
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
     return once_per_run(
@@ -289,17 +249,14 @@ def retriever_onnx(
 
 
 @pytest.fixture(scope="session")
-def retriever_centred(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_centred(once_per_run, retriever_folder, retriever_mask):
     """A checkpoint of it whose keys are cached less a large mean in `checkpoint`, and its graph in `onnx`."""
-    facts = read_model_facts(read_json(retriever_folder / "config.json"), origin="config.json")
-    sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
-    known = MaskProvenance.for_model(retriever_folder.name, facts, method="leank", **sizes)
-    mean = 3 * torch.randn(facts.mask_shape, generator=torch.Generator().manual_seed(1))
-    mask = ChannelMask(retriever_mask.channel_mask, provenance=known, key_mean=mean.half())
+    channels = retriever_mask.channel_mask
+    mean = 3 * torch.randn(channels.shape, generator=torch.Generator().manual_seed(1))
+    known = provenance_of(retriever_folder, sink_size=3, recent_size=6)
+    mask = ChannelMask(channels, provenance=known, key_mean=mean.half())
 
-    def make(out: Path) -> None:
+    def make(out):
         export_checkpoint(retriever_folder, mask, out / "checkpoint")
         export_onnx(out / "checkpoint", None, out / "onnx")
 
@@ -307,13 +264,11 @@ def retriever_centred(
 
 
 @pytest.fixture(scope="session")
-def retriever_half(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_half(once_per_run, retriever_folder, retriever_mask):
     """A checkpoint of it in `checkpoint`, and of that an ONNX folder in float16 in `onnx`."""
     sizes = {"sink_size": 3, "recent_size": 6, "flush_size": 4}
 
-    def make(out: Path) -> None:
+    def make(out):
         export_checkpoint(retriever_folder, retriever_mask, out / "checkpoint", **sizes)
         export_onnx(out / "checkpoint", None, out / "onnx", dtype="float16")
 
@@ -321,9 +276,7 @@ def retriever_half(
 
 
 @pytest.fixture(scope="session")
-def retriever_int8(
-    once_per_run: Callable[..., Path], retriever_folder: Path, retriever_mask: ChannelMask
-) -> Path:
+def retriever_int8(once_per_run, retriever_folder, retriever_mask):
     """An ONNX folder of it under another rope, its weights quantized, the rest in float16."""
     rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     options = {"dtype": "float16", "weights": "int8", "config_overrides": rope}
@@ -333,11 +286,11 @@ def retriever_int8(
 
 
 @pytest.fixture(scope="session")
-def short_recipe() -> Callable[..., Recipe]:
+def short_recipe():
     """Builds a recipe of a few steps; keyword arguments replace top-level keys."""
 
-    def build(**changes: Any) -> Recipe:
-        values: dict[str, Any] = {
+    def build(**changes):
+        values = {
             "windows": {"sink_size": 4, "recent_size": 16, "flush_size": 4},
             "width_multiple": 4,
             "data": {
@@ -358,24 +311,24 @@ def short_recipe() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session", params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+def tokenizer(request):
     """Each kind of tokenizer; not to be changed."""
     return TOKENIZERS[request.param]()
 
 
 @pytest.fixture(scope="session")
-def unsplit_tokenizer() -> PreTrainedTokenizerFast:
+def unsplit_tokenizer():
     """The kind of tokenizer that knows no borders; not to be changed."""
     return unsplit()
 
 
 @pytest.fixture(scope="session")
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+def byte_level_tokenizer():
     """GPT-2's kind of tokenizer; not to be changed."""
     return byte_level()
 
 
 @pytest.fixture
-def plain_tokenizer() -> PreTrainedTokenizerFast:
+def plain_tokenizer():
     """GPT-2's kind of tokenizer, to change at will."""
     return byte_level()

@@ -1,5 +1,4 @@
 import re
-from typing import Any
 
 import pytest
 import transformers
@@ -9,7 +8,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from leank_convert.architectures import read_model_facts
 from leank_convert.config_overrides import apply_config_overrides
 from leank_convert.errors import LeanKError
-from leank_convert.families import Architecture
 from leank_convert.rope import ROPE_TYPES, read_rope_parameters
 from tests.tiny_families import FAMILIES
 
@@ -23,21 +21,16 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+SLIDING = "of 2 layers attend within a sliding window only"
+MIXED = {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}
+WINDOWED = {"model_type": "qwen2", "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-def rope_of(config: Any) -> dict[str, Any]:
+def rope_of(config):
     """That of layers with full attention."""
-    rope: dict[str, Any] = config.rope_parameters
+    rope = config.rope_parameters
     return rope.get("full_attention", rope)
-
-
-@pytest.mark.parametrize("row", FAMILIES)
-def test_rows_name_what_transformers_has(row: Any) -> None:
-    for name in (row.config_class, row.base_class, row.causal_lm_class):
-        assert hasattr(transformers, name)
-    config = getattr(transformers, row.config_class)()
-    assert config.model_type == row.model_type
 
 
 @pytest.mark.parametrize("row", FAMILIES)
@@ -50,7 +43,7 @@ def test_rows_name_what_transformers_has(row: Any) -> None:
     ],
     ids=["plain", "explicit-head-dim", "defaults"],
 )
-def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, Any]) -> None:
+def test_facts_are_those_of_the_config_class(row, keys):
     family = row.model_type
     window = 64 if "sliding_attention" in row.other_layers else None
     keys = {**keys, "num_hidden_layers": 6, "sliding_window": window, "max_position_embeddings": 300}
@@ -88,7 +81,7 @@ def test_facts_are_those_of_the_config_class(row: Architecture, keys: dict[str, 
     ],
     ids=["none", "theta", "null-scaling", "old-linear", "old-yarn", "new-yarn", "llama3"],
 )
-def test_rope_parameters_are_those_that_transformers_reads(keys: dict[str, Any]) -> None:
+def test_rope_parameters_are_those_that_transformers_reads(keys):
     keys = {"max_position_embeddings": 32768, **keys}
     read = read_rope_parameters(keys, origin="config.json")
     given = transformers.LlamaConfig.from_dict({**LLAMA, **keys}).rope_parameters
@@ -110,20 +103,12 @@ def test_rope_parameters_are_those_that_transformers_reads(keys: dict[str, Any])
         ("llama" * 10**6, None),
     ],
 )
-def test_another_spelling_of_a_family_is_suggested_never_another_family(
-    given: object, meant: str | None
-) -> None:
+def test_another_spelling_of_a_family_is_suggested_never_another_family(given, meant):
     with pytest.raises(LeanKError, match="`x`: unknown architecture: `model_type` is ") as caught:
         read_model_facts({**LLAMA, "model_type": given}, origin="x")
     assert len(str(caught.value)) < 300 and "supported: `llama`" in str(caught.value.hint)
     assert ("did you mean" in str(caught.value.hint)) == (meant is not None)
     assert meant is None or f"did you mean `{meant}`?" in str(caught.value.hint)
-
-
-def test_a_converted_checkpoint_is_no_source() -> None:
-    with pytest.raises(LeanKError, match="already is a LeanK checkpoint") as caught:
-        read_model_facts({**LLAMA, "model_type": "leank_llama"}, origin="x")
-    assert "original" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -145,26 +130,19 @@ def test_a_converted_checkpoint_is_no_source() -> None:
         ({"hidden_size": None}, "`hidden_size` is None"),
         ({"head_dim": -1}, "`head_dim` is -1"),
         ({"head_dim": 7}, "`head_dim` is 7, not even"),
-        ({"vocab_size": 0}, "`vocab_size` is 0"),
         ({"intermediate_size": 1.5}, "`intermediate_size` is 1.5"),
         ({"max_position_embeddings": 10**400}, "`max_position_embeddings` is an integer of 1329 bits"),
         ({"rms_norm_eps": 0}, "`rms_norm_eps` is 0, not a number from"),
-        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is nan"),
         ({"dtype": "bfloat99"}, "`dtype` is 'bfloat99'"),
         ({"torch_dtype": 16}, "`torch_dtype` is 16"),
         ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` is 'false', neither true nor false"),
         ({"num_labels": 10**9}, "`num_labels` is 1000000000"),
         ({"layer_types": ["full_attention"]}, "`layer_types` is ['full_attention'], not a list of 2"),
-        ({"use_sliding_window": "false"}, "`use_sliding_window` is 'false'"),
         ({"compression_config": {"quant_method": "gptq"}}, "the model is quantized"),
         ({"per_layer_config": {"0": {}}}, "has layers of several shapes"),
         ({"rope_theta": float("nan")}, "`rope_theta` is nan, not a number"),
-        ({"rope_theta": float("inf")}, "`rope_theta` is inf"),
-        ({"rope_theta": -1.0}, "`rope_theta` is -1.0"),
         ({"rope_theta": 0}, "`rope_theta` is 0"),
         ({"rope_theta": "1e4"}, "`rope_theta` is '1e4'"),
-        ({"rope_theta": True}, "`rope_theta` is True"),
-        ({"rope_theta": None}, "`rope_theta` is None"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', not an object"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},
@@ -186,23 +164,31 @@ def test_a_converted_checkpoint_is_no_source() -> None:
         ({"partial_rotary_factor": 0.5}, "rotated whole"),
         ({"to_dict": 1}, "is refused by transformers: "),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": {}}}, "`rope_theta` is {}"),
+        ({"model_type": "mistral"}, SLIDING),
+        ({"model_type": "mistral", "sliding_window": 4096}, SLIDING),
+        ({**WINDOWED, "max_window_layers": 0, "sliding_window": 64}, SLIDING),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, SLIDING),
+        ({**MIXED, "sliding_window": None}, "`sliding_window` is None, not a whole number"),
+        ({**MIXED, "layer_types": ["full_attention", "linear_attention"]}, "1 of 2 layers have no full"),
     ],
 )
-def test_senseless_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_senseless_configs_are_refused(changes, message):
     with pytest.raises(LeanKError, match=re.escape(message)) as caught:
         read_model_facts({**LLAMA, **changes}, origin="config.json")
     assert str(caught.value).startswith("`config.json`") and len(str(caught.value)) < 600
+    if "no full" in message:
+        assert caught.value.hint == "kinds known of this family: full_attention, sliding_attention"
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, LONGROPE, {"type": "linear", "factor": 2}])
-def test_kinds_of_rope_that_transformers_computes_are_read(rope: dict[str, Any]) -> None:
+def test_kinds_of_rope_that_transformers_computes_are_read(rope):
     facts = read_model_facts({**LLAMA, "rope_scaling": rope, "max_position_embeddings": 131072}, origin="x")
     config = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": {**facts.rope_parameters}})
     compute = ROPE_INIT_FUNCTIONS[facts.rope_parameters["rope_type"]]
     assert compute(config)[0].shape == (4,)
 
 
-def test_kinds_of_rope_and_what_they_need_are_those_of_transformers() -> None:
+def test_kinds_of_rope_and_what_they_need_are_those_of_transformers():
     assert ROPE_TYPES.keys() == ROPE_INIT_FUNCTIONS.keys() | {"default"}
     for rope_type, needed in ROPE_TYPES.items():
         check = getattr(transformers.LlamaConfig(), f"_validate_{rope_type}_rope_parameters")
@@ -219,49 +205,15 @@ def test_kinds_of_rope_and_what_they_need_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {**LLAMA, "model_type": "mistral"},
-        {**LLAMA, "model_type": "mistral", "sliding_window": 4096},
-        {**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
-        {**LLAMA, "layer_types": ["full_attention", "sliding_attention"]},
-    ],
-    ids=["mistral-default", "mistral", "qwen2", "unmixed-family"],
-)
-def test_sliding_window_layers_are_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(LeanKError, match="of 2 layers attend within a sliding window only"):
-        read_model_facts(config, origin="config.json")
-
-
-def test_layers_of_a_kind_that_the_family_does_not_know_are_not_called_sliding() -> None:
-    config = {**QWEN2, "layer_types": ["full_attention", "linear_attention"]}
-    with pytest.raises(LeanKError, match="1 of 2 layers have no full attention") as caught:
-        read_model_facts(config, origin="config.json")
-    assert caught.value.hint == "kinds known of this family: full_attention, sliding_attention"
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"use_sliding_window": True, "max_window_layers": 1},
         {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
     ],
 )
-def test_layers_beside_full_attention_are_left_alone(changes: dict[str, Any]) -> None:
+def test_layers_beside_full_attention_are_left_alone(changes):
     facts = read_model_facts({**QWEN2, **changes}, origin="config.json")
     assert facts.is_mixed and facts.layers == (0,) and facts.mask_shape == (1, 2, 8)
-
-
-def test_layers_with_a_window_need_its_size() -> None:
-    config = {**QWEN2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}
-    with pytest.raises(LeanKError, match="`sliding_window` is None, not a whole number"):
-        read_model_facts(config, origin="config.json")
-
-
-def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden() -> None:
-    gemma = {**LLAMA, "model_type": "gemma3_text", "sliding_window_pattern": 2}
-    with pytest.raises(LeanKError, match=r"`config_overrides.rope_theta`: kinds of layers of `gemma3_text`"):
-        apply_config_overrides(gemma, {"rope_theta": 1e7})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +226,7 @@ def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden() -> None:
         {**QWEN2, "layer_types": ["full_attention", "full_attention"]},
     ],
 )
-def test_a_window_that_no_layer_uses_is_no_obstacle(config: dict[str, Any]) -> None:
+def test_a_window_that_no_layer_uses_is_no_obstacle(config):
     assert read_model_facts(config, origin="config.json").num_hidden_layers == 2
 
 
@@ -287,9 +239,7 @@ def test_a_window_that_no_layer_uses_is_no_obstacle(config: dict[str, Any]) -> N
     ],
     ids=["old", "new"],
 )
-def test_overridden_rope_keeps_theta_and_drops_the_models_own_scaling(
-    key: str, source: dict[str, Any]
-) -> None:
+def test_overridden_rope_keeps_theta_and_drops_the_models_own_scaling(key, source):
     config = {**LLAMA, **source}
     result = apply_config_overrides(config, {key: YARN, "max_position_embeddings": 131072})
     assert result["rope_parameters"] == {**YARN, "rope_theta": 1e6}
@@ -325,13 +275,11 @@ def test_overridden_rope_keeps_theta_and_drops_the_models_own_scaling(
     ],
     ids=["theta alone keeps the scaling", "scaling is taken away", "a trained length is the model's"],
 )
-def test_what_overrides_leave_of_rope(
-    config: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_what_overrides_leave_of_rope(config, overrides, expected):
     assert apply_config_overrides({**LLAMA, **config}, overrides)["rope_parameters"] == expected
 
 
-def test_a_window_that_no_sequence_outgrows_may_be_left_out() -> None:
+def test_a_window_that_no_sequence_outgrows_may_be_left_out():
     config = {**LLAMA, "model_type": "phi3", "sliding_window": 262144, "max_position_embeddings": 131072}
     with pytest.raises(LeanKError, match="sliding window only") as caught:
         read_model_facts(config, origin="x")
@@ -340,7 +288,7 @@ def test_a_window_that_no_sequence_outgrows_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_another_rope_leaves_as_much_of_a_head_rotated(nested: bool) -> None:
+def test_another_rope_leaves_as_much_of_a_head_rotated(nested):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
     given = {"rope_parameters": rope} if nested else {"partial_rotary_factor": 0.75}
     changed = apply_config_overrides({**LLAMA, "model_type": "phi3", **given}, {"rope_theta": 1e6})
@@ -350,65 +298,52 @@ def test_another_rope_leaves_as_much_of_a_head_rotated(nested: bool) -> None:
     assert changed["rope_parameters"]["partial_rotary_factor"] == 0.75
 
 
-def test_without_overrides_the_config_stays() -> None:
-    config = {**LLAMA, "rope_theta": 1e6, "rope_scaling": YARN}
-    assert apply_config_overrides(config, {}) == config
+WEIGHTS = "the weights fix this key; it cannot be overridden"
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "message", "hint"),
     [
-        {"rope_theta": "fast"},
-        {"rope_parameters": {"rope_type": "yarn", "factor": None}},
-        {"rope_parameters": []},
-        {"max_position_embeddings": "long"},
-        {"dtype": "bfloat99"},
-        {"layer_types": "full_attention"},
-        {"note": float("nan")},
-        {"note": {1, 2}},
-        {"num_labels": 10**12},
+        ({"rope_theta": "fast"}, "config_overrides`: `rope_theta` is 'fast'", ""),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": None}}, "type `yarn` has no `factor`", ""),
+        ({"rope_parameters": []}, "`config_overrides`: `rope_parameters` is [], not an object", ""),
+        ({"max_position_embeddings": "long"}, "config_overrides`: `max_position_embeddings` is 'long'", ""),
+        ({"layer_types": "full_attention"}, "`config_overrides.layer_types`: ", ""),
+        ({"note": float("nan")}, "`config_overrides` cannot be written as JSON", ""),
+        ({"note": {1, 2}}, "`config_overrides` cannot be written as JSON", ""),
+        ({"num_hidden_layers": 3}, f"`config_overrides.num_hidden_layers`: {WEIGHTS}", "such as"),
+        ({"leank": 3}, f"`config_overrides.leank`: {WEIGHTS}", ""),
+        ({"quantization_config": 3}, f"`config_overrides.quantization_config`: {WEIGHTS}", ""),
+        ({"attn_implementation": 3}, f"`config_overrides.attn_implementation`: {WEIGHTS}", ""),
+        ({"hidden_act": 3}, f"`config_overrides.hidden_act`: {WEIGHTS}", ""),
+        ({"rope_thetaa": 1e6}, "`config_overrides.rope_thetaa`: ", "did you mean `rope_theta`?"),
+        (
+            {"rope_parameters": {**YARN, "factr": 2}},
+            "`config_overrides.rope_parameters.factr`: ",
+            "`rope_parameters.factor`?",
+        ),
+        (
+            {"rope_scaling": {"rope_tpe": "yarn"}},
+            "`config_overrides.rope_scaling.rope_tpe`: ",
+            "`rope_scaling.rope_type`?",
+        ),
+        ({"mine": 1}, "`config_overrides.mine`: ", "leave it out"),
     ],
     ids=str,
 )
-def test_overrides_that_make_no_sense_are_refused(overrides: dict[str, Any]) -> None:
-    with pytest.raises(LeanKError, match="config_overrides") as caught:
+def test_overrides_that_make_no_sense_or_change_the_model_are_refused(overrides, message, hint):
+    with pytest.raises(LeanKError, match=re.escape(message)) as caught:
         apply_config_overrides(LLAMA, overrides)
-    assert len(str(caught.value)) < 300
+    assert hint in (caught.value.hint or "") and len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "num_hidden_layers",
-        "model_type",
-        "leank",
-        "tie_word_embeddings",
-        "quantization_config",
-        "attn_implementation",
-        "hidden_act",
-    ],
-)
-def test_what_the_weights_fix_cannot_be_overridden(key: str) -> None:
-    with pytest.raises(LeanKError, match=f"`config_overrides.{key}`"):
-        apply_config_overrides(LLAMA, {key: 3})
+def test_rope_parameters_of_one_kind_of_layers_cannot_be_overridden():
+    gemma = {**LLAMA, "model_type": "gemma3_text", "sliding_window_pattern": 2}
+    with pytest.raises(LeanKError, match=r"`config_overrides.rope_theta`: kinds of layers of `gemma3_text`"):
+        apply_config_overrides(gemma, {"rope_theta": 1e7})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "hint"),
-    [
-        ({"rope_thetaa": 1e6}, "rope_thetaa", "did you mean `rope_theta`?"),
-        ({"rope_parameters": {**YARN, "factr": 2}}, "rope_parameters.factr", "`rope_parameters.factor`?"),
-        ({"rope_scaling": {"rope_tpe": "yarn"}}, "rope_scaling.rope_tpe", "`rope_scaling.rope_type`?"),
-        ({"mine": 1}, "mine", "leave it out"),
-    ],
-)
-def test_overrides_of_unknown_keys_are_refused(overrides: dict[str, Any], key: str, hint: str) -> None:
-    with pytest.raises(LeanKError, match=f"^`config_overrides.{key}`: ") as caught:
-        apply_config_overrides(LLAMA, overrides)
-    assert hint in str(caught.value.hint) and caught.value.exit_code == 2
-
-
-def test_overrides_of_known_keys_are_taken() -> None:
+def test_overrides_of_known_keys_are_taken():
     known = {"torch_dtype": "float32", "id2label": {"0": "a"}, "use_cache": False, "bos_token_id": 1}
     assert apply_config_overrides(LLAMA, known) == {**LLAMA, **known}
     assert apply_config_overrides({**LLAMA, "mine": 1}, {"mine": 2})["mine"] == 2
@@ -424,9 +359,7 @@ def test_overrides_of_known_keys_are_taken() -> None:
         ("hy_v3", {"mlp_layer_types": ["dense"] * 4}, {"mlp_layer_types": ["dense"] * 3 + ["sparse"]}),
     ],
 )
-def test_experts_of_a_token_are_counted_where_layers_have_experts(
-    model_type: str, dense: dict[str, Any], sparse: dict[str, Any]
-) -> None:
+def test_experts_of_a_token_are_counted_where_layers_have_experts(model_type, dense, sparse):
     held = "n_routed_experts" if model_type == "glm4_moe" else "num_experts"
     config = {**LLAMA, "model_type": model_type, "num_hidden_layers": 4, held: 4, "num_experts_per_tok": 99}
     read_model_facts({**config, **dense}, origin="x")

@@ -1,123 +1,79 @@
 """Conversion in one go: means that masks lack, rounded caches that are tried, what stays of a refusal."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from leank_convert import convert
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate import rounding
 from leank_convert.files import read_json
 from leank_convert.held_out import HeldOut
-from leank_convert.mask import MASK_FILE_NAME, ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
-from leank_convert.recipe import Recipe
 from leank_convert.verify import verify_checkpoint
+from tests.checks import failed, provenance_of, run
+from tests.tiny_families import tiny_model
 
 SHAPE = (2, 2, 16)
 TRIED = r"a cache in {} differs from one in the model's dtype by (\d+\.\d{{4}}) nats a token"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def done(*arguments: object) -> Result:
+def done(*arguments):
     result = run(*arguments)
     assert result.exit_code == 0, result.stderr
     return result
 
 
 @pytest.fixture(scope="module")
-def biased(tmp_path_factory: pytest.TempPathFactory, testbed_tokenizer: Any) -> Path:
+def biased(tmp_path_factory, testbed_tokenizer):
     """A tiny model whose keys are all but constant in the slowest pairs, as Qwen2's biases make them."""
     folder = tmp_path_factory.mktemp("models") / "biased"
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            attention_bias=True,
-            vocab_size=len(testbed_tokenizer),
-            max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(0, 0.15)
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.view(2, 16)[:, [6, 7, 14, 15]] = 150 * torch.randn(2, 4).sign()
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    sizes = {"hidden_size": 64, "vocab_size": len(testbed_tokenizer), "rope_parameters": rope}
+    model = tiny_model("llama", seed=0, std=0.15, attention_bias=True, **sizes)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.view(2, 16)[:, [6, 7, 14, 15]] = 150 * torch.randn(2, 4).sign()
     model.save_pretrained(folder)
     testbed_tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def recipe(short_recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+def recipe(short_recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(short_recipe(held_out_samples=0).to_yaml())
     return path
 
 
 @pytest.fixture
-def mask(biased: Path) -> ChannelMask:
+def mask(biased):
     """A mask of it without a mean, which says what it was made for."""
-    facts = read_model_facts(read_json(biased / "config.json"), origin="config.json")
-    sizes = {"sink_size": 4, "recent_size": 16, "flush_size": 4}
-    known = MaskProvenance.for_model(biased.name, facts, method="leank", **sizes)
-    generator = torch.Generator().manual_seed(0)
-    return ChannelMask(torch.rand(SHAPE, generator=generator) < 0.6, provenance=known)
+    channels = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) < 0.6
+    return ChannelMask(channels, provenance=provenance_of(biased))
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., Path]:
-    def save(mask: ChannelMask, name: str = "mask") -> Path:
+def saved(tmp_path):
+    def save(mask, name="mask"):
         save_mask(mask, tmp_path / f"{name}.safetensors")
         return tmp_path / f"{name}.safetensors"
 
     return save
 
 
-@pytest.fixture
-def loses_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trial is passed."""
-    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)
-
-
-@pytest.fixture
-def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object, **options: object) -> None:
-        raise AssertionError("the model is measured")
-
-    monkeypatch.setattr(convert, "measure_cache", refuse)
-
-
-def mean_of(folder: Path) -> torch.Tensor:
+def mean_of(folder):
     mean = load_mask(folder / MASK_FILE_NAME).key_mean
     assert mean is not None
     return mean
 
 
-def divergence(text: str, kv_dtype: str) -> float:
+def divergence(text, kv_dtype):
     (found,) = re.findall(TRIED.format(kv_dtype), text)
     return float(found)
 
@@ -153,8 +109,7 @@ def test_a_mean_is_added_to_an_imported_mask_and_answers_stay(biased, recipe, tm
     block = read_json(tmp_path / "out" / "config.json")["leank"]
     assert block["key_mean"] is True and "kv_dtype" not in block
     assert torch.equal(mean_of(tmp_path / "out"), measure_cache(biased, recipe).statistics.mean)
-    report = verify_checkpoint(tmp_path / "out", source=biased)
-    assert report.ok, [check for check in report.checks if not check.ok]
+    assert failed(tmp_path / "out", biased) == {}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
     dense = LlamaForCausalLM.from_pretrained(biased).eval()
     ids = torch.randint(5, 60, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -201,8 +156,8 @@ def test_a_mask_keeps_its_own_mean_and_scales_are_of_keys_less_that(biased, mask
     assert not torch.equal(scales, measured.scales(measured.centre(mask)).keys)
 
 
-@pytest.mark.usefixtures("measures_nothing")
-def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path):
+def test_nothing_is_measured_of_what_is_known_or_refused(biased, mask, saved, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "measure_cache", lambda *_, **__: pytest.fail("the model is measured"))
     options = ("--recipe", recipe, "-o", tmp_path / "out")
     own = saved(replace(mask, key_mean=torch.zeros(SHAPE).half()), "own")
     done("export", biased, "--mask", own, "--key-mean", *options)
@@ -261,8 +216,8 @@ def test_training_tries_too_and_what_is_refused_leaves_the_mask(biased, recipe, 
     assert divergence((out / "README.md").read_text(), "fp8") < 0.1
 
 
-@pytest.mark.usefixtures("loses_answers")
-def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path):
+def test_a_refused_run_is_exported_by_force_from_where_it_lies(biased, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounding, "MAX_DIVERGENCE", -1.0)  # no trial is passed
     out = tmp_path / "out"
     options = ("--kv-dtype", "int4", "-o", out)
     assert run("train", biased, "--recipe", recipe, *options).exit_code == 2

@@ -16,18 +16,7 @@ def test_what_cannot_compute_here_is_refused(device):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_is_refused_without_a_gpu():
-    with pytest.raises(LeanKError, match="device `cuda` cannot be used"):
-        choose_device("cuda")
-
-
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_usable_device_is_given_back(device):
     assert choose_device(device) == torch.device("cpu")
-
-
-@pytest.mark.parametrize(("has_cuda", "expected"), [(True, "cuda"), (False, "cpu")])
-def test_without_a_choice_it_is_cuda_if_there_is_any(monkeypatch, has_cuda, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    assert choose_device(None) == torch.device(expected)
+    assert choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")

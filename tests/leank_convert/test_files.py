@@ -29,9 +29,7 @@ from leank_convert.files import read_json
         (b" " * (17 << 20) + b"{}", "larger than 16 MB"),
     ],
 )
-def test_what_is_no_json_of_a_model_is_refused_in_a_sentence(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_what_is_no_json_of_a_model_is_refused_in_a_sentence(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(LeanKError, match=re.escape(message)) as caught:
@@ -39,14 +37,14 @@ def test_what_is_no_json_of_a_model_is_refused_in_a_sentence(
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600 and "\n" not in str(caught.value)
 
 
-def test_what_is_json_is_read(tmp_path: Path) -> None:
+def test_what_is_json_is_read(tmp_path):
     value = {"a": 10**30, "b": [1e30, None, True], "c": {"\U0001f600 ü": "\\ud"}}
     for ascii_only in (False, True):
         (tmp_path / "x.json").write_text(json.dumps(value, ensure_ascii=ascii_only))
         assert read_json(tmp_path / "x.json") == value
 
 
-def test_what_may_never_end_is_not_opened(tmp_path: Path) -> None:
+def test_what_may_never_end_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for path, message in (

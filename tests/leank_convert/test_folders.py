@@ -42,7 +42,7 @@ NOT_REPLACED = {
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def places(tmp_path, monkeypatch):
     """The working folder, with all sorts of things in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -55,12 +55,12 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize(("out", "reason"), NOT_FOLDERS.items(), ids=range(len(NOT_FOLDERS)))
-def test_what_cannot_be_a_folder_is_refused(out: str, reason: str, places: Path) -> None:
+def test_what_cannot_be_a_folder_is_refused(out, reason, places):
     before = names(places)
     with pytest.raises(LeanKError) as caught:
         check_folder(Path(out))
@@ -81,7 +81,7 @@ def test_what_cannot_be_a_folder_is_refused(out: str, reason: str, places: Path)
     ],
     ids=lambda command: "-".join(command[::4]),
 )
-def test_commands_say_so_in_one_sentence_and_change_nothing(command: list[str], places: Path) -> None:
+def test_commands_say_so_in_one_sentence_and_change_nothing(command, places):
     np.save(places / "mask.npy", np.ones((2, 2, 8), dtype=bool))
     before = names(places)
     for out in (*NOT_FOLDERS, *NOT_REPLACED, "not-utf-8\udcff"):
@@ -93,7 +93,7 @@ def test_commands_say_so_in_one_sentence_and_change_nothing(command: list[str], 
 
 
 @pytest.mark.parametrize(("out", "reason"), NOT_REPLACED.items(), ids=range(len(NOT_REPLACED)))
-def test_what_cannot_be_written_into_is_refused(out: str, reason: str, places: Path) -> None:
+def test_what_cannot_be_written_into_is_refused(out, reason, places):
     before = names(places)
     with pytest.raises(LeanKError) as caught, staged_folder(Path(out), overwrite=True):
         pass
@@ -101,15 +101,13 @@ def test_what_cannot_be_written_into_is_refused(out: str, reason: str, places: P
     assert names(places) == before
 
 
-def test_a_folder_that_may_not_be_written_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(LeanKError, match=rf"folder `{tmp_path}` may not be written to"):
         check_folder(tmp_path / "new" / "out")
 
 
-def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path):
     path = tmp_path / "new" / "folder" / "lock"
     with ThreadPoolExecutor(1) as other:
         with locked(path, "busy"), locked(path, "busy"):  # who holds it may ask again
@@ -120,7 +118,7 @@ def test_a_lock_keeps_others_out_while_it_is_held_and_leaves_nothing(tmp_path: P
         other.submit(locked(path, "busy").__enter__).result()
 
 
-def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
+def test_a_dead_process_holds_no_lock(tmp_path):
     held = """
 import sys
 from pathlib import Path
@@ -142,13 +140,11 @@ with locked(Path(sys.argv[1]), "busy"):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_another_has_just_removed_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_has_just_removed_is_not_taken_for_one(tmp_path, monkeypatch):
     """Who holds a lock leaves between another's opening and locking its file, which is gone by then."""
     real, path = fcntl.flock, tmp_path / "lock"
 
-    def remove_first(descriptor: int, operation: int) -> None:
+    def remove_first(descriptor, operation):
         monkeypatch.setattr("fcntl.flock", real)
         path.unlink()
         real(descriptor, operation)
@@ -160,10 +156,8 @@ def test_a_lock_that_another_has_just_removed_is_not_taken_for_one(
             other.submit(locked(path, "busy").__enter__).result()
 
 
-def test_where_nothing_can_be_locked_a_warning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: int) -> None:
+def test_where_nothing_can_be_locked_a_warning_says_so(tmp_path, monkeypatch, caplog):
+    def fail(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", fail)

@@ -1,11 +1,19 @@
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 
 from leank_convert.checkpoint_io import DIGESTS_NAME
@@ -17,11 +25,12 @@ from leank_convert.hub import (
     model_name,
     name_in_config,
     push_to_hub,
+    resolve_model,
 )
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     (tmp_path / "leank" / "plots").mkdir(parents=True)
     for name in ("model.safetensors", "leank/state.pt", "leank/plots/a.png", "modeling_leank.py"):
         (tmp_path / name).touch()
@@ -30,25 +39,17 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 class FakeHub:
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error=None):
         self.error = error
-        self.repositories: dict[str, bool] = {}
-        self.uploaded: set[str] = set()
+        self.repositories = {}
+        self.uploaded = set()
 
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
+    def create_repo(self, repo_id, *, private, exist_ok):
         assert exist_ok
         self.repositories[repo_id] = private
         return f"https://huggingface.co/{repo_id}"
 
-    def upload_folder(
-        self,
-        *,
-        repo_id: str,
-        folder_path: str,
-        allow_patterns: list[str] | None,
-        ignore_patterns: list[str],
-        commit_message: str,
-    ) -> None:
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, ignore_patterns, commit_message):
         assert repo_id in self.repositories and commit_message
         if self.error is not None:
             raise self.error
@@ -61,9 +62,7 @@ class FakeHub:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_a_checkpoint_is_uploaded_without_its_training_run(
-    private: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_uploaded_without_its_training_run(private, checkpoint, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     assert push_to_hub(checkpoint, "me/model", private=private) == "https://huggingface.co/me/model"
@@ -75,7 +74,7 @@ def test_a_checkpoint_is_uploaded_without_its_training_run(
     ("noted", "expected"),
     [("owner/a-model", "owner/a-model"), ("/home/me/model", None), ("model", None), (7, None)],
 )
-def test_a_folder_may_name_its_model_in_its_config(noted: Any, expected: str | None, tmp_path: Path) -> None:
+def test_a_folder_may_name_its_model_in_its_config(noted, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": noted}))
     assert name_in_config(tmp_path) == expected
     assert name_in_config(tmp_path / "absent") is None
@@ -83,7 +82,7 @@ def test_a_folder_may_name_its_model_in_its_config(noted: Any, expected: str | N
     assert hub_name("owner/other") == "owner/other"
 
 
-def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_name(tmp_path):
     commit = "0123abcd" * 5
     folders = {
         f"models--owner--a-model/snapshots/{commit}": "owner/a-model",
@@ -113,16 +112,12 @@ def test_a_snapshot_of_the_hubs_cache_is_known_by_its_id_and_a_folder_by_its_nam
         ("# https://a.b/c/d and/or 1/2", (), "# https://a.b/c/d and/or 1/2"),
     ],
 )
-def test_of_local_paths_the_last_part_is_left(
-    text: str, named: tuple[str | None, ...], hidden: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_local_paths_the_last_part_is_left(text, named, hidden, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent.parent)
     assert hide_local_paths(text, named) == hide_local_paths(hidden) == hidden
 
 
-def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(checkpoint, monkeypatch):
     listed = ["config.json", "model.safetensors", "odd[1].json"]
     (checkpoint / "odd[1].json").touch()
     digests = {"format_version": 1, "files": dict.fromkeys(listed, "")}
@@ -134,30 +129,7 @@ def test_files_of_the_users_beside_a_checkpoint_are_not_uploaded(
     assert hub.uploaded == {*listed, DIGESTS_NAME}
 
 
-def http_error() -> Exception:
-    response: Any = SimpleNamespace(headers={}, request=None)
-    return HfHubHTTPError("403 Forbidden\nRequest ID: x", response=response)
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (http_error(), "uploading to `me/model` failed: 403 Forbidden$"),
-        (HfHubHTTPError.__bases__[0]("no route"), "uploading to `me/model` failed: no route$"),
-        (ConnectionError("no route"), "uploading to `me/model` failed: no route$"),
-        (LocalTokenNotFoundError(), "not logged in"),
-        (HFValidationError("bad"), "not a valid name of a hub repository"),
-    ],
-)
-def test_what_the_hub_refuses_is_told(
-    error: Exception, message: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
-    with pytest.raises(LeanKError, match=message):
-        push_to_hub(checkpoint, "me/model")
-
-
-def test_only_checkpoints_of_ours_are_uploaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_checkpoints_of_ours_are_uploaded(checkpoint, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     (checkpoint / "config.json").write_text("{}")
@@ -167,8 +139,88 @@ def test_only_checkpoints_of_ours_are_uploaded(checkpoint: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["me/mo del", "me/a--b", "me/model.git", "a/b/c", "", "/model"])
-def test_names_the_hub_would_refuse_are_known_before(name: str) -> None:
+def test_names_the_hub_would_refuse_are_known_before(name):
     check_repo_id("me/model-1.5_b")
     with pytest.raises(LeanKError, match="is not a valid name of a hub repository") as caught:
         check_repo_id(name)
     assert "owner/name" in str(caught.value.hint)
+
+
+def test_local_folders_are_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert resolve_model("some/model") == Path("some/model")
+    assert resolve_model(tmp_path / "some") == tmp_path / "some"
+    assert model_name("some/model") == "model"
+    assert model_name("./some/") == "some"
+    assert model_name("owner/model") == "owner/model"
+    (tmp_path / "testbed").mkdir()
+    assert resolve_model("testbed") == Path("testbed")
+
+
+def test_testbed_is_the_shipped_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = resolve_model("testbed")
+    assert folder.name == "model" and folder.parent.name == "testbed"
+    assert model_name("testbed") == "testbed"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        *((name, "does not exist") for name in ("./missing", "/missing/model", "a/b/c", "a b")),
+        (Path("owner/model"), "does not exist"),
+        ("model.safetensors", "is a file"),
+        *((name, f"`{name}` is no folder here") for name in ("foo--bar", "foo.git", "owner/foo..bar")),
+    ],
+)
+def test_what_is_no_folder_and_no_name_of_the_hubs_is_not_asked_of_it(model, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(LeanKError, match=re.escape(message)):
+        resolve_model(model)
+
+
+def test_hub_ids_are_downloaded_without_pickles(tmp_path, monkeypatch):
+    asked = {}
+
+    def download(repo_id, **options):
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/model") == tmp_path
+    assert asked["repo_id"] == "owner/model"
+    assert {"config.json", "model-*.safetensors", "tokenizer*", "README.md"} <= set(asked["allow_patterns"])
+    assert not any(".bin" in pattern or pattern == "*" for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("uploads", "kind", "message"),
+    [
+        (False, GatedRepoError, "`me/model` is gated on the hub"),
+        (False, RepositoryNotFoundError, "is neither here nor on the hub"),
+        (False, RemoteEntryNotFoundError, "on the hub lacks a file: refused$"),
+        (False, LocalEntryNotFoundError, "is not here, and the hub fails: no connection$"),
+        (False, ConnectionError, "is not here, and the hub fails: no connection$"),
+        (True, HfHubHTTPError, "uploading to `me/model` failed: refused$"),
+        (True, HfHubHTTPError.__bases__[0], "uploading to `me/model` failed: no connection$"),
+        (True, ConnectionError, "uploading to `me/model` failed: no connection$"),
+        (True, LocalTokenNotFoundError, "not logged in"),
+        (True, HFValidationError, "not a valid name of a hub repository"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_a_line(uploads, kind, message, checkpoint, monkeypatch):
+    try:
+        error = kind("refused\nand more", response=SimpleNamespace(headers={}, request=None))
+    except TypeError:  # nothing that came from the hub
+        error = kind("no connection\nand more")
+
+    def download(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: FakeHub(error))
+    with pytest.raises(LeanKError, match=message) as caught:
+        push_to_hub(checkpoint, "me/model") if uploads else resolve_model("me/model")
+    assert "\n" not in str(caught.value)

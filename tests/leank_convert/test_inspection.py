@@ -1,23 +1,21 @@
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.inspection import Load, inspect_artifact, render_inspection
-from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.mask import ChannelMask, save_mask
+from tests.checks import facts_of, provenance_of
 from tests.tiny_families import OPTIONS
 
 
 @pytest.fixture
-def mask() -> torch.Tensor:
+def mask():
     values = torch.zeros(3, 4, 12, dtype=torch.bool)
     values[0, 0] = True
     values[1, 3, :4] = True
@@ -25,7 +23,7 @@ def mask() -> torch.Tensor:
     return values
 
 
-def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path: Path, mask: torch.Tensor) -> None:
+def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path, mask):
     torch.save(mask.float(), tmp_path / "m.pth")
     facts = inspect_artifact(tmp_path / "m.pth")
     assert facts["kind"] == "mask"
@@ -48,9 +46,7 @@ def test_a_bare_mask_assumes_two_bytes_and_says_so(tmp_path: Path, mask: torch.T
     assert "    1    8%   0  0  0  4" in text
 
 
-def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(
-    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
-) -> None:
+def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(tmp_path, mask, source_model):
     out = export_checkpoint(
         source_model(), ChannelMask(mask), tmp_path / "out", sink_size=3, prune="deferred"
     )
@@ -66,7 +62,7 @@ def test_a_checkpoint_is_described_by_its_own_head_order_and_dtype(
     assert "(assumed)" not in render_inspection(facts)
 
 
-def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned() -> None:
+def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned():
     facts = inspect_artifact("llama-3.1-8b-instruct", Load(40 << 30, 8192))
     assert facts["capacity"] == {
         "memory_bytes": 40 << 30,
@@ -86,21 +82,10 @@ def test_requests_that_fit_into_an_engine_are_counted_dense_and_pruned() -> None
     assert "blocks of 64 tokens: dense 0, pruned 0\n" in render_inspection(none)
 
 
-def test_provenance_of_a_trained_mask_is_told(
-    tmp_path: Path, mask: torch.Tensor, source_model: Callable[..., Path]
-) -> None:
+def test_provenance_of_a_trained_mask_is_told(tmp_path, mask, source_model):
     source = source_model()
-    known = MaskProvenance.for_model(
-        source.name,
-        read_model_facts(read_json(source / "config.json"), origin="config.json"),
-        method="leank",
-        sink_size=1,
-        recent_size=2,
-        flush_size=3,
-        pruning_ratio_asked=0.75,
-        width_multiple=4,
-        recipe="steps: 3\nseed: 7\n",
-        seed=7,
+    known = provenance_of(
+        source, pruning_ratio_asked=0.75, width_multiple=4, recipe="steps: 3\nseed: 7\n", seed=7
     )
     (tmp_path / "run").mkdir()
     save_mask(ChannelMask(mask, None, known), tmp_path / "run" / "channel_mask.safetensors")
@@ -110,7 +95,7 @@ def test_provenance_of_a_trained_mask_is_told(
     for part in (
         "llama-model (llama)",
         "0.8750 (asked: 0.75), widths in multiples of 4",
-        "sink_size 1, recent_size 2, flush_size 3",
+        "sink_size 4, recent_size 16, flush_size 4",
         "made by",
         "2 lines; `--with-recipe` prints them\n",
     ):
@@ -123,13 +108,8 @@ def test_provenance_of_a_trained_mask_is_told(
 @pytest.mark.parametrize("value", [..., None, True, [[1, 2]]])
 @pytest.mark.parametrize("key", ["flush_size", "widths", "head_permutation", "pruning_ratio"])
 def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
-    key: str,
-    value: object,
-    tmp_path: Path,
-    mask: torch.Tensor,
-    source_model: Callable[..., Path],
-    edit_json: Callable[..., None],
-) -> None:
+    key, value, tmp_path, mask, source_model, edit_json
+):
     out = export_checkpoint(source_model(), ChannelMask(mask), tmp_path / "out")
     block = {**read_json(out / "config.json")["leank"], key: value}
     edit_json(out / "config.json", leank={name: item for name, item in block.items() if item is not ...})
@@ -148,23 +128,21 @@ def test_a_block_that_lacks_a_key_or_has_nonsense_in_it_points_to_verify(
         ("some/nope", "^`some/nope` is not here, and the hub"),  # which may be a model's id
     ],
 )
-def test_what_is_neither_a_mask_nor_a_model_is_refused(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_neither_a_mask_nor_a_model_is_refused(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LeanKError, match=message):
         inspect_artifact(name or tmp_path)
 
 
 @pytest.fixture
-def onnx_folder(retriever_half: Path, tmp_path: Path) -> Path:
+def onnx_folder(retriever_half, tmp_path):
     """A copy, to be spoiled; its graph is an empty file: nothing but its size is told of it."""
     copy = Path(shutil.copytree(retriever_half / "onnx", tmp_path / "out"))
     (copy / "model.onnx").write_bytes(b"12345")
     return copy
 
 
-def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder: Path) -> None:
+def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(onnx_folder):
     facts = inspect_artifact(onnx_folder)
     assert facts["kind"] == "onnx" and (facts["model"], facts["model_type"]) == ("checkpoint", "llama")
     assert (facts["opset"], facts["dtype"], facts["weights"]) == (23, "float16", "float16")
@@ -177,22 +155,15 @@ def test_an_onnx_folder_is_described_by_the_graphs_head_order_dtype_and_files(on
     assert facts["provenance"]["method"] == "imported"
     assert json.loads(json.dumps(facts)) == facts
     text = render_inspection(facts)
-    for part in (
-        "opset 23, cache float16, weights float16",
-        "model.onnx: 5 bytes",
-        "(the graph's head order)",
-    ):
-        assert part in text
-
-
-def test_requests_of_an_onnx_folder_are_not_counted(onnx_folder: Path) -> None:
+    assert "opset 23, cache float16, weights float16" in text and "(the graph's head order)" in text
+    assert "model.onnx: 5 bytes" in text
+    (onnx_folder / "model.onnx").unlink()
+    assert "model.onnx: missing" in render_inspection(inspect_artifact(onnx_folder))
     with pytest.raises(LeanKError, match="is an ONNX folder, which vLLM does not serve"):
         inspect_artifact(onnx_folder, Load(1 << 30, 8192))
 
 
-def test_quantized_weights_of_an_onnx_folder_are_told(
-    onnx_folder: Path, edit_json: Callable[..., None]
-) -> None:
+def test_quantized_weights_of_an_onnx_folder_are_told(onnx_folder, edit_json):
     scheme = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": 0.25}
     edit_json(onnx_folder / "leank_onnx.json", weights="int4", quantization=scheme)
     facts = inspect_artifact(onnx_folder)
@@ -200,16 +171,7 @@ def test_quantized_weights_of_an_onnx_folder_are_told(
     assert "weights int4 in blocks of 32 (logits differ by 2.5e-01 of their norm)" in render_inspection(facts)
 
 
-def test_a_missing_file_of_an_onnx_folder_is_told(onnx_folder: Path) -> None:
-    (onnx_folder / "model.onnx").unlink()
-    facts = inspect_artifact(onnx_folder)
-    assert facts["files"]["model.onnx"] is None
-    assert "model.onnx: missing" in render_inspection(facts)
-
-
-def test_a_damaged_onnx_description_points_to_verify(
-    onnx_folder: Path, edit_json: Callable[..., None]
-) -> None:
+def test_a_damaged_onnx_description_points_to_verify(onnx_folder, edit_json):
     edit_json(onnx_folder / "leank_onnx.json", widths=[[7, 0], [4, 4]])
     with pytest.raises(LeanKError, match=r"leank_onnx.json`: `widths.0.0` is 7; the mask gives 0") as caught:
         inspect_artifact(onnx_folder)
@@ -219,9 +181,7 @@ def test_a_damaged_onnx_description_points_to_verify(
         inspect_artifact(onnx_folder)
 
 
-def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
-    tmp_path: Path, source_model: Callable[..., Path]
-) -> None:
+def test_of_a_model_the_bytes_are_told_that_pruning_would_save(tmp_path, source_model):
     source = source_model("qwen2", dtype="bfloat16")  # 3 layers, 4 KV heads of 4 channels, 512 positions
     facts = inspect_artifact(source)
     assert (facts["kind"], facts["model_type"], facts["recipe"]) == ("model", "qwen2", None)
@@ -262,21 +222,16 @@ def test_of_a_model_the_bytes_are_told_that_pruning_would_save(
     ],
 )
 def test_requests_of_models_that_no_engine_serves_are_not_counted(
-    family: str,
-    options: dict[str, Any],
-    told: str,
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-) -> None:
+    family, options, told, source_model, fitting_mask, tmp_path
+):
     source = source_model(family, **options)
     out = export_checkpoint(source, fitting_mask(source), tmp_path / "out")
     with pytest.raises(LeanKError, match=f"vLLM serves no {told} with a LeanK cache"):
         inspect_artifact(out, Load(1 << 30, 8192))
 
 
-def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> None:
-    keys: dict[str, object] = {
+def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path):
+    keys = {
         "model_type": "gpt_oss",
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
@@ -301,7 +256,7 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
     assert inspect_artifact(tmp_path) == {**facts, "part_of_larger": True}
     assert "examples/text_model.py saves it" in render_inspection(inspect_artifact(tmp_path))
     with pytest.raises(LeanKError, match=r"part of a larger one.*save it as one by examples/text_model\.py"):
-        read_model_facts(read_json(tmp_path / "config.json"), origin="config.json")
+        facts_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -322,9 +277,7 @@ def test_of_a_mixed_model_the_whole_caches_bytes_are_told(tmp_path: Path) -> Non
         ({"model_type": {"llama": 1}}, "unknown architecture"),
     ],
 )
-def test_why_a_family_cannot_be_converted_is_told(
-    keys: dict[str, object], reason: str, tmp_path: Path
-) -> None:
+def test_why_a_family_cannot_be_converted_is_told(keys, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(LeanKError, match=reason):
         inspect_artifact(tmp_path)

@@ -1,48 +1,33 @@
 """Checkpoints whose cache is FP8 or int4: calibration, scales in shards, what checks, shows, refuses them."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
 import math
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from bin.baselines import int4
 from leank_convert import kv_scales
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.evaluate.loading import load_evaluated
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.head_layout import INT4_GROUP_SIZE, count_cache_bytes
+from leank_convert.head_layout import count_cache_bytes
 from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import KVScales
-from leank_convert.leank_block import encode_masks
 from leank_convert.mask import MASK_FILE_NAME, load_mask
 from leank_convert.masks import find_by_name
 from leank_convert.methods.measured_cache import measure_cache
-from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
-from runtime import fp8_leank, int4_leank
-from runtime.cache_leank import LeanKCache
-from runtime.configuration_leank import LeanKLlamaConfig
+from runtime import fp8_leank
 from runtime.constants_leank import Constants, choose_constants
-from runtime.tools import fill_layer
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+from tests.checks import failed, run
 
 
 def random_scales(layers=3, heads=4, head_dim=12):
@@ -156,10 +141,7 @@ def test_every_layers_scales_lie_beside_its_attention_in_the_order_of_its_heads(
             )
     assert leank["kv_scales"] == {"num_tokens": 7, "tasks": ["retrieval"], "seed": 3}
     report = verify_checkpoint(out, source=source)
-    assert report.ok, [check for check in report.checks if not check.ok]
-    assert ("cache scales", "6 tensors, of 7 tokens") in [
-        (check.name, check.detail) for check in report.checks
-    ]
+    assert report.ok and "6 tensors, of 7 tokens" in [check.detail for check in report.checks]
 
 
 @pytest.mark.filterwarnings("default")
@@ -172,8 +154,7 @@ def test_a_loaded_checkpoint_stores_by_its_scales_and_is_the_same_once_saved(exp
     for folder in (None, tmp_path / "saved"):
         if folder is not None:
             model.to(getattr(torch, dtype)).save_pretrained(folder)
-            report = verify_checkpoint(folder)
-            assert report.ok, [check for check in report.checks if not check.ok]
+            assert failed(folder) == {}
             model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         with torch.no_grad():
             cache = model(ids)[CACHE]
@@ -204,49 +185,39 @@ MEASURED = {"num_tokens": 7, "tasks": ["retrieval"], "seed": 3}
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("name", "edit", "message"),
     [
-        (None, "tensor `model.layers.1.self_attn.value_scale` is missing"),
-        (lambda scale: scale.double(), "is F64 [4, 12], not F32 [4, 12]"),
-        (lambda scale: scale[:2].clone(), "is F32 [2, 12], not F32 [4, 12]"),
+        (SCALE, None, f"tensor `{SCALE}` is missing"),
+        (SCALE, lambda scale: scale.double(), "is F64 [4, 12], not F32 [4, 12]"),
+        (SCALE, lambda scale: scale[:2].clone(), "is F32 [2, 12], not F32 [4, 12]"),
         *(
-            (
-                lambda scale, value=value: scale.index_fill(0, torch.tensor([1]), value),
-                f"holds {value}, which is no",
-            )
+            (SCALE, lambda scale, value=value: torch.full_like(scale, value), f"holds {value}, which is no")
             for value in (0.0, -2.0, 3.0, 2.0**-15, 2.0**16, math.inf, math.nan)
+        ),
+        (
+            SCALE.replace("value", "key"),
+            lambda scale: torch.cat([2.0 ** (scale[:, :1] == 1), scale[:, 1:]], dim=1),
+            "has channels i and i + 6 of different scales",
         ),
     ],
 )
-def test_hostile_scales_are_one_sentence(exported, edit, message):
+def test_hostile_scales_are_one_sentence(exported, name, edit, message):
     _, _, out = exported
-    file = tensors_of(out)[SCALE][0]
+    file = tensors_of(out)[name][0]
     tensors = load_file(file)
-    scale = tensors.pop(SCALE)
+    scale = tensors.pop(name)
     if edit is not None:
-        tensors[SCALE] = edit(scale)
+        tensors[name] = edit(scale)
     save_file(tensors, file, {"format": "pt"})
     index = read_json(out / "model.safetensors.index.json")
     index["weight_map"] = {name: f.name for name, (f, _) in tensors_of(out).items()}
     index["metadata"]["total_size"] = sum(tensor.nbytes for _, tensor in tensors_of(out).values())
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    failed = {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
-    assert message in failed["cache scales"] and "\n" not in failed["cache scales"]
+    told = failed(out)["cache scales"]
+    assert message in told and "\n" not in told and run("verify", out).exit_code == 1
     with pytest.raises(LeanKError) as caught:  # and before anything is answered
         load_evaluated(out, torch.device("cpu"))
     assert message in str(caught.value)
-    assert run("verify", out).exit_code == run("verify", _other_failure(out)).exit_code
-
-
-def test_channels_that_rotary_embedding_pairs_have_to_share_a_scale(exported):
-    _, _, out = exported
-    name = SCALE.replace("value", "key")
-    file = tensors_of(out)[name][0]
-    tensors = load_file(file)
-    tensors[name][1, 2] = 2.0 if tensors[name][1, 2] == 1 else 1.0
-    save_file(tensors, file, {"format": "pt"})
-    failed = {check.name: check.detail for check in verify_checkpoint(out).checks if not check.ok}
-    assert f"`{name}` has channels i and i + 6 of different scales" in failed["cache scales"]
 
 
 @pytest.mark.filterwarnings("default")
@@ -259,13 +230,6 @@ def test_a_checkpoint_that_lacks_a_scale_is_not_loaded(exported):
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=rf"^`{out}`: tensor `{SCALE}` is missing; copy or export"):
         AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
-
-
-def _other_failure(out: Path) -> Path:
-    """A checkpoint that fails for a reason of long standing."""
-    other = Path(shutil.copytree(out, out.parent / "other"))
-    (other / "rows_leank.py").write_text("")
-    return other
 
 
 @pytest.mark.parametrize(
@@ -292,66 +256,44 @@ def test_a_block_that_says_otherwise_is_one_sentence(exported, change, message):
     config = read_json(out / "config.json")
     config["leank"].update(change)
     (out / "config.json").write_text(json.dumps(config))
-    assert any(message in check.detail for check in verify_checkpoint(out).checks if not check.ok)
+    assert message in "".join(failed(out).values())
 
 
-def test_inspect_and_the_card_tell_bytes_and_scales(testbed):
-    facts = json.loads(run("inspect", testbed, "--json").stdout)
-    num_tokens = facts["kv_scales"]["num_tokens"]
-    assert facts["kv_dtype"] == "fp8" and num_tokens > 1000 and facts["key_mean"] is True
-    assert facts["bytes_per_token"] == {
-        "key_dense": 2048,
-        "value_dense": 2048,
-        "key_pruned": 304,
-        "value_pruned": 768,
-        "key_window": 1024,
-        "value_window": 1024,
-        "saved": 1 - (304 + 768) / 4096,
-    }
-    told = f"cache             fp8, the window too; scales of {num_tokens:,} tokens"
-    assert told in run("inspect", testbed).stdout
-    card = (testbed / "README.md").read_text()
-    assert "| window | first 16, last 64 to 80 | 1,024 | 1,024 | 50% |" in card
-    assert f"stored in fp8, with scales per channel measured on {num_tokens:,} tokens." in card
+@pytest.mark.parametrize(
+    ("kv_dtype", "shown", "stored", "pruned"),
+    [
+        (
+            "fp8",
+            "fp8, the window too; scales of {} tokens",
+            "fp8, with scales per channel measured on {} tokens.",
+            (304, 768),
+        ),
+        (
+            "int4",
+            "int4, the window too; least number and step of every 32",
+            "int4, with a least number and a step for every 32 of a token.",
+            (200, 480),
+        ),
+    ],
+)
+def test_inspect_and_the_card_tell_bytes_and_scales(exported_testbed, kv_dtype, shown, stored, pruned):
+    out = exported_testbed(kv_dtype)
+    facts = json.loads(run("inspect", out, "--json").stdout)
+    told, tokens = facts["bytes_per_token"], f"{(facts['kv_scales'] or MEASURED)['num_tokens']:,}"
+    assert facts["kv_dtype"] == kv_dtype and facts["key_mean"] is True
+    assert (told["key_dense"], told["value_dense"]) == (2048, 2048)
+    assert (told["key_pruned"], told["value_pruned"]) == pruned
+    assert f"cache             {shown.format(tokens)}" in run("inspect", out).stdout
+    card, window = (out / "README.md").read_text(), f"{told['key_window']:,} | {told['value_window']:,}"
+    assert f"| window | first 16, last 64 to 80 | {window} |" in card
+    assert f"stored in {stored.format(tokens)}" in card
     assert "Rounding alone, with the same channels pruned: on " in card
 
 
 @pytest.mark.parametrize(("kv_dtype", "share"), [("fp8", 0.29), ("int4", 0.18)])
 def test_a_token_beyond_the_window_takes_at_most_so_much_of_a_dense_one(kv_dtype, share):
-    """Of Llama 3.1 8B with its packaged mask, all that is allocated."""
-    path = find_by_name("llama-3.1-8b-instruct-70")
-    mask = load_file(path)["channel_mask"].bool()
-    widths = mask.sum(-1)
-    order = widths.argsort(dim=1, stable=True)
-    mask = mask.gather(1, order[..., None].expand_as(mask))
-    config = LeanKLlamaConfig(
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        hidden_size=4096,
-        leank={
-            "format_version": 1,
-            "widths": mask.sum(-1).tolist(),
-            "channel_masks": encode_masks(mask),
-            "head_permutation": [list(range(8))] * 32,
-            "sink_size": 128,
-            "recent_size": 1024,
-            "flush_size": 32,
-            "prune": "eager",
-        },
-    )
-    allocated, dense = [], []
-    for length in (2048, 4096):
-        cache = LeanKCache(config, kv_dtype=kv_dtype)
-        cache.reserve(length)
-        states = torch.zeros(1, 8, length, 128, dtype=torch.bfloat16)
-        for layer in range(32):
-            fill_layer(cache, layer, states, states)
-        memory = cache.memory()
-        allocated.append(memory.total.allocated)
-        dense.append(memory.dense_keys + memory.dense_values)
-    assert dense[1] - dense[0] == 2048 * 2 * 32 * 8 * 128 * 2
-    assert (allocated[1] - allocated[0]) / (dense[1] - dense[0]) <= share
+    mask = load_mask(find_by_name("llama-3.1-8b-instruct-70"))
+    assert 1 - count_cache_bytes(mask.widths, 128, 2, kv_dtype).saved <= share
 
 
 def test_what_has_no_such_cache_refuses_in_a_sentence(testbed, testbed_int4, tmp_path):
@@ -371,13 +313,7 @@ def test_what_has_no_such_cache_refuses_in_a_sentence(testbed, testbed_int4, tmp
         kv_scales.describe_cache("int4", random_scales())
 
 
-def test_scales_of_another_model_and_data_that_is_not_finite_are_refused(
-    source_model, fitting_mask, tmp_path, monkeypatch
-):
-    load = StoredContext.load
-    monkeypatch.setattr(StoredContext, "load", lambda *given: (load(*given)[0], load(*given)[1] * math.inf))
-    with pytest.raises(LeanKError, match=r"^keys or values of model `testbed` are not finite on a context"):
-        measure_cache("testbed")
+def test_scales_of_another_model_are_refused(source_model, fitting_mask, tmp_path):
     source = source_model("llama")
     options = {"kv_dtype": "fp8", "kv_scales": random_scales(layers=2)}
     with pytest.raises(LeanKError, match=r"^scales are \[2, 4, 12\] and \[2, 4, 12\], the model has \[3"):
@@ -411,14 +347,6 @@ def test_warmup_asks_for_kernels_of_an_fp8_cache(testbed):
     assert load_without_weights(testbed).build_cache().kv_dtype == "fp8"
 
 
-def test_an_int4_checkpoint_says_so_and_holds_no_scales(testbed_int4):
-    block = read_json(testbed_int4 / "config.json")["leank"]
-    assert (block["kv_dtype"], block["kv_scales"]) == ("int4", None)
-    report = verify_checkpoint(testbed_int4)
-    assert report.ok, [check for check in report.checks if not check.ok]
-    assert ("cache scales", "none, none needed") in [(c.name, c.detail) for c in report.checks]
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_loaded_int4_checkpoint_decodes_from_as_many_bytes_as_are_told(testbed_int4, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(testbed_int4, dtype="auto", trust_remote_code=True)
@@ -437,20 +365,3 @@ def test_a_loaded_int4_checkpoint_decodes_from_as_many_bytes_as_are_told(testbed
     assert told["value_window"] / told["value_dense"] == (0.5 + 4 / 32) / 2
     model.save_pretrained(tmp_path / "saved")
     assert verify_checkpoint(tmp_path / "saved").ok
-
-
-def test_inspect_and_the_card_tell_bytes_of_int4(testbed_int4):
-    text = run("inspect", testbed_int4).stdout
-    assert "cache             int4, the window too; least number and step of every 32" in text
-    card = (testbed_int4 / "README.md").read_text()
-    assert "stored in int4, with a least number and a step for every 32 of a token." in card
-    told = json.loads(run("inspect", testbed_int4, "--json").stdout)["bytes_per_token"]
-    assert f"| {told['key_window']:,} | {told['value_window']:,} |" in card
-
-
-def test_toolkit_and_runtime_group_an_int4_cache_alike():
-    assert INT4_GROUP_SIZE == int4.CHUNK_SIZE == int4_leank.GROUP_SIZE
-    widths = [[7, 80, 0], [16, 48, 33]]
-    count = count_cache_bytes(widths, 80, 2, "int4")
-    groups = [int4_leank.group_chunks([-(-w // 16) for w in row], 16, torch.device("cpu")) for row in widths]
-    assert count.key_pruned == sum(map(sum, widths)) // 2 + sum(group.count for group in groups) * 4

@@ -2,9 +2,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from leank_convert.architectures import ModelFacts, read_model_facts
+from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
 from leank_convert.mask import (
     ChannelMask,
@@ -25,7 +23,7 @@ from leank_convert.mask import (
 )
 
 
-def facts(**changes: Any) -> ModelFacts:
+def facts(**changes):
     config = {
         "model_type": "llama",
         "num_hidden_layers": 3,
@@ -36,8 +34,8 @@ def facts(**changes: Any) -> ModelFacts:
     return read_model_facts({**config, **changes}, origin="config.json")
 
 
-def provenance(**changes: Any) -> MaskProvenance:
-    given: dict[str, Any] = {
+def provenance(**changes):
+    given = {
         "method": "leank",
         "sink_size": 0,
         "recent_size": 64,
@@ -50,7 +48,7 @@ def provenance(**changes: Any) -> MaskProvenance:
     return MaskProvenance.for_model("a/b", facts(), **{**given, **changes})
 
 
-def test_a_saved_mask_is_read_back_whole(tmp_path: Path, ragged_mask: Callable[..., torch.Tensor]) -> None:
+def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
     mask = ChannelMask(ragged_mask(), torch.rand(3, 4, 12), provenance())
     save_mask(mask, tmp_path / "m.safetensors")
     read = load_mask(tmp_path / "m.safetensors")
@@ -63,7 +61,7 @@ def test_a_saved_mask_is_read_back_whole(tmp_path: Path, ragged_mask: Callable[.
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
-def test_unknown_facts_stay_unknown(tmp_path: Path, ragged_mask: Callable[..., torch.Tensor]) -> None:
+def test_unknown_facts_stay_unknown(tmp_path, ragged_mask):
     imported = provenance(pruning_ratio_asked=None, width_multiple=None, recipe=None, seed=None)
     save_mask(ChannelMask(ragged_mask(), None, imported), tmp_path / "m.safetensors")
     assert load_mask(tmp_path / "m.safetensors").provenance == imported
@@ -71,31 +69,13 @@ def test_unknown_facts_stay_unknown(tmp_path: Path, ragged_mask: Callable[..., t
     assert load_mask(tmp_path / "bare.safetensors").provenance is None
 
 
-def test_the_file_is_safetensors_with_the_facts_in_its_metadata(
-    tmp_path: Path, ragged_mask: Callable[..., torch.Tensor]
-) -> None:
-    mask = ragged_mask()
-    save_mask(ChannelMask(mask, torch.zeros(3, 4, 12), provenance()), tmp_path / "m.safetensors")
-    with safe_open(tmp_path / "m.safetensors", "pt") as file:
-        assert file.get_tensor("channel_mask").equal(mask)
-        assert file.get_tensor("scaling_factors").dtype == torch.float32
-        metadata = file.metadata()
-    assert metadata["format"] == "leank-mask"
-    assert metadata["format_version"] == "1"
-    assert metadata["pruning_ratio_asked"] == "0.7"
-    assert float(metadata["pruning_ratio"]) == pytest.approx(1 - mask.float().mean().item())
-    assert metadata["recipe"] == provenance().recipe
-
-
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
-def test_a_failed_write_leaves_the_old_file(
-    step: str, tmp_path: Path, ragged_mask: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(step, tmp_path, ragged_mask, monkeypatch):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask()), path)
     before = path.read_bytes()
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(step, fail)
@@ -105,11 +85,10 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
-REAL_MASKS = Path(__file__).parents[3] / "shared" / "masks"
 SUFFIXES = (".pth", ".pt", ".npy", ".safetensors")
 
 
-def write(path: Path, content: Any) -> Path:
+def write(path, content):
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif path.suffix == ".safetensors":
@@ -123,9 +102,7 @@ def write(path: Path, content: Any) -> Path:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
-def test_plain_tensors_are_imported(
-    tmp_path: Path, ragged_mask: Callable[..., torch.Tensor], suffix: str, dtype: torch.dtype
-) -> None:
+def test_plain_tensors_are_imported(tmp_path, ragged_mask, suffix, dtype):
     mask = ragged_mask()
     read = load_mask(write(tmp_path / f"m{suffix}", mask.to(dtype)))
     assert read.channel_mask.dtype == torch.bool
@@ -134,7 +111,7 @@ def test_plain_tensors_are_imported(
 
 
 class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return print, ("run",)
 
 
@@ -142,7 +119,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-def changed(position: tuple[int, ...], value: float) -> torch.Tensor:
+def changed(position, value):
     values = torch.ones(2, 3, 4, dtype=torch.float64)
     values[position] = value
     return values
@@ -180,13 +157,13 @@ ONES = torch.ones(2, 3, 4)
     ],
 )
 def test_what_is_no_mask_is_refused_in_a_sentence_and_nothing_of_it_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: object, message: str
-) -> None:
+    tmp_path, capsys, name, content, message
+):
     refused(write(tmp_path / name, content), message)
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_no_file_or_larger_than_any_mask_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_or_larger_than_any_mask_is_refused(tmp_path):
     refused(tmp_path / "m.pth", "does not exist")
     refused(tmp_path, "is a folder")
     os.mkfifo(tmp_path / "pipe.npy")
@@ -196,19 +173,17 @@ def test_what_is_no_file_or_larger_than_any_mask_is_refused(tmp_path: Path) -> N
     refused(tmp_path / "large.npy", "has 10000000000 bytes")
 
 
-def refused(path: Path, message: str) -> None:
+def refused(path, message):
     with pytest.raises(LeanKError) as caught:
         load_mask(path)
     told = str(caught.value)
     assert message in told and str(path) in told and len(told) < 600 and "\n" not in told
 
 
-def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, str]] = []
+def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(tmp_path, monkeypatch):
+    asked = []
 
-    def download(repo_id: str, name: str) -> str:
+    def download(repo_id, name):
         asked.append((repo_id, name))
         return str(tmp_path / "cached")
 
@@ -224,14 +199,14 @@ def test_a_mask_is_named_by_file_folder_hub_id_or_packaged_name(
     assert asked == [("owner/Qwen2.5-7B-LeanK", "channel_mask.safetensors")]
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused(tmp_path):
     metadata = {"format": "leank-mask", "format_version": "2"}
     save_file({"channel_mask": torch.ones(1, 2, 3, dtype=torch.bool)}, tmp_path / "m.safetensors", metadata)
     with pytest.raises(LeanKError, match="format version '2'"):
         load_mask(tmp_path / "m.safetensors")
 
 
-def test_widths_and_ratio_of_any_mask() -> None:
+def test_widths_and_ratio_of_any_mask():
     mask = torch.zeros(2, 3, 5, dtype=torch.bool)
     mask[0, 1] = True
     mask[1, 2, :2] = True
@@ -251,18 +226,16 @@ def test_widths_and_ratio_of_any_mask() -> None:
         (torch.ones(1, 2, 3, dtype=torch.bool), torch.full((1, 2, 3), math.nan)),
     ],
 )
-def test_a_mask_is_bool_and_its_factors_finite_float32(
-    mask: torch.Tensor, factors: torch.Tensor | None
-) -> None:
+def test_a_mask_is_bool_and_its_factors_finite_float32(mask, factors):
     with pytest.raises(LeanKError, match=r"got (float|bool)|`scaling_factors` (is float|holds nan)"):
         ChannelMask(mask, factors)
 
 
-def check(mask: ChannelMask, model: ModelFacts) -> None:
+def check(mask, model):
     check_mask_fits(mask, model, mask_origin="m.pth", model_origin="some/model")
 
 
-def test_a_mask_of_another_model_is_refused(ragged_mask: Callable[..., torch.Tensor]) -> None:
+def test_a_mask_of_another_model_is_refused(ragged_mask):
     mask = ChannelMask(ragged_mask(), None, provenance())
     check(mask, facts())
     with pytest.raises(LeanKError, match=re.escape("[3, 4, 12]; model `some/model` needs [2, 4, 12]")):
@@ -274,9 +247,7 @@ def test_a_mask_of_another_model_is_refused(ragged_mask: Callable[..., torch.Ten
     check(ChannelMask(ragged_mask()), facts(model_type="qwen2"))
 
 
-def test_a_mask_trained_under_another_rope_is_refused_with_both(
-    ragged_mask: Callable[..., torch.Tensor],
-) -> None:
+def test_a_mask_trained_under_another_rope_is_refused_with_both(ragged_mask):
     mask = ChannelMask(ragged_mask(), None, provenance())
     with pytest.raises(LeanKError) as caught:
         check(mask, facts(rope_theta=1e6))
@@ -285,7 +256,7 @@ def test_a_mask_trained_under_another_rope_is_refused_with_both(
     assert "--recipe" in str(caught.value.hint) and "inspect m.pth" in str(caught.value.hint)
 
 
-def test_plain_tensors_however_stored_are_imported(tmp_path: Path) -> None:
+def test_plain_tensors_however_stored_are_imported(tmp_path):
     for tensor in (
         torch.nn.Parameter(torch.ones(2, 3, 4)),
         torch.ones(4).expand(2, 3, 4),
@@ -299,16 +270,8 @@ def test_plain_tensors_however_stored_are_imported(tmp_path: Path) -> None:
     assert load_mask(tmp_path / "m.npy").channel_mask.equal(torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
 
 
-def test_an_array_is_not_made_room_for_before_its_shape_is_looked_at(tmp_path: Path) -> None:
-    with (tmp_path / "m.npy").open("wb") as file:
-        header = {"descr": "|b1", "fortran_order": False, "shape": (10**4, 10**4, 10**4)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.write(b"\1" * 100)
-    refused(tmp_path / "m.npy", "is not an array of numbers")
-
-
 @pytest.mark.parametrize("suffix", [".pth", ".npy", ".safetensors"])
-def test_bytes_of_a_bool_that_are_neither_0_nor_1_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_bytes_of_a_bool_that_are_neither_0_nor_1_are_refused(tmp_path, suffix):
     path = write(tmp_path / f"m{suffix}", torch.ones(2, 3, 4, dtype=torch.bool))
     content = path.read_bytes()
     at = content.index(b"\1" * 24)
@@ -336,14 +299,13 @@ def test_bytes_of_a_bool_that_are_neither_0_nor_1_are_refused(tmp_path: Path, su
         ("seed", "-1", "`seed` is -1"),
         ("layers", "[0, 2, 1]", "`layers` is [0, 2, 1], not the ascending numbers of some of 3 layers"),
         ("layers", "[0, 1, 3]", "`layers` is [0, 1, 3], not the ascending numbers of some of 3 layers"),
+        ("key_mean_tokens", "0", "`key_mean_tokens` is 0"),
         ("held_out", "[]", "`held_out` is []: Input should be"),
         ("held_out", "{}", "`held_out.tasks` is missing"),
         ("versions", '{"torch": 2}', "`versions.torch` is 2: Input should be a valid string"),
     ],
 )
-def test_provenance_that_makes_no_sense_is_refused_by_key(
-    tmp_path: Path, ragged_mask: Callable[..., torch.Tensor], key: str, text: str, message: str
-) -> None:
+def test_provenance_that_makes_no_sense_is_refused_by_key(tmp_path, ragged_mask, key, text, message):
     path = tmp_path / "m.safetensors"
     save_mask(ChannelMask(ragged_mask(), None, provenance()), path)
     with safe_open(path, "pt") as file:
@@ -356,27 +318,10 @@ def test_provenance_that_makes_no_sense_is_refused_by_key(
     ("model_type", "partial", "order"),
     [("llama", None, [0, 1, 2, 3, 4, 5, 6, 7]), ("glm4_moe", 0.5, [0, 1, 2, 3]), ("glm4", 0.5, [0, 2, 1, 3])],
 )
-def test_rotated_channels_lie_such_that_halves_are_pairs(
-    model_type: str, partial: float | None, order: list[int]
-) -> None:
+def test_rotated_channels_lie_such_that_halves_are_pairs(model_type, partial, order):
     keys = {} if partial is None else {"partial_rotary_factor": partial}
     rope = {"rope_type": "default", "rope_theta": 1e4, **keys}
     known = dataclasses.replace(provenance(), model_type=model_type, rope_parameters=rope)
     mask = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(ChannelMask(mask, None, known).rotated_channels, mask[..., order])
     assert torch.equal(ChannelMask(mask).rotated_channels, mask)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "ratio", "empty"),
-    [
-        ("llama-3.1-8b-instruct.pth", (32, 8, 128), 0.6875, 47),
-        ("qwen2.5-7b-instruct.pth", (28, 4, 128), 0.7098, 35),
-    ],
-)
-@pytest.mark.skipif(not REAL_MASKS.exists(), reason="the published masks are not here")
-def test_published_masks_are_imported(name: str, shape: tuple[int, ...], ratio: float, empty: int) -> None:
-    mask = load_mask(REAL_MASKS / name)
-    assert mask.channel_mask.shape == shape
-    assert mask.pruning_ratio == pytest.approx(ratio, abs=1e-4)
-    assert sum(width == 0 for layer in mask.widths for width in layer) == empty

@@ -1,11 +1,9 @@
 import functools
 import os
-import subprocess
 import sys
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from leank_convert.errors import LeanKError, RecipeError
 from leank_convert.methods import METHODS, Method
@@ -74,6 +72,14 @@ def problems_of(path, overrides=(), **flags):
         (
             "data: {haystack: {column: body, split: test}}",
             "`data.haystack`: `column`, `split` without a `source`: nothing is read",
+        ),
+        (
+            "{method: duo-attention+leank, budget: uniform}",
+            "`budget: uniform` does not go with `method: duo-attention+leank`, some of whose heads keep no",
+        ),
+        (
+            "{method: duo-attention+leank, pruning_ratio: [0.8, 0.4]}",
+            "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
         ),
         (
             "{method: high-frequency-ratio, max_width: 64}",
@@ -266,26 +272,11 @@ def test_resolved_recipe_reads_back_as_itself(write):
     assert yaml.safe_load(Recipe(seed=9).text)["seed"] == 9
 
 
-def test_recipe_cannot_be_changed():
-    with pytest.raises(ValidationError):
-        Recipe().seed = 3
-    with pytest.raises(ValidationError):
-        Recipe().stage1.steps = 3
-
-
 def test_packaged_recipes_are_listed_with_their_first_line():
     listed = {packaged.name: packaged for packaged in list_recipes()}
     assert list(listed) == sorted(listed)
     assert listed["quickstart"].recipe.model.id == "testbed"
     assert listed["quickstart"].summary.startswith("The shipped model's K cache")
-
-
-def test_reading_recipes_does_not_import_torch():
-    code = (
-        "import sys; from leank_convert.recipe_file import list_recipes, load_recipe; list_recipes();"
-        "load_recipe('quickstart'); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # --- methods -----------------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from transformers import AutoTokenizer
 
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
-from leank_convert.mask import ChannelMask
 from leank_convert.recipe_file import load_recipe
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.tokenizer import load_tokenizer
@@ -22,17 +18,17 @@ RECIPE = load_recipe("quickstart", ["data.min_length=256", "data.max_length=384"
 
 
 @pytest.fixture(autouse=True)
-def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_answers(monkeypatch):
     """transformers asks by `input` whether code may run."""
 
-    def ask(*_: object) -> str:
+    def ask(*_):
         pytest.fail("it asks on the terminal")
 
     monkeypatch.setattr("builtins.input", ask)
     yield
 
 
-def plant(folder: Path, marker: Path, **settings: Any) -> None:
+def plant(folder, marker, **settings):
     """Give a model's folder a config, a model and a tokenizer of its own."""
     (folder / "tokenization_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: ...\n")
     classes = ("AutoConfig", "AutoModelForCausalLM")
@@ -47,8 +43,8 @@ def plant(folder: Path, marker: Path, **settings: Any) -> None:
 
 
 def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers_knows_it(
-    retriever_folder: Path, copy_of: Callable[[Path], Path], tmp_path: Path
-) -> None:
+    retriever_folder, copy_of, tmp_path
+):
     folder, marker = copy_of(retriever_folder), tmp_path / "ran"
     expected = load_tokenizer(folder)
     plant(folder, marker)
@@ -66,17 +62,15 @@ def test_code_of_a_model_never_runs_and_its_own_class_is_used_where_transformers
 
 @pytest.mark.parametrize("named", ["AutoModelForCausalLM", "AutoTokenizer", "RagTokenizer", 7])
 def test_a_tokenizer_class_that_would_load_more_than_a_tokenizer_asks_nothing(
-    named: object, shipped_checkpoint: Path, copy_of: Callable[[Path], Path]
-) -> None:
+    named, shipped_checkpoint, copy_of
+):
     folder = copy_of(shipped_checkpoint)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
     with pytest.raises(LeanKError, match=r"the tokenizer of `.*` (cannot be loaded|is code of its own)"):
         load_tokenizer(folder)
 
 
-def test_a_checkpoints_tokenizer_needs_none_of_its_code(
-    shipped_checkpoint: Path, copy_of: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoints_tokenizer_needs_none_of_its_code(shipped_checkpoint, copy_of, caplog):
     folder = copy_of(shipped_checkpoint)
     for path in folder.glob("*.py"):
         path.unlink()
@@ -92,12 +86,7 @@ def test_a_checkpoints_tokenizer_needs_none_of_its_code(
 
 
 @pytest.mark.filterwarnings("default")
-def test_no_code_is_carried_into_a_checkpoint(
-    source_model: Callable[..., Path],
-    fitting_mask: Callable[[Path], ChannelMask],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_code_is_carried_into_a_checkpoint(source_model, fitting_mask, tmp_path, caplog):
     source, marker = source_model(), tmp_path / "ran"
     plant(source, marker, chat_template="{{ messages }}")
     code = {"tokenizer_own.py", "tokenizer.pkl", "vocab.so", "chat_template.py", "LICENSE.py"}

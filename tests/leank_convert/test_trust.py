@@ -4,9 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,52 +13,52 @@ from leank_convert.trust import check_code, check_config
 
 
 @pytest.fixture
-def folder(shipped_checkpoint: Path, tmp_path: Path) -> Path:
+def folder(shipped_checkpoint, tmp_path):
     """A checkpoint without its weights: nothing here reads them."""
     ignored = shutil.ignore_patterns("model*.safetensors")
     return Path(shutil.copytree(shipped_checkpoint, tmp_path / "out", ignore=ignored))
 
 
-def change_json(path: Path, **changes: Any) -> None:
+def change_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def change_leank(folder: Path, **changes: Any) -> None:
+def change_leank(folder, **changes):
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "leank": {**config["leank"], **changes}}))
 
 
-def set_config(**changes: Any) -> Callable[[Path], None]:
+def set_config(**changes):
     return lambda folder: change_json(folder / "config.json", **changes)
 
 
-def write(name: str, text: str = "") -> Callable[[Path], None]:
-    def plant(folder: Path) -> None:
+def write(name, text=""):
+    def plant(folder):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
     return plant
 
 
-def change_a_byte(folder: Path) -> None:
+def change_a_byte(folder):
     path = folder / "cache_leank.py"
     path.write_bytes(path.read_bytes().replace(b"K", b"k", 1))
 
 
-def link_a_file(folder: Path) -> None:
+def link_a_file(folder):
     other = folder.parent / "other.py"
     other.write_text("")
     (folder / "cache_leank.py").unlink()
     (folder / "cache_leank.py").symlink_to(other)
 
 
-def link_a_folder(folder: Path) -> None:
+def link_a_folder(folder):
     write("elsewhere/generate.py")(folder.parent)
     (folder / "custom_generate").symlink_to(folder.parent / "elsewhere")
 
 
-def put_a_pipe(folder: Path) -> None:
+def put_a_pipe(folder):
     (folder / "cache_leank.py").unlink()
     os.mkfifo(folder / "cache_leank.py")
 
@@ -107,9 +105,7 @@ OTHER_REPOSITORY = {"AutoConfig": "me/other--configuration_leank.LeanKLlamaConfi
         ),
     ],
 )
-def test_what_no_release_wrote_is_refused_by_name(
-    plant: Callable[[Path], Any], named: str, folder: Path
-) -> None:
+def test_what_no_release_wrote_is_refused_by_name(plant, named, folder):
     check_code(folder)
     plant(folder)
     with pytest.raises(LeanKError, match=re.escape(named.replace("FOLDER", str(folder)))):
@@ -117,7 +113,7 @@ def test_what_no_release_wrote_is_refused_by_name(
     check_code(folder, trust=True)
 
 
-def test_what_runs_nothing_is_let_be(folder: Path) -> None:
+def test_what_runs_nothing_is_let_be(folder):
     write("__pycache__/cache_leank.cpython-311.pyc")(folder)
     write("leank/notes.txt")(folder)
     shutil.move(folder / "cache_leank.py", folder.parent / "blob")
@@ -126,7 +122,7 @@ def test_what_runs_nothing_is_let_be(folder: Path) -> None:
     check_code(folder)
 
 
-def test_a_model_that_is_compared_with_brings_no_kernels_either(source_model: Callable[..., Path]) -> None:
+def test_a_model_that_is_compared_with_brings_no_kernels_either(source_model):
     folder = source_model()
     check_config(folder)
     change_json(folder / "config.json", attn_implementation="me/kernel")

@@ -10,6 +10,7 @@ import torch
 from leank_convert.export import export_checkpoint
 from leank_convert.mask import ChannelMask
 from leank_convert.report.distribution import analyze_mask
+from tests.checks import done, rejected, run
 
 PICTURES = ["layers-by-pair.png", "layers.png", "pairs.png", "widths.png"]
 
@@ -33,7 +34,7 @@ def save(tmp_path):
     return write
 
 
-def test_text_names_outliers_empty_heads_and_savings(done, save, outlying, tmp_path):
+def test_text_names_outliers_empty_heads_and_savings(save, outlying, tmp_path):
     shown = done("analyze", save(outlying))
     parts = ("4 layers, 4 KV heads, head_dim 32", "2 of 16 (12.5%)", "pair 5, 87.5% kept", "87.5*", "V 12.5%")
     assert all(part in shown for part in parts)
@@ -43,7 +44,7 @@ def test_text_names_outliers_empty_heads_and_savings(done, save, outlying, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
 
 
-def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_path):
+def test_files_are_a_page_its_pictures_and_the_numbers(save, outlying, tmp_path):
     out = tmp_path / "new" / "out"
     result = run("analyze", save(outlying), "-o", out, "--json")
     assert result.exit_code == 0, result.stderr
@@ -60,7 +61,7 @@ def test_files_are_a_page_its_pictures_and_the_numbers(run, save, outlying, tmp_
 
 
 @pytest.mark.parametrize(("shape", "kept"), [((1, 2, 7), True), ((20, 1, 6), False)], ids=str)
-def test_odd_masks_are_drawn_and_told(done, save, tmp_path, shape, kept):
+def test_odd_masks_are_drawn_and_told(save, tmp_path, shape, kept):
     shown = done("analyze", save(torch.full(shape, kept)), "-o", tmp_path / "out")
     assert (tmp_path / "out" / "analysis.html").exists()
     assert f"K {0 if kept else 100}.0%" in shown
@@ -68,7 +69,7 @@ def test_odd_masks_are_drawn_and_told(done, save, tmp_path, shape, kept):
     assert "32 widths from 0 to 31" in done("analyze", save(many))
 
 
-def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(done, source_model, tmp_path):
+def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(source_model, tmp_path):
     mask = torch.zeros(3, 4, 12, dtype=torch.bool)
     mask[0, 0] = True
     mask[2, 1, :5] = True
@@ -79,7 +80,7 @@ def test_a_checkpoint_is_told_in_the_models_head_order_and_its_dtypes_bytes(done
     assert found["model"] == "llama-model"
 
 
-def test_an_existing_output_is_left_as_it_is(rejected, save, outlying, tmp_path):
+def test_an_existing_output_is_left_as_it_is(save, outlying, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     (tmp_path / "new.partial").mkdir()
@@ -93,7 +94,7 @@ def test_an_existing_output_is_left_as_it_is(rejected, save, outlying, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.npy", "new.partial", "out"]
 
 
-def test_output_that_cannot_be_written_leaves_nothing(rejected, save, outlying, tmp_path, monkeypatch):
+def test_output_that_cannot_be_written_leaves_nothing(save, outlying, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
@@ -102,7 +103,7 @@ def test_output_that_cannot_be_written_leaves_nothing(rejected, save, outlying, 
     assert [path.name for path in tmp_path.iterdir()] == ["mask.npy"]
 
 
-def test_what_is_no_mask_is_refused_with_a_remedy(rejected, tmp_path, source_model):
+def test_what_is_no_mask_is_refused_with_a_remedy(tmp_path, source_model):
     (tmp_path / "notes.txt").write_text("no mask")
     for artifact, message in (
         (tmp_path / "nope.npy", "does not exist"),

@@ -7,6 +7,8 @@ import numpy
 import pytest
 import torch
 
+from tests.checks import done, rejected
+
 SHORT = [
     part
     for setting in ("data.min_length=160", "data.max_length=170", "data.tasks=[retrieval, multi_value]")
@@ -23,7 +25,7 @@ def mask_file(tmp_path_factory):
     return path
 
 
-def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(done, mask_file, tmp_path):
+def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(mask_file, tmp_path):
     out = tmp_path / "out"
     options = ["--model", "testbed", "-n", 1, "--device", "cpu", *SHORT]
     shown = done("analyze", mask_file, *options, "-o", out)
@@ -56,12 +58,12 @@ def test_numbers_and_figures_of_the_model_are_told_and_written_beside_the_masks(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_measured_is_refused(rejected, mask_file, tmp_path, arguments, message):
+def test_what_cannot_be_measured_is_refused(mask_file, tmp_path, arguments, message):
     assert message in rejected("analyze", mask_file, *arguments, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_mask_of_another_shape_is_refused_before_weights_are_loaded(rejected, tmp_path, monkeypatch):
+def test_mask_of_another_shape_is_refused_before_weights_are_loaded(tmp_path, monkeypatch):
     numpy.save(tmp_path / "mask.npy", numpy.ones((4, 2, 64), dtype=bool))
     monkeypatch.setattr("leank_convert.train.model._load_weights", lambda *_: pytest.fail("loading began"))
     told = rejected("analyze", tmp_path / "mask.npy", "--model", "testbed")

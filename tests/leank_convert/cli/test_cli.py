@@ -8,13 +8,14 @@ from click.testing import CliRunner
 
 from leank_convert.cli import main
 from leank_convert.testbed import MODEL_DIR
+from tests.checks import done, rejected, run
 
 SHORT = ["--set", "data.min_length=160", "--set", "data.max_length=170"]
 CALIBRATION = ["--set", "calibration_prompts=2"]
 
 
 @pytest.fixture(scope="module")
-def exported(done, tmp_path_factory):
+def exported(tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "out"
     done("export", "testbed", "--all-channels", "-o", out)
     return out
@@ -30,7 +31,7 @@ def test_help_says_whole_sentences_of_all_commands():
 @pytest.mark.parametrize(
     "arguments", [["--help"], *([command, "--help"] for command in sorted(main.commands))]
 )
-def test_help_imports_no_heavy_library(run, arguments):
+def test_help_imports_no_heavy_library(arguments):
     code = (
         "import sys; from leank_convert.cli import main\n"
         f"try: main({arguments!r})\n"
@@ -42,7 +43,7 @@ def test_help_imports_no_heavy_library(run, arguments):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_debug_shows_the_traceback(run, tmp_path):
+def test_debug_shows_the_traceback(tmp_path):
     result = run("--debug", "inspect", tmp_path / "absent.safetensors")
     assert type(result.exception).__name__ == "LeanKError"
 
@@ -54,7 +55,7 @@ def test_debug_shows_the_traceback(run, tmp_path):
         (("a library found no file\nand says more",), "a library found no file"),
     ],
 )
-def test_a_full_disk_or_a_missing_file_is_told_in_one_line(rejected, given, told, tmp_path, monkeypatch):
+def test_a_full_disk_or_a_missing_file_is_told_in_one_line(given, told, tmp_path, monkeypatch):
     def fill(*arguments, **options):
         raise OSError(*given)
 
@@ -62,7 +63,7 @@ def test_a_full_disk_or_a_missing_file_is_told_in_one_line(rejected, given, told
     assert rejected("train", "testbed", "-o", tmp_path / "out") == f"error: {told}\n"
 
 
-def test_export_says_which_packaged_mask_it_takes(run, tmp_path):
+def test_export_says_which_packaged_mask_it_takes(tmp_path):
     command = [sys.executable, "-m", "leank_convert", "export", "testbed", "-o", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.startswith(
@@ -70,14 +71,14 @@ def test_export_says_which_packaged_mask_it_takes(run, tmp_path):
     )
 
 
-def test_export_takes_the_recipes_mask(done, tmp_path, exported):
+def test_export_takes_the_recipes_mask(tmp_path, exported):
     mask = exported / "channel_mask.safetensors"
     out = tmp_path / "out"
     options = ["--recipe", "quickstart", "--set", f"mask={mask}"]
     assert done("export", "testbed", "-o", out, *options) == f"{out}\n"
 
 
-def test_window_flags_reach_the_checkpoint(done, tmp_path):
+def test_window_flags_reach_the_checkpoint(tmp_path):
     out = tmp_path / "out"
     sizes = ["--sink-size", "1", "--recent-size", "2", "--flush-size", "3", "--prune", "deferred"]
     done("export", "testbed", "--all-channels", *sizes, "-o", out)
@@ -86,7 +87,7 @@ def test_window_flags_reach_the_checkpoint(done, tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_before_it_is_trained(
-    rejected, exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
+    exported, copy_of, edit_json, tmp_path, snapshot, monkeypatch
 ):
     monkeypatch.setattr("leank_convert.convert.train_masks", lambda *_, **__: pytest.fail("training began"))
     quantized, made, foreign = copy_of(MODEL_DIR), copy_of(exported), tmp_path / "mine"
@@ -105,7 +106,7 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(
     assert snapshot(tmp_path) == before
 
 
-def test_verify_reports_and_its_exit_code_tells(done, run, tmp_path, exported, copy_of):
+def test_verify_reports_and_its_exit_code_tells(tmp_path, exported, copy_of):
     assert json.loads(done("verify", exported, "--source", "testbed", "--json"))["ok"] is True
     damaged = copy_of(exported)
     (damaged / "cache_leank.py").write_text("raise SystemExit\n")
@@ -117,12 +118,12 @@ def test_verify_reports_and_its_exit_code_tells(done, run, tmp_path, exported, c
 @pytest.mark.parametrize(
     ("memory", "expected"), [("40GiB", 40 << 30), ("1.5 GB", 1_500_000_000), ("64MiB", 64 << 20), ("9B", 9)]
 )
-def test_inspect_reads_an_amount_of_memory(done, memory, expected):
+def test_inspect_reads_an_amount_of_memory(memory, expected):
     facts = json.loads(done("inspect", "llama-3.1-8b-instruct", "--memory", memory, "--json"))
     assert (facts["capacity"]["memory_bytes"], facts["capacity"]["tokens"]) == (expected, 8192)
 
 
-def test_inspect_prints_the_recipe_only_when_asked(done, tmp_path):
+def test_inspect_prints_the_recipe_only_when_asked(tmp_path):
     out = tmp_path / "out"
     options = ["--mask-only", "--set", "method=static-norm", *SHORT, *CALIBRATION]
     done("train", "testbed", "-o", out, *options)
@@ -133,7 +134,7 @@ def test_inspect_prints_the_recipe_only_when_asked(done, tmp_path):
     assert "calibration_prompts=2" in json.loads(done("inspect", out, "--json"))["provenance"]["recipe"]
 
 
-def test_recipes_are_listed_and_printed(done):
+def test_recipes_are_listed_and_printed():
     names = [recipe["name"] for recipe in json.loads(done("recipes", "--json"))]
     listed = done("recipes")
     assert "quickstart" in names
@@ -142,7 +143,7 @@ def test_recipes_are_listed_and_printed(done):
     assert json.loads(done("recipes", "quickstart", "--json"))["pruning_ratio"] == 0.7
 
 
-def test_mask_only_training_then_export_into_the_same_folder(rejected, done, tmp_path):
+def test_mask_only_training_then_export_into_the_same_folder(tmp_path):
     out = tmp_path / "out"
     settings = ["--set", "stage1.steps=1", "--set", "stage2.steps=1", *SHORT]
     done("train", "testbed", "-o", out, *settings, "--mask-only")
@@ -154,7 +155,7 @@ def test_mask_only_training_then_export_into_the_same_folder(rejected, done, tmp
     assert f"`{out / 'leank'}` already holds a training run" in told and "by `--resume`" in told
 
 
-def test_converting_without_training_leaves_checkpoints_of_every_ratio(done, tmp_path):
+def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path):
     out = tmp_path / "out"
     ratios = ["--pruning-ratio", "0.5", "--pruning-ratio", "0.75"]
     options = ["--method", "static-norm", "--budget", "global", *ratios]

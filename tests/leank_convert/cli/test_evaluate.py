@@ -12,6 +12,7 @@ from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
 from leank_convert.mask import ChannelMask
+from tests.checks import done, rejected, run
 from tests.tiny_families import tiny_llama
 
 
@@ -32,7 +33,7 @@ def check_remedy(told):
     assert error.startswith("error: ") and hint.startswith("hint: ") and len(error) < 400
 
 
-def test_rulers_tasks_are_answered_scored_and_kept(done, writer, tmp_path):
+def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
     options = ["--task", "vt", "--task", "niah_single_1", "--length", 1500, "--length", 1200, "-n", 2]
     options += ["--also", "think", "--also", "per-head-budget-dynamic", "-o", tmp_path / "results", "--json"]
     facts = json.loads(done("evaluate", writer, *options))
@@ -51,7 +52,7 @@ def test_rulers_tasks_are_answered_scored_and_kept(done, writer, tmp_path):
     assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
 
 
-def test_a_text_is_compared_token_by_token(done, run, writer, tmp_path, monkeypatch):
+def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a progress bar, as on a terminal
     text = tmp_path / "text.txt"
     text.write_text("The quick courier left parcel 77 in the hall. " * 10)
@@ -70,7 +71,7 @@ def test_a_text_is_compared_token_by_token(done, run, writer, tmp_path, monkeypa
     assert "KL (nats)" in shown
 
 
-def test_a_text_that_cannot_be_fed_is_refused(rejected, writer, tmp_path):
+def test_a_text_that_cannot_be_fed_is_refused(writer, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long.txt").write_bytes(b"long " * 10**6)
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff\xfe")
@@ -91,7 +92,7 @@ def test_a_text_that_cannot_be_fed_is_refused(rejected, writer, tmp_path):
     ],
     ids=str,
 )
-def test_a_leank_block_that_cannot_be_is_refused(rejected, changes, message, writer, copy_of, edit_json):
+def test_a_leank_block_that_cannot_be_is_refused(changes, message, writer, copy_of, edit_json):
     folder = copy_of(writer)
     leank = {**read_json(folder / "config.json")["leank"], **changes}
     kept = {key: value for key, value in leank.items() if value is not ...}
@@ -133,9 +134,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("options", "message"), REFUSED, ids=[" ".join(map(str, options)) for options, _ in REFUSED]
 )
-def test_what_cannot_be_evaluated_is_refused_before_a_prompt_is_drawn(
-    rejected, writer, options, message, monkeypatch
-):
+def test_what_cannot_be_evaluated_is_refused_before_a_prompt_is_drawn(writer, options, message, monkeypatch):
     for reading in ("__call__", "apply_chat_template"):
         monkeypatch.setattr(PreTrainedTokenizerBase, reading, lambda *_, **__: pytest.fail("drawn"))
     told = rejected("evaluate", writer, *options)
@@ -157,7 +156,7 @@ def test_python_refuses_the_same_before_the_checkpoint_is_read(options, message)
         evaluate_checkpoint("absent", **options)
 
 
-def test_published_files_are_answered_scored_and_kept(done, writer, tmp_path):
+def test_published_files_are_answered_scored_and_kept(writer, tmp_path):
     pytest.importorskip("datasets")
     record = {"input": "Who?", "context": "A fern is wet. " * 40, "answers": ["a fern"], "all_classes": None}
     (tmp_path / "triviaqa.jsonl").write_text(f"{json.dumps(record)}\n" * 3)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.checks import rejected, run
+
 
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
@@ -25,7 +27,7 @@ import pytest
         (["train", "a", "--json"], "--json goes with --dry-run", "see `leank-convert train --help`"),
     ],
 )
-def test_what_click_refuses_is_told_as_everything_else_is(rejected, arguments, message, hint):
+def test_what_click_refuses_is_told_as_everything_else_is(arguments, message, hint):
     assert rejected(*arguments) == f"error: {message}\nhint: {hint}\n"
 
 
@@ -62,7 +64,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_would_do_nothing_or_fail_late_is_refused_at_once(rejected, command, message, tmp_path):
+def test_what_would_do_nothing_or_fail_late_is_refused_at_once(command, message, tmp_path):
     out = tmp_path / "out"
     told = rejected(*command.replace("OUT", str(out)).split())
     assert message in "; ".join(told.splitlines())
@@ -74,23 +76,23 @@ def test_what_would_do_nothing_or_fail_late_is_refused_at_once(rejected, command
     "arguments",
     [["inspect", ""], ["export", "testbed", "--all-channels", "-o", ""], ["train", "testbed", "--out="]],
 )
-def test_what_an_unset_variable_leaves_is_not_the_current_folder(rejected, arguments, tmp_path, monkeypatch):
+def test_what_an_unset_variable_leaves_is_not_the_current_folder(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "is empty: is a variable not set?" in rejected(*arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_in_an_error_are_cut_and_cannot_move_the_cursor(rejected):
+def test_names_in_an_error_are_cut_and_cannot_move_the_cursor():
     told = rejected("inspect", "\x1b[2J" + "x" * 10**6)
     assert len(told) < 3000
     assert "\\x1b[2J" in told
 
 
-def test_a_bare_group_shows_its_help(rejected):
+def test_a_bare_group_shows_its_help():
     assert rejected().startswith("Usage: ")
 
 
-def test_ctrl_c_is_one_line(run, monkeypatch):
+def test_ctrl_c_is_one_line(monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -112,14 +114,14 @@ def test_ctrl_c_is_one_line(run, monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_a_number_beyond_all_measure_is_refused_by_its_option(rejected, command, option, value):
+def test_a_number_beyond_all_measure_is_refused_by_its_option(command, option, value):
     told = rejected(*command, f"{option}={value}" if option[1] == "-" else option + value)
     assert len(told) < 500
     assert f"error: invalid value for `{option}`" in told
 
 
 @pytest.mark.parametrize("command", [["train", "testbed"], ["evaluate", "x"], ["analyze", "x"]])
-def test_a_seed_has_63_bits(rejected, command):
+def test_a_seed_has_63_bits(command):
     assert "invalid value for `--seed`" in rejected(*command, "--seed", 2**63)
 
 

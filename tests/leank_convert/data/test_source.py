@@ -73,13 +73,6 @@ def test_retrieval_asks_one_of_many_lines_anywhere(plain_tokenizer, section):
     assert max(places) > 0.8
 
 
-def test_a_length_too_short_for_the_task_is_refused(plain_tokenizer, section):
-    source = SampleSource(plain_tokenizer, section(min_length=50, max_length=60), seed=0)
-    with pytest.raises(LeanKError, match=r"a sample of \d\d tokens leaves no room for `retrieval`") as caught:
-        source.draw(0)
-    assert "data.min_length" in caught.value.hint
-
-
 @pytest.mark.parametrize("wording", ["general", "testbed"])
 def test_what_passes_the_check_can_be_drawn_at_every_step(wording, section, testbed_tokenizer):
     """The shortest form of a sample differs from draw to draw; a run must not meet one that does not fit."""

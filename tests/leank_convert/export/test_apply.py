@@ -74,7 +74,7 @@ def test_rows_and_columns_are_permuted_whatever_fits_the_buffer(buffer, tmp_path
 
 @pytest.mark.parametrize("copies", [0, 3])
 def test_a_kernel_that_cannot_copy_is_made_do_without(copies, tmp_path, tensors, monkeypatch):
-    calls: list[int] = []
+    calls = []
     real = os.copy_file_range
 
     def refuse(source, target, count, **options):

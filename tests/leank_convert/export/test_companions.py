@@ -2,13 +2,11 @@
 
 import json
 import logging
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
-from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.export.companions import copy_companions
 
@@ -58,8 +56,7 @@ def test_the_tokens_are_the_sources(family, named, source_model, fitting_mask, t
 def copied(source, target):
     target.mkdir()
     copy_companions(source, target)
-    settings: dict[str, Any] = json.loads((target / "tokenizer_config.json").read_text())
-    return settings
+    return json.loads((target / "tokenizer_config.json").read_text())
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "TokenizersBackend", None])
@@ -110,17 +107,6 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_with_one_warning(source_mod
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"added": 1}'
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"the tokenizer of `{source}` cannot be loaded" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "text", ["[", "[]", '{"a": 1, "a": 2}', "[" * 10**5], ids=["cut", "list", "twice", "deep"]
-)
-def test_a_tokenizer_config_that_is_no_json_is_refused(source_model, tmp_path, text):
-    source = source_model("qwen2")
-    (source / "tokenizer_config.json").write_text(text)
-    with pytest.raises(LeanKError, match=r"tokenizer_config\.json` (is not JSON|holds a `list`)"):
-        copy_companions(source, tmp_path)
-    assert not (tmp_path / "tokenizer_config.json").exists()
 
 
 def test_everything_that_is_missing_is_told_at_once(source_model, tmp_path, caplog):

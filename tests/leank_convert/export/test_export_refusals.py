@@ -54,27 +54,6 @@ def test_tensors_of_another_shape_are_named(
     refused(source, mask, tmp_path / "out", message)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("llama", ATTENTION + "k_proj.weight"),
-        ("llama", "lm_head.weight"),
-        ("mistral", "model.embed_tokens.weight"),
-        ("qwen3", ATTENTION + "k_norm.weight"),
-        ("llama", "model.layers.2.mlp.up_proj.bias"),
-    ],
-)
-def test_missing_tensors_are_named(family, name, source_model, fitting_mask, edit_json, tmp_path, refused):
-    source = source_model(family)
-    mask = fitting_mask(source)
-    rewrite(source, name, lambda _: None)
-    weight_map = read_json(source / INDEX_NAME)["weight_map"]
-    refused(source, mask, tmp_path / "out", f"has no tensor `{name}`")
-    weight_map.pop(name)
-    edit_json(source / INDEX_NAME, weight_map=weight_map)
-    refused(source, mask, tmp_path / "out", f"tensor `{name}` is missing")
-
-
 def test_weights_that_are_quantized_nobody_says_how_are_refused(
     source_model, fitting_mask, edit_json, tmp_path, refused
 ):
@@ -105,42 +84,6 @@ def test_a_config_that_transformers_would_not_take_is_refused(
     assert reason in str(refused(source, mask, tmp_path / "out", "config.json` is refused by transformers: "))
     with pytest.raises(LeanKError, match="is refused by transformers"):
         check_exportable(source, tmp_path / "out")
-
-
-def unpickled(source):
-    for file in source.glob("*.safetensors*"):
-        file.unlink()
-    (source / "pytorch_model.bin").touch()
-
-
-def truncated(source, keep):
-    shard = sorted(source.glob("*.safetensors"))[2]
-    content = shard.read_bytes()
-    shard.write_bytes(content[: int(len(content) * keep)])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gemma4"}, "unknown architecture: `model_type` is 'gemma4'"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
-        (unpickled, "pickled weights"),
-        (lambda source: (source / "config.json").unlink(), "has no `config.json`"),
-        (lambda source: truncated(source, 0.5), ".safetensors` is truncated or damaged"),
-        (lambda source: truncated(source, 0.001), ".safetensors` is truncated or damaged"),
-    ],
-    ids=["family", "window", "pickled", "no config", "data cut", "header cut"],
-)
-def test_sources_that_cannot_be_converted_are_refused(
-    change, message, source_model, fitting_mask, edit_json, tmp_path, refused
-):
-    source = source_model()
-    mask = fitting_mask(source)
-    if isinstance(change, dict):
-        edit_json(source / "config.json", **change)
-    else:
-        change(source)
-    refused(source, mask, tmp_path / "out", message)
 
 
 def test_options_masks_and_checkpoints_that_do_not_fit_are_refused(

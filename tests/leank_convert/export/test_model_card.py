@@ -68,12 +68,6 @@ def test_bytes_of_a_token_are_counted_by_head():
     assert (cache.key_window, cache.value_window) == (160 + (7 + 1 + 3 + 2) * 4, 160 + 12 * 4)
 
 
-def test_the_card_calls_no_choice_learned_and_names_its_method():
-    text = card(method="random")
-    assert "learned" not in text
-    assert "| mask | `random`, made for owner/model |" in text
-
-
 def test_the_card_says_what_was_pruned_and_what_it_saves():
     text = card()
     assert "# owner/model, K cache pruned by 62.5% (LeanK)" in text
@@ -99,10 +93,29 @@ def test_the_card_warns_of_adapters_where_heads_moved():
     assert "adapter" not in text
 
 
-def test_the_recipe_and_the_asked_ratio_of_a_trained_mask_are_told():
-    text = card(method="leank", pruning_ratio_asked=0.6, recipe="steps: 3 # {braces}\n")
-    assert "```yaml\nsteps: 3 # {braces}\n```" in text
-    assert "0.6 / 0.6250" in text and "`leank`" in text
+RECIPE = "a: |\n  ```\n  # Not the recipe {braces}\nsource: /home/me/story.txt\n"
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({"method": "random"}, ["| mask | `random`, made for owner/model |"]),
+        ({"method": "leank", "pruning_ratio_asked": 0.6}, ["0.6 / 0.6250", "`leank`"]),
+        (
+            {"made_by": "its authors", "source": "their page, MIT", "evaluation": "in their paper"},
+            [
+                "| mask | `imported`, made for owner/model by its authors (their page, MIT) |",
+                "Not measured when this checkpoint was written. The mask was evaluated in their paper.",
+            ],
+        ),
+        # In a fence of its own, without local paths.
+        ({"recipe": RECIPE}, [f"\n````yaml\n{RECIPE.replace('/home/me', '...')}````\n"]),
+    ],
+    ids=["method", "ratio", "origin", "recipe"],
+)
+def test_the_card_tells_what_is_known_of_the_mask(known, told):
+    text = card(**known)
+    assert all(part in text for part in told) and "learned" not in text
 
 
 def test_the_front_matter_names_nothing_that_is_not_known():
@@ -155,17 +168,6 @@ def test_accuracy_is_what_was_measured_of_this_model_and_these_windows_alone():
     assert ModelCard(text).data.eval_results[0].metric_type == "exact_match"
     text = card(held_out=HELD_OUT, mask_model="owner/other")
     assert "made for owner/other, and is not evaluated on this model" in text and "model-index" not in text
-
-
-def test_the_card_names_who_else_made_and_evaluated_the_mask():
-    text = card(made_by="its authors", source="their page, MIT", evaluation="in their paper")
-    assert "| mask | `imported`, made for owner/model by its authors (their page, MIT) |" in text
-    assert "Not measured when this checkpoint was written. The mask was evaluated in their paper." in text
-
-
-def test_a_recipe_stands_in_its_fence_without_local_paths():
-    text = card(recipe="a: |\n  ```\n  # Not the recipe\nsource: /home/me/story.txt\n")
-    assert text.endswith("\n````yaml\na: |\n  ```\n  # Not the recipe\nsource: .../story.txt\n````\n")
 
 
 def test_json_keeps_rows_of_numbers_on_one_line():

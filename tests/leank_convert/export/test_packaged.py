@@ -1,7 +1,5 @@
 """The masks that ship: which model gets which, unasked or by name, and what is said of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -13,20 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import leank_convert.masks
 from leank_convert._runtime.configuration_leank import CACHE
-from leank_convert.architectures import read_model_facts
-from leank_convert.cli import main
 from leank_convert.errors import LeanKError
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, MaskProvenance, load_mask, save_mask
+from leank_convert.mask import ChannelMask, load_mask, save_mask
 from leank_convert.masks import list_masks, percent
 from leank_convert.testbed import MODEL_DIR
 from leank_convert.verify import verify_checkpoint
+from tests.checks import provenance_of, run
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -40,44 +36,15 @@ ROPE = {
 }
 
 
-@pytest.fixture(scope="module")
-def slim_llama(tmp_path_factory):
-    """Llama-3.1-8B's layers, heads, rope and name, and little else of it, in shards."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=512,
-        max_position_embeddings=131072,
-        rope_parameters=ROPE,
-        dtype="bfloat16",
-    )
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        parameter.data.fill_(1) if "norm" in name else parameter.data.normal_(0, 0.05)
-    model.save_pretrained(folder, max_shard_size="10MB")
+@pytest.fixture
+def slim_llama(source_model):
+    """Llama-3.1-8B's layers, heads, rope and name, and little else of it."""
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_parameters": ROPE, "max_position_embeddings": 131072}
+    folder = source_model(dtype="bfloat16", shards=False, vocab_size=512, **heads, **rope)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(MODEL_DIR / file, folder)
     change_config(folder, _name_or_path=LLAMA)
-    return folder
-
-
-@pytest.fixture
-def llama(slim_llama, tmp_path):
-    """A folder of it that may be changed."""
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    for file in slim_llama.iterdir():
-        (folder / file.name).hardlink_to(file)
-    (folder / "config.json").unlink()
-    shutil.copy(slim_llama / "config.json", folder)
     return folder
 
 
@@ -90,12 +57,9 @@ def packaged(source_model, tmp_path, monkeypatch):
         (folder / path.name).symlink_to(path)
     source = source_model(shards=False)
     change_config(source, _name_or_path="owner/Tiny")
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
     for removed in (50, 80):
         channels = torch.rand(3, 4, 12, generator=torch.Generator().manual_seed(removed)) > removed / 100
-        known = MaskProvenance.for_model(
-            "owner/Tiny", facts, method="leank", sink_size=1, recent_size=2, flush_size=removed
-        )
+        known = provenance_of(source, "owner/Tiny", flush_size=removed)
         save_mask(ChannelMask(channels, None, known), folder / f"tiny-{removed}.safetensors")
     monkeypatch.setattr(leank_convert.masks, "FOLDER", folder)
     return folder
@@ -113,10 +77,6 @@ def change_config(folder, **changes):
     )
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def refused(result, out):
     assert result.exit_code == 2 and not out.exists(), result.output
     return result.stderr
@@ -124,8 +84,7 @@ def refused(result, out):
 
 def flush_size(out):
     """Which of the two masks of `owner/Tiny` it is."""
-    size: int = read_json(out / "config.json")["leank"]["flush_size"]
-    return size
+    return read_json(out / "config.json")["leank"]["flush_size"]
 
 
 def test_every_packaged_mask_is_named_after_its_model_and_says_where_it_comes_from():
@@ -268,13 +227,6 @@ def test_a_damaged_packaged_file_is_told_where_it_is_asked_for_and_nowhere_else(
     ):
         assert f"error: `{file}` is truncated or damaged" in refused(run(*arguments), out)
     assert run("export", "testbed", "-o", out).exit_code == 0
-
-
-def test_another_rope_is_refused(llama, tmp_path):
-    change_config(llama, rope_parameters={**ROPE, "factor": 4.0})
-    stderr = refused(run("export", llama, "-o", tmp_path / "out"), tmp_path / "out")
-    assert "mask `llama-3.1-8b-instruct-70` was made under rope parameters" in stderr
-    assert '"factor": 8.0' in stderr and '"factor": 4.0' in stderr
 
 
 def test_masks_are_listed_with_model_ratio_windows_maker_and_evaluation(packaged):

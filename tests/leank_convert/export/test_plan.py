@@ -1,7 +1,5 @@
 """What config.json says of a model, against its tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -9,15 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import DIGESTS_NAME, open_checkpoint
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError
 from leank_convert.export import check_exportable, export_checkpoint
 from leank_convert.export.plan import plan_edits
-from leank_convert.files import read_json
 from leank_convert.mask import all_channels_mask
 from leank_convert.verify import verify_checkpoint
+from tests.checks import facts_of, failed
 from tests.tiny_families import FAMILIES, OPTIONS
 
 LINEAR = [row for row in FAMILIES if "linear_attention" in row.values[0].other_layers]
@@ -41,7 +38,7 @@ def found(tmp_path, edit_json, refused):
     """What `verify` says of a checkpoint with an edited config.json, once an export refused such a source."""
 
     def run(source, message, **changes):
-        facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+        facts = facts_of(source)
         mask, out = all_channels_mask(facts), tmp_path / "out"
         if not out.exists():
             export_checkpoint(source, mask, out)
@@ -53,7 +50,7 @@ def found(tmp_path, edit_json, refused):
             check_exportable(source, tmp_path / "again")
         (out / DIGESTS_NAME).unlink()
         write_digests(out, {})
-        details = [check.detail for check in verify_checkpoint(out).checks if not check.ok]
+        details = list(failed(out).values())
         for folder in (source, out):
             (folder / "before.json").rename(folder / "config.json")
         assert len(details) == 1
@@ -141,7 +138,7 @@ def test_a_token_takes_no_more_experts_than_there_are(row, tiny, found):
 def test_sinks_move_though_there_are_as_many_as_channels_of_a_head(tiny):
     """As in the published gpt-oss models; a norm of so many numbers would stay."""
     source = tiny("gpt_oss", head_dim=8)
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
+    facts = facts_of(source)
     edits = plan_edits(open_checkpoint(source), facts, [[3, 1, 2, 0]] * 2)
     assert edits["model.layers.1.self_attn.sinks"].permutation == (3, 1, 2, 0)
 
@@ -154,7 +151,7 @@ def test_tensors_that_no_layer_asks_for_are_let_be(tiny, edit_json, tmp_path):
     tensors["model.layers.4.mlp.gate.weight"] = torch.zeros(4, 32)
     tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 32)  # beside a whole plain MLP
     save_file(tensors, file, {"format": "pt"})
-    facts = read_model_facts(open_checkpoint(source).config, origin="config.json")
+    facts = facts_of(source)
     out = export_checkpoint(source, all_channels_mask(facts), tmp_path / "out")
     assert verify_checkpoint(out, source).ok
     assert json.loads((out / "config.json").read_text())["mlp_only_layers"] == [0, 1, 2, 3]

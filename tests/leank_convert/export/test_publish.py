@@ -66,15 +66,6 @@ def test_other_peoples_files_are_never_replaced(tmp_path, overwrite):
     assert content(tmp_path) == {**before, "file": "x"}
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_block_leaves_everything_as_it_was(tmp_path, error):
-    out = write(tmp_path / "out", config_json='{"leank": "old"}')
-    with pytest.raises(error), staged_folder(out, overwrite=True) as partial:
-        write(partial, config_json="half")
-        raise error
-    assert content(tmp_path) == {"out/config.json": OLD["config.json"]}
-
-
 def test_a_stale_partial_folder_is_cleared(tmp_path):
     write(tmp_path / "out.partial", shard="half")
     (tmp_path / "out.partial" / publish.MARKER_NAME).touch()

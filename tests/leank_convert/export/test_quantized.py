@@ -1,6 +1,6 @@
 """Sources with quantized weights: those that are converted exactly, and why the others are refused."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shutil import copytree
 from typing import Any
 
@@ -18,10 +18,11 @@ from leank_convert.onnx import export_onnx
 from leank_convert.recipe_file import load_recipe
 from leank_convert.train.model import load_model as load_training_model
 from leank_convert.train.model import open_model
-from leank_convert.verify import verify_checkpoint
+from tests.checks import failed
 
 WEIGHTS = "model.safetensors"
 ATTENTION = "model.layers.1.self_attn"
+K_PROJ = f"{ATTENTION}.k_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,6 @@ def edit_tensors():
     return edit
 
 
-def failed(folder, source=None):
-    report = verify_checkpoint(folder, source)
-    return [f"{check.name}: {check.detail}" for check in report.checks if not check.ok]
-
-
 @pytest.mark.parametrize("scheme", EXACT.values(), ids=EXACT)
 def test_what_is_written_stands_for_the_permuted_weights(
     scheme, quantized, fitting_mask, tmp_path, edit_tensors
@@ -137,7 +133,7 @@ def test_what_is_written_stands_for_the_permuted_weights(
     out, expected = (
         export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
     )
-    assert failed(out, source) == []
+    assert failed(out, source) == {}
     assert read_json(out / "config.json")["quantization_config"] == scheme.config
     assert read_json(out / "config.json")["leank"]["head_permutation"][1] != [0, 1, 2, 3]
     written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
@@ -151,9 +147,8 @@ def test_what_is_written_stands_for_the_permuted_weights(
         key = f"{ATTENTION}.k_proj.{scheme.scale}"
         assert not written[key].equal(before[key])
         edit_tensors(out, **{key: before[key]})
-        assert any(
-            f"tensor `{key}` is not the permutation of its source" in line for line in failed(out, source)
-        )
+        told = "".join(failed(out, source).values())
+        assert f"tensor `{key}` is not the permutation of its source" in told
 
 
 def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_mask, tmp_path):
@@ -162,7 +157,7 @@ def test_rows_of_a_fused_projection_take_their_scales_along(quantized, fitting_m
     out, expected = (
         export_checkpoint(folder, mask, tmp_path / f"{folder.name}-out") for folder in (source, plain)
     )
-    assert failed(out, source) == []
+    assert failed(out, source) == {}
     name = f"{ATTENTION}.qkv_proj.weight"
     written = load_file(out / WEIGHTS)
     assert dequantize(written[name], written[f"{name}_scale"]).equal(load_file(expected / WEIGHTS)[name])
@@ -226,7 +221,7 @@ def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
         edit_tensors(source, **packed)
     edit_json(source / "config.json", quantization_config={"quant_method": "mxfp4"})
     out = export_checkpoint(source, mask, tmp_path / "out")
-    assert failed(out, source) == []
+    assert failed(out, source) == {}
     written, before = load_file(out / WEIGHTS), load_file(source / WEIGHTS)
     assert written.keys() == before.keys()
     for name, tensor in written.items():
@@ -236,85 +231,70 @@ def test_plain_attention_is_converted_whatever_the_rest_is_stored_as(
         export_checkpoint(source, mask, tmp_path / "other")
 
 
-ONE = torch.ones(1)
-REFUSED: dict[str, tuple[Scheme, dict[str, Any], dict[str, Tensor | None], str]] = {
-    "blocks of two heads": (
-        Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
-        {},
-        {},
+@dataclass(frozen=True)
+class Refused:
+    """What a source is refused for, and how it is made of one that is not."""
+
+    message: str
+    scheme: Scheme = ROWS
+    keys: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+REFUSED = {
+    "blocks of two heads": Refused(
         "has 2 scales for its 32 rows (`weight_scale_inv`), of which heads have 8 each: a scale is shared by "
         "parts of two heads",
+        Scheme(fine_grained(weight_block_size=[16, 16]), "weight_scale_inv", (16, 16)),
     ),
-    "groups of inputs": (
-        Scheme(compressed(), "weight_scale", (1, 32)),
-        {},
-        {},
+    "groups of inputs": Refused(
         "has 2 scales for its 64 columns (`weight_scale`), of which heads have 16 each",
+        Scheme(compressed(), "weight_scale", (1, 32)),
     ),
-    "packed": (
-        ROWS,
-        {},
-        {f"{ATTENTION}.k_proj.weight": None, f"{ATTENTION}.k_proj.weight_packed": torch.ones(32, 8).int()},
+    "packed": Refused(
         "which stores it as `weight_packed`, `weight_scale`, several elements to a number",
+        tensors={K_PROJ: None, f"{K_PROJ}_packed": torch.ones(32, 8).int()},
     ),
-    "no scale": (ROWS, {}, {f"{ATTENTION}.v_proj.weight_scale": None}, "and its scale is missing"),
-    "no scale of what stays": (
-        ROWS,
-        {},
-        {"model.layers.0.mlp.up_proj.weight_scale": None},
+    "no scale": Refused("and its scale is missing", tensors={f"{ATTENTION}.v_proj.weight_scale": None}),
+    "no scale of what stays": Refused(
         "`model.layers.0.mlp.up_proj.weight` is quantized by `compressed-tensors`, and its scale is missing",
+        tensors={"model.layers.0.mlp.up_proj.weight_scale": None},
     ),
-    "no weight": (ROWS, {}, {f"{ATTENTION}.v_proj.weight": None}, "v_proj.weight` is missing"),
-    "a dtype of another layout": (
-        ROWS,
-        {},
-        {f"{ATTENTION}.k_proj.weight": torch.ones(32, 32, dtype=torch.uint8)},
-        "which stores it in U8, several elements to a number",
+    "no weight": Refused("v_proj.weight` is missing", tensors={f"{ATTENTION}.v_proj.weight": None}),
+    "a dtype of another layout": Refused(
+        "which stores it in U8, several elements to a number", tensors={K_PROJ: torch.ones(32, 32).byte()}
     ),
-    "an order of inputs": (
-        ROWS,
-        {},
-        {f"{ATTENTION}.o_proj.weight_g_idx": torch.arange(64)},
-        "has `weight_g_idx` [64]",
+    "an order of inputs": Refused(
+        "has `weight_g_idx` [64]", tensors={f"{ATTENTION}.o_proj.weight_g_idx": torch.arange(64)}
     ),
-    "a known method": (
-        ROWS,
-        {"quant_method": "awq"},
-        {},
-        "quantized by `awq`, which packs several weights into one",
+    "a known method": Refused(
+        "quantized by `awq`, which packs several weights into one", keys={"quant_method": "awq"}
     ),
-    "an unknown method": (
-        ROWS,
-        {"quant_method": "new"},
-        {},
-        "stores weights in a layout that is not known here",
+    "an unknown method": Refused(
+        "stores weights in a layout that is not known here", keys={"quant_method": "new"}
     ),
-    "no method": (ROWS, {"quant_method": ...}, {}, "without a `quant_method`"),
-    "a cache": (
-        ROWS,
-        {"kv_cache_scheme": {"num_bits": 8}},
-        {},
-        "`quantization_config.kv_cache_scheme` is for a",
+    "no method": Refused("without a `quant_method`", keys={"quant_method": ...}),
+    "a cache": Refused(
+        "`quantization_config.kv_cache_scheme` is for a", keys={"kv_cache_scheme": {"num_bits": 8}}
     ),
-    "scales of a cache": (ROWS, {}, {f"{ATTENTION}.k_scale": ONE}, f"tensor `{ATTENTION}.k_scale` is for a"),
-    "rotations": (
-        ROWS,
-        {"transform_config": {"config_groups": {"R3": {}}}},
-        {},
-        "rotates what is between weights",
+    "scales of a cache": Refused(
+        f"tensor `{ATTENTION}.k_scale` is for a", tensors={f"{ATTENTION}.k_scale": torch.ones(1)}
+    ),
+    "rotations": Refused(
+        "rotates what is between weights", keys={"transform_config": {"config_groups": {"R3": {}}}}
     ),
 }
 
 
-@pytest.mark.parametrize(("scheme", "keys", "tensors", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_permuted_exactly_is_refused_with_the_reason(
-    scheme, keys, tensors, message, quantized, fitting_mask, tmp_path, edit_json, edit_tensors, refused
+    case, quantized, fitting_mask, tmp_path, edit_json, edit_tensors, refused
 ):
-    source, plain = quantized(scheme)
-    edit_tensors(source, **tensors)
-    given = {key: value for key, value in {**scheme.config, **keys}.items() if value is not ...}
+    source, plain = quantized(case.scheme)
+    edit_tensors(source, **case.tensors)
+    given = {key: value for key, value in {**case.scheme.config, **case.keys}.items() if value is not ...}
     edit_json(source / "config.json", quantization_config=given)
-    refused(source, fitting_mask(plain), tmp_path / "out", message)
+    refused(source, fitting_mask(plain), tmp_path / "out", case.message)
 
 
 def test_a_graph_is_made_of_plain_weights(quantized, fitting_mask, tmp_path):

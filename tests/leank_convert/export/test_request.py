@@ -4,13 +4,12 @@ import logging
 
 import pytest
 
-from leank_convert.architectures import read_model_facts
 from leank_convert.errors import LeanKError
-from leank_convert.export import ExportRequest
+from leank_convert.export.request import ExportRequest
 from leank_convert.export.request import choose as choose_for
-from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask, MaskProvenance, save_mask
+from leank_convert.mask import ChannelMask, save_mask
 from leank_convert.recipe import Recipe
+from tests.checks import provenance_of
 
 RECIPE = "windows: {sink_size: 5, recent_size: 7}\nmodel: {config_overrides: {max_position_embeddings: 99}}\n"
 
@@ -27,9 +26,7 @@ def source(source_model):
 @pytest.fixture
 def trained(source, fitting_mask):
     """A mask that was trained with windows of 1, 2 and 3 tokens."""
-    facts = read_model_facts(read_json(source / "config.json"), origin="config.json")
-    sizes = {"sink_size": 1, "recent_size": 2, "flush_size": 3}
-    known = MaskProvenance.for_model("m", facts, method="leank", **sizes)
+    known = provenance_of(source, sink_size=1, recent_size=2, flush_size=3)
     return ChannelMask(fitting_mask(source).channel_mask, None, known)
 
 

@@ -4,35 +4,21 @@ from importlib import import_module
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from leank_convert.errors import LeanKError
 from leank_convert.families import ARCHITECTURES
 from leank_convert.methods.statistics import high_frequency_channels, measure_attention
 from leank_convert.train.attention import ATTENTION_NAME
+from tests.tiny_families import tiny_model
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = ["llama", "qwen2", "qwen3"]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 2, 8
 GROUPS = HEADS // KV_HEADS
 
 
 def build(family):
-    config = FAMILIES[family](
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=50,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval().requires_grad_(False)
+    heads = {"num_attention_heads": HEADS, "head_dim": HEAD_DIM, "attn_implementation": ATTENTION_NAME}
+    return tiny_model(family, seed=3, std=0.3, hidden_size=24, vocab_size=50, **heads)
 
 
 def draw_prompt(length):
@@ -109,15 +95,6 @@ def test_product_magnitudes_are_means_of_each_query_with_its_own_key(family, is_
                 assert found[layer, kv_head, channel].item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_high_frequency_channels_are_those_that_rope_turns_fastest():
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    frequencies = LlamaRotaryEmbedding(LlamaConfig(head_dim=HEAD_DIM)).inv_freq.repeat(2)
-    fastest = torch.zeros(HEAD_DIM, dtype=torch.bool)
-    fastest[frequencies.argsort(descending=True)[: HEAD_DIM // 2]] = True
-    assert torch.equal(high_frequency_channels(HEAD_DIM), fastest)
-
-
 @pytest.mark.parametrize("family", ["glm4", "phi3", "glm4_moe"])
 def test_of_heads_rotated_in_part_the_fast_channels_are_among_the_rotated(family):
     """The channels whose key changes most from a token to the next, told by rotating a key of ones."""
@@ -131,12 +108,6 @@ def test_of_heads_rotated_in_part_the_fast_channels_are_among_the_rotated(family
     expected[moved.argsort(descending=True)[:4]] = True
     found = high_frequency_channels(16, rotated=8, interleaved=ARCHITECTURES[family].interleaved_pairs)
     assert torch.equal(found, expected)
-
-
-def test_model_attends_as_before_when_it_has_been_measured():
-    model = build("llama")
-    measure_attention(model, draw_prompt(20))
-    assert model.config._attn_implementation == ATTENTION_NAME
 
 
 def test_statistics_that_are_not_finite_are_refused():

@@ -18,6 +18,7 @@ from leank_convert.mask import load_mask, save_mask
 from leank_convert.onnx import PrunedModel, check_available, export, libraries
 from leank_convert.onnx.check import check_graph, make_trials
 from leank_convert.onnx.pruned_model import load_pruned
+from tests.checks import done, rejected
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def test_check_finds_what_is_not_the_models(folder, checkpoint, tmp_path):
     ids=["opset", "recipe", "option of export", "sliding window", "family", "rope that changes by length"],
 )
 def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
-    rejected, config, options, message, retriever_folder, mask_file, tmp_path, edit_json
+    config, options, message, retriever_folder, mask_file, tmp_path, edit_json
 ):
     source = shutil.copytree(retriever_folder, tmp_path / "source")
     edit_json(source / "config.json", **config)
@@ -180,7 +181,7 @@ def test_what_cannot_be_a_graph_is_refused_and_nothing_written(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_missing_library_is_named_with_the_extra_to_install(rejected, folder, tmp_path, monkeypatch):
+def test_missing_library_is_named_with_the_extra_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_LIBRARIES", ("onnx", "onnxruntime_that_is_not_here"))
     for command in (["export-onnx", "testbed", "-o", str(tmp_path / "out")], ["verify", str(folder)]):
         told = rejected(*command)
@@ -213,9 +214,7 @@ def test_opset_that_a_library_is_too_old_for_is_refused_with_both_remedies(
     assert caught.value.hint == f"pip install --upgrade {library}, or pass a lower `--opset`"
 
 
-def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(
-    rejected, checkpoint, mask_file, tmp_path
-):
+def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(checkpoint, mask_file, tmp_path):
     before = sorted(checkpoint.iterdir())
     own = "already is a LeanK checkpoint, with a mask and windows of its own\nhint: leave out --mask"
     for options, out, message in (
@@ -229,7 +228,7 @@ def test_a_checkpoints_mask_windows_and_folder_are_not_to_be_replaced(
 
 @pytest.mark.usefixtures("without_tracing")
 def test_graph_is_replaced_only_when_that_is_asked_for_and_does_without_a_tokenizer(
-    done, rejected, checkpoint, tmp_path, caplog
+    checkpoint, tmp_path, caplog
 ):
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
@@ -247,7 +246,7 @@ def test_graph_is_replaced_only_when_that_is_asked_for_and_does_without_a_tokeni
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_mask_that_training_left_in_the_folder_is_taken_and_kept(done, retriever_folder, mask_file, tmp_path):
+def test_mask_that_training_left_in_the_folder_is_taken_and_kept(retriever_folder, mask_file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copyfile(mask_file, out / "channel_mask.safetensors")
@@ -257,7 +256,7 @@ def test_mask_that_training_left_in_the_folder_is_taken_and_kept(done, retriever
 
 
 @pytest.mark.usefixtures("without_tracing")
-def test_a_full_disk_is_named_and_leaves_nothing_behind(rejected, checkpoint, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
     def save(path, external_data):
         path.with_name("model.onnx.data").write_bytes(b"a part")
         raise OSError("problem writing element 24576 to file")  # numpy's, without a number

@@ -28,6 +28,7 @@ from leank_convert.onnx.quantize import (
     round_weights,
 )
 from leank_convert.testbed.tasks import TASKS, build_sample
+from tests.checks import rejected
 
 # No multiple of a block.
 IN, OUT, VOCAB = 200, 24, 40
@@ -110,7 +111,7 @@ def test_products_with_a_constant_are_quantized_and_no_others(graph):
 
 
 @pytest.mark.parametrize("weights", SCHEMES)
-def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(run, graph, linear, weights):
+def test_rounded_weights_are_those_that_onnxruntime_multiplies_with(graph, linear, weights):
     quantize_weights(graph, weights)
     # Of a single 1 nothing is lost when activations are rounded.
     inputs = {"x": np.eye(IN, dtype=np.float32), "cache": np.ones((OUT, 1), np.float32), "ids": np.arange(3)}
@@ -174,7 +175,7 @@ def test_other_weights_are_refused_and_those_that_do_not_bear_their_bits_warned_
     assert f"with {weights} weights logits differ by" in caplog.text
 
 
-def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(rejected, tmp_path, monkeypatch):
+def test_weights_that_cannot_be_quantized_are_told_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(LeanKError, match="weights `int2` are not supported") as caught:
         check_quantizer("int2")
     assert "use one of int8, int4" in str(caught.value.hint)

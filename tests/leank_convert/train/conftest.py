@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
+from tests.tiny_families import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +71,26 @@ def run_forked(once_per_run, retriever_folder):
     return run
 
 
+@pytest.fixture
+def fail_at():
+    """Has one call of a function fail, counted from 1: `with fail_at(owner, name, place, error)`."""
+
+    @contextmanager
+    def patched(owner, name, place, error):
+        original, calls = getattr(owner, name), count(1)
+
+        def failing(*given, **options):
+            if next(calls) == place:
+                raise error
+            return original(*given, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            yield
+
+    return patched
+
+
 @pytest.fixture(autouse=True)
 def _no_figures(monkeypatch):
     """Figures take longer than a short run; where a report matters, a fixture of a wider scope trains."""
@@ -107,22 +130,11 @@ def without_times():
 
 @pytest.fixture
 def speaking_folder(tmp_path, testbed_tokenizer):
-    """Writes a random model that speaks the testbed's language: `speaking_folder(class, **config)`."""
+    """Writes a random model that speaks the testbed's language: `speaking_folder("qwen3", **config)`."""
 
-    def write(model_class, **config):
-        torch.manual_seed(0)
-        sizes = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": len(testbed_tokenizer),
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.3,
-        }
-        model_class(model_class.config_class(**sizes, **config)).save_pretrained(tmp_path / "speaking")
+    def write(family, **config):
+        sizes = {"vocab_size": len(testbed_tokenizer), "max_position_embeddings": 1024}
+        tiny_model(family, seed=0, std=0.3, **sizes, **config).save_pretrained(tmp_path / "speaking")
         testbed_tokenizer.save_pretrained(tmp_path / "speaking")
         return tmp_path / "speaking"
 

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from leank_convert.data import Question, TrainingSample
 from leank_convert.train import passes
@@ -14,23 +13,13 @@ from leank_convert.train.fusion import fuse_layers
 from leank_convert.train.packing import pack_sample
 from leank_convert.train.passes import distil, run_context_pass
 from leank_convert.windows import Windows
+from tests.tiny_families import tiny_model
 
 
-@pytest.fixture(params=[LlamaConfig, Qwen3Config])
+@pytest.fixture(params=["llama", "qwen3"])
 def model(request):
-    config = request.param(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=9,  # more than the compiler's limit of variants of one function
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=60,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    built = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-    return built.eval().requires_grad_(False)
+    layers = {"num_hidden_layers": 9}  # more than the compiler's limit of variants of one function
+    return tiny_model(request.param, head_dim=8, attn_implementation=ATTENTION_NAME, **layers)
 
 
 def draw(num_context):

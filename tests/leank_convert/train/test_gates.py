@@ -1,18 +1,15 @@
 """Methods with gates of heads: what is learned and kept, alone and with channels of the other heads."""
 
 import json
-import re
 
 import pytest
 import torch
-import yaml
 
 from leank_convert.data import SampleSource
-from leank_convert.errors import LeanKError, RecipeError
+from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.methods import calibration
 from leank_convert.methods.make import train_masks
-from leank_convert.recipe_file import load_recipe
 from leank_convert.report import mask_report
 from leank_convert.train import loop
 from leank_convert.train.attention import Student
@@ -189,40 +186,14 @@ def test_a_ratio_that_the_streaming_heads_reach_already_keeps_the_others_whole(m
 
 @pytest.mark.parametrize("place", [3, 15])  # within the gates, in stage 2
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
-    make, tmp_path, read_log, without_times, monkeypatch, place
+    make, tmp_path, read_log, without_times, fail_at, place
 ):
     make("whole", **BOTH)
-    advance = Run.advance
-
-    def die(run, samples):
-        if run.step == place:
-            raise KeyboardInterrupt
-        return advance(run, samples)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "advance", die)
-        with pytest.raises(KeyboardInterrupt):
-            make("killed", **BOTH)
+    with fail_at(Run, "advance", place + 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        make("killed", **BOTH)
     make("killed", resume=True, **BOTH)
     whole, killed = (TrainingDirectory(tmp_path / name) for name in ("whole", "killed"))
     assert killed.mask.read_bytes() == whole.mask.read_bytes()
     assert torch.equal(read_pattern(tmp_path / "killed"), read_pattern(tmp_path / "whole"))
     assert without_times(read_log(tmp_path / "killed")) == without_times(read_log(tmp_path / "whole"))
     assert torch.equal(load_state(killed.state).gates, load_state(whole.state).gates)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"method": "duo-attention+leank", "budget": "uniform"}, "some of whose heads keep no channel"),
-        (
-            {"method": "duo-attention+leank", "pruning_ratio": [0.8, 0.4]},
-            "`pruning_ratio` 0.4 is below `heads.pruning_ratio` 0.5",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused_with_the_recipe(tmp_path, changes, problem):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(changes))
-    with pytest.raises(RecipeError, match=re.escape(problem)):
-        load_recipe(path)

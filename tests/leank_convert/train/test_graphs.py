@@ -1,7 +1,6 @@
 """Steps launched as CUDA graphs against the same steps run as they are written."""
 
 import pytest
-from transformers import Qwen3ForCausalLM
 
 from leank_convert.methods.make import train_masks
 from leank_convert.recipe_file import load_recipe
@@ -24,7 +23,7 @@ stage2: {steps: 12, learning_rate: 0.02, validation_contexts: 2}
 def mixed_folder(speaking_folder):
     """Half of its layers have a window."""
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_sliding_window": True}
-    return speaking_folder(Qwen3ForCausalLM, **layers, sliding_window=30)
+    return speaking_folder("qwen3", **layers, sliding_window=30)
 
 
 @pytest.mark.gpu

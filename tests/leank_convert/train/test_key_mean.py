@@ -86,18 +86,11 @@ def test_keys_stay_as_they_are_where_the_recipe_says_so(train_one, finished_mask
     assert not torch.equal(mask.scaling_factors, finished_mask.scaling_factors)
 
 
-def test_a_resumed_run_does_not_measure_again(train_one, finished_mask, short_recipe, tmp_path, monkeypatch):
-    advance = run.Run.advance
-
-    def failing(self, samples):
-        if self.step == 4:
-            raise LeanKError("enough")
-        return advance(self, samples)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run.Run, "advance", failing)
-        with pytest.raises(LeanKError, match="enough"):
-            train_one(short_recipe(), tmp_path)
+def test_a_resumed_run_does_not_measure_again(
+    train_one, finished_mask, short_recipe, tmp_path, fail_at, monkeypatch
+):
+    with fail_at(run.Run, "advance", 5, LeanKError("enough")), pytest.raises(LeanKError, match="enough"):
+        train_one(short_recipe(), tmp_path)
     monkeypatch.setattr(run, "measure_keys", lambda *_, **__: pytest.fail("keys were measured again"))
     mask = train_one(short_recipe(), tmp_path, resume=True)
     assert torch.equal(mask.key_mean, finished_mask.key_mean)
@@ -143,15 +136,3 @@ def test_a_mean_beyond_float16_is_refused(load, monkeypatch):
     monkeypatch.setattr(key_mean, "run_context_pass", lambda *_: context)
     with pytest.raises(LeanKError, match=r"the mean of keys of model `.*` is beyond float16's numbers"):
         measure_keys(loaded, samples, 1)
-
-
-def test_memory_that_does_not_suffice_is_told_with_what_to_change(load, monkeypatch):
-    loaded, samples = load()
-
-    def exhaust(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(key_mean, "run_context_pass", exhaust)
-    with pytest.raises(LeanKError, match=r"memory does not suffice for a context of \d+ tokens") as caught:
-        measure_keys(loaded, samples, 1)
-    assert "key_mean=false" in caught.value.hint

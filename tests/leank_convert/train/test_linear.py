@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Cache, Qwen3_5ForCausalLM
+from transformers import Cache
 
 from leank_convert.errors import LeanKError
 from leank_convert.methods.make import train_mask
@@ -13,10 +13,7 @@ from tests.tiny_families import TRAINS_LINEAR
 
 @pytest.fixture
 def linear_folder(speaking_folder):
-    layers = {"layer_types": ["linear_attention", "full_attention"] * 2}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    return speaking_folder(Qwen3_5ForCausalLM, **layers, **heads, **sizes)
+    return speaking_folder("qwen3_5_text")
 
 
 @pytest.mark.skipif(not TRAINS_LINEAR, reason="this release of transformers is too old")

@@ -2,74 +2,26 @@
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-)
+from transformers import AttentionInterface
 
 from leank_convert.data import Question, TrainingSample
+from leank_convert.families import ARCHITECTURES
 from leank_convert.train import passes
 from leank_convert.train.attention import ATTENTION_NAME, Student
 from leank_convert.train.packing import pack_sample, padded_sizes
 from leank_convert.train.passes import distil, run_answer_pass, run_context_pass, run_question_pass
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.windows import Windows
-from tests.tiny_families import TRAINS_LINEAR
+from tests.tiny_families import TRAINS_LINEAR, three_layers, tiny_model
 
-# Three layers with full attention among others.
-_MIXED = {
-    "num_hidden_layers": 5,
-    "layer_types": [
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-        "full_attention",
-    ],
-    "sliding_window": 7,
-}
-_LINEAR = {
-    "num_hidden_layers": 5,
-    "layer_types": [
-        "linear_attention",
-        "full_attention",
-        "linear_attention",
-        "full_attention",
-        "full_attention",
-    ],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-FAMILIES = {
-    "llama": (LlamaConfig, {"attention_bias": True}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {}),
-    "gpt_oss": (GptOssConfig, {**_MIXED, "num_local_experts": 3, "num_experts_per_tok": 2}),
-    "gemma3_text": (Gemma3TextConfig, {**_MIXED, "query_pre_attn_scalar": 20}),
-    "qwen3_5_text": (Qwen3_5TextConfig, _LINEAR),
-    "qwen3_next": (
-        Qwen3NextConfig,
-        {**_LINEAR, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    ),
-}
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next"]
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 # Question and answer tokens.
 ONE, SEVERAL = [(0, 12)], [(5, 4), (0, 7), (9, 1)]
 
 
 def is_linear(family):
-    return "linear_num_key_heads" in FAMILIES[family][1]
+    return "linear_attention" in ARCHITECTURES[family].other_layers
 
 
 def close(family, rtol=1e-9, atol=1e-9, coarse=1e-4):
@@ -81,24 +33,14 @@ def build(family, dtype=torch.float32, **changes):
     """A random model with `head_dim` unlike hidden_size / heads, and attention that is far from uniform."""
     if is_linear(family) and not TRAINS_LINEAR:
         pytest.skip("this release of transformers is too old to train on linear attention")
-    config_class, options = FAMILIES[family]
-    config = config_class(
-        hidden_size=48,
-        intermediate_size=64,
-        num_attention_heads=6,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        vocab_size=90,
-        **{"num_hidden_layers": LAYERS, "max_position_embeddings": 512, **options, **changes},
-    )
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.25)
-    if family in ("gpt_oss", "qwen3_next"):  # torch has no fused product of experts in float64
+    heads = {"num_attention_heads": 6, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    sizes = {"hidden_size": 48, "vocab_size": 90, **heads, **three_layers(family)}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][:-1]  # the last one has full attention
+    model = tiny_model(family, **{**sizes, **changes})
+    if ARCHITECTURES[family].experts:  # torch has no fused product of experts in float64
         model.set_experts_implementation("eager")
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def draw_sample(num_context, questions):

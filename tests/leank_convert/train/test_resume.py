@@ -78,20 +78,11 @@ def test_killed_and_resumed_run_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("at", [7, 15])  # the beginning of stage 2, and within that of the second ratio
 def test_a_run_of_several_ratios_goes_on_from_any_of_them(
-    at, recipe, resume, finished_mask, tmp_path, monkeypatch
+    at, recipe, resume, finished_mask, tmp_path, fail_at
 ):
     several = recipe.model_copy(update={"pruning_ratio": (0.5, 0.7)})
-    original, calls = graphs.distil, 0
-
-    def failing(*given, **options):
-        nonlocal calls
-        calls += 1
-        if calls == at + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return original(*given, **options)
-
-    monkeypatch.setattr(graphs, "distil", failing)
-    with pytest.raises(LeanKError, match=f"memory does not suffice for step {at + 1}"):
+    failure = fail_at(graphs, "distil", at + 1, torch.OutOfMemoryError("CUDA out of memory."))
+    with failure, pytest.raises(LeanKError, match=f"memory does not suffice for step {at + 1}"):
         resume(tmp_path, several, resume=False)
     masks = resume(tmp_path, several)
     expected = finished_mask.scaling_factors
@@ -175,13 +166,6 @@ def test_resume_refuses_another_recipe_and_names_the_difference(
     assert difference in str(caught.value)
 
 
-def copy_model(source, target):
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "difference"),
     [
@@ -198,7 +182,7 @@ def copy_model(source, target):
 def test_resume_refuses_another_model(
     name, old, new, difference, resume, retriever_folder, uninterrupted, tmp_path
 ):
-    other = copy_model(retriever_folder, tmp_path / "other")
+    other = shutil.copytree(retriever_folder, tmp_path / "other")
     content = (other / name).read_bytes()
     changed = (
         content[:-3] + bytes([content[-3] ^ 1]) + content[-2:] if old is None else content.replace(old, new)
@@ -211,7 +195,7 @@ def test_resume_refuses_another_model(
 def test_moved_model_and_another_save_interval_may_resume(
     recipe, resume, retriever_folder, uninterrupted, tmp_path
 ):
-    moved = copy_model(retriever_folder, tmp_path / "moved")
+    moved = shutil.copytree(retriever_folder, tmp_path / "moved")
     other = recipe.model_copy(update={"save_every": 2})
     mask = resume(uninterrupted, other, moved)[uninterrupted]
     assert torch.equal(mask.channel_mask, load_mask(TrainingDirectory(uninterrupted).mask).channel_mask)

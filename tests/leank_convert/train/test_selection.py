@@ -83,14 +83,6 @@ def test_cap_below_the_multiple_is_refused():
     assert caught.value.hint == "choose a multiple of 16, or null for no cap"
 
 
-def test_halves_are_rounded_up():
-    factors = torch.zeros(1, 2, 8)
-    factors[0, 0, :2] = 1  # 2 of 4 selected channels: half of the multiple
-    factors[0, 1, :2] = 1
-    chosen = select_channels(factors, pruning_ratio=0.75, width_multiple=4)
-    assert chosen.sum(-1).tolist() == [[4, 4]]
-
-
 def test_ratio_is_the_decimal_that_was_written():
     """(1 - 0.9) * 5 falls just short of one half in binary."""
     assert math.floor((1 - 0.9) * 5 + 0.5) == 0

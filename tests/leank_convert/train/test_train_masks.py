@@ -149,21 +149,6 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_state(
     assert torch.equal(resumed.scaling_factors, finished_mask.scaling_factors)
 
 
-def test_config_overrides_apply_to_the_model_and_the_provenance(
-    train_one, finished_mask, short_recipe, tmp_path
-):
-    overrides = {
-        "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
-    }
-    recipe = short_recipe(model={"config_overrides": overrides})
-    yarn = train_one(recipe, tmp_path)
-    assert yarn.provenance.rope_parameters["rope_type"] == "yarn"
-    assert yarn.provenance.rope_parameters["factor"] == 2.0
-    assert finished_mask.provenance.rope_parameters["rope_type"] == "default"
-    assert not torch.equal(finished_mask.scaling_factors, yarn.scaling_factors)
-
-
 def test_bfloat16_weights_train_with_float32_factors(train_one, short_recipe, tmp_path):
     recipe = short_recipe(model={"dtype": "bfloat16"})
     mask = train_one(recipe, tmp_path)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from leank_convert.errors import LeanKError
-from leank_convert.train import model, passes
+from leank_convert.methods import calibration
+from leank_convert.train import key_mean, model, passes
 
 
 @pytest.mark.parametrize(
@@ -73,27 +74,6 @@ def test_a_model_that_cannot_be_trained_is_refused(
         train_one(short_recipe(), tmp_path / "out", model=copied)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ({"use_cache": "yes"}, "Validation error for field 'use_cache': .*expected bool"),
-        ({"id2label": []}, "'list' object has no attribute 'items'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_config_that_transformers_refuses_is_told_with_the_overrides(
-    train_one, overrides, reason, short_recipe, tmp_path
-):
-    recipe = short_recipe(model={"config_overrides": overrides})
-    with pytest.raises(
-        LeanKError, match=f"^`config.json with config_overrides` is refused by .*{reason}"
-    ) as caught:
-        train_one(recipe, tmp_path / "out")
-    assert "\n" not in str(caught.value)
-    assert "`model.config_overrides`" in str(caught.value.hint)
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_that_cannot_be_read_are_refused(train_one, short_recipe, copied, tmp_path, monkeypatch):
     """The shard is cut between the check of its header and its reading."""
     original = model.open_checkpoint
@@ -133,14 +113,26 @@ def test_mask_laid_beside_an_unfinished_run_is_not_replaced(train_one, short_rec
     assert path.read_bytes() == b"somebody's"
 
 
-def test_weights_that_memory_does_not_hold_are_told_with_what_to_change(
-    train_one, short_recipe, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("owner", "name", "changes", "message", "remedy"),
+    [
+        (model, "_load_weights", {}, "for the weights of model `.*`: CUDA out of", "model.device_map=auto"),
+        (key_mean, "run_context_pass", {}, r"for a context of \d+ tokens", "key_mean=false"),
+        (
+            calibration,
+            "measure_attention",
+            {"method": "static-norm"},
+            "for prompts of up to 280 tokens in model",
+            "`data.max_length`",
+        ),
+    ],
+    ids=["weights", "context", "prompt"],
+)
+def test_memory_that_does_not_suffice_is_told_with_what_to_change(
+    owner, name, changes, message, remedy, train_one, short_recipe, tmp_path, fail_at
 ):
-    def exhaust(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
-    monkeypatch.setattr(model, "_load_weights", exhaust)
-    with pytest.raises(LeanKError, match=r"for the weights of model `.*`: CUDA out of memory") as caught:
-        train_one(short_recipe(), tmp_path / "out")
-    assert "model.device_map=auto" in caught.value.hint
+    failure = fail_at(owner, name, 1, torch.OutOfMemoryError("CUDA out of memory.\nmore"))
+    with failure, pytest.raises(LeanKError, match=message) as caught:
+        train_one(short_recipe(**changes), tmp_path / "out")
+    assert remedy in caught.value.hint
     assert not (tmp_path / "out").exists()

@@ -23,24 +23,12 @@ SHORT_DATA = {"wording": "testbed", "min_length": 240, "max_length": 300}
 
 
 def test_memory_that_does_not_suffice_is_told_with_the_sample_and_what_to_change(
-    train_one, short_recipe, tmp_path, monkeypatch
+    train_one, short_recipe, tmp_path, fail_at
 ):
-    original, calls = passes.run_question_pass, 0
-
-    def failing(*given):
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        return original(*given)
-
     recipe = short_recipe(data={**SHORT_DATA, "questions_per_context": 2})
-    with monkeypatch.context() as patched:
-        patched.setattr(passes, "run_question_pass", failing)
-        with pytest.raises(
-            LeanKError, match=r"memory does not suffice for step 5, task `retrieval`"
-        ) as caught:
-            train_one(recipe, tmp_path / "a")
+    failure = fail_at(passes, "run_question_pass", 5, torch.OutOfMemoryError("CUDA out of memory.\nmore"))
+    with failure, pytest.raises(LeanKError, match="memory does not suffice for step 5, task `ret") as caught:
+        train_one(recipe, tmp_path / "a")
     assert re.search(r"\d{3} tokens of context, 2 questions: CUDA out of memory", str(caught.value))
     for key in ("data.max_length", "data.questions_per_context", "offload_context=true"):
         assert key in caught.value.hint

@@ -66,20 +66,11 @@ def test_the_mask_of_the_least_loss_is_taken(recipe, retriever_folder, tmp_path)
     ids=["a step", "stage 1's comparison", "the last", "the next ratio's"],
 )
 def test_an_interrupted_run_takes_the_same_masks(
-    owner, name, place, error, recipe, retriever_folder, tmp_path, monkeypatch
+    owner, name, place, error, recipe, retriever_folder, tmp_path, fail_at
 ):
     whole = train(retriever_folder, recipe, tmp_path / "whole")
-    right, calls = getattr(owner, name), 0
-
-    def failing(*given, **options):
-        nonlocal calls
-        calls += 1
-        if calls == place:
-            raise error
-        return right(*given, **options)
-
-    monkeypatch.setattr(owner, name, failing)
-    with pytest.raises(LeanKError, match="memory does not suffice for"):
+    failure = fail_at(owner, name, place, error)
+    with failure, pytest.raises(LeanKError, match="memory does not suffice for"):
         train(retriever_folder, recipe, tmp_path / "interrupted")
     resumed = train(retriever_folder, recipe, tmp_path / "interrupted", resume=True)
     for ratio, mask in whole.items():

@@ -1,0 +1,44 @@
+"""What tests of many rooms ask: a command's outcome, a checkpoint's failed checks, a model folder's facts."""
+
+from click.testing import CliRunner
+
+from leank_convert.architectures import read_model_facts
+from leank_convert.cli import main
+from leank_convert.files import read_json
+from leank_convert.mask import MaskProvenance
+from leank_convert.verify import verify_checkpoint
+
+
+def run(*arguments):
+    """Run the command line."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def done(*arguments):
+    """Run a command that has to succeed; what it prints to stdout."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rejected(*arguments):
+    """Run a command that has to fail as the user's mistake; what it says on stderr."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return result.stderr
+
+
+def failed(folder, source=None):
+    """What `verify` finds wrong with a checkpoint, by the names of its checks."""
+    return {check.name: check.detail for check in verify_checkpoint(folder, source).checks if not check.ok}
+
+
+def facts_of(folder):
+    """The facts of a model's folder."""
+    return read_model_facts(read_json(folder / "config.json"), origin="config.json")
+
+
+def provenance_of(folder, model=None, **changes):
+    """That of a mask that was learned for a model's folder, with windows of 4, 16 and 4 tokens."""
+    given = {"method": "leank", "sink_size": 4, "recent_size": 16, "flush_size": 4, **changes}
+    return MaskProvenance.for_model(model or folder.name, facts_of(folder), **given)
