@@ -34,7 +34,7 @@ from leank_convert.methods.measured_cache import measure_cache
 from leank_convert.train.split_attention import StoredContext
 from leank_convert.verify import verify_checkpoint
 from leank_convert.warmup import load_without_weights
-from runtime import fp8_leank, int4_leank
+from runtime import codec_leank, fp8_leank
 from runtime.cache_leank import LeanKCache
 from runtime.configuration_leank import LeanKLlamaConfig
 from runtime.constants_leank import Constants, choose_constants
@@ -449,8 +449,10 @@ def test_inspect_and_the_card_tell_bytes_of_int4(testbed_int4):
 
 
 def test_toolkit_and_runtime_group_an_int4_cache_alike():
-    assert INT4_GROUP_SIZE == int4.CHUNK_SIZE == int4_leank.GROUP_SIZE
+    assert INT4_GROUP_SIZE == int4.CHUNK_SIZE == codec_leank.GROUP_SIZE
     widths = [[7, 80, 0], [16, 48, 33]]
     count = count_cache_bytes(widths, 80, 2, "int4")
-    groups = [int4_leank.group_chunks([-(-w // 16) for w in row], 16, torch.device("cpu")) for row in widths]
-    assert count.key_pruned == sum(map(sum, widths)) // 2 + sum(group.count for group in groups) * 4
+    codecs = [
+        codec_leank.Int4(torch.float16, [-(-w // 16) for w in row], 16, torch.device("cpu")) for row in widths
+    ]
+    assert count.key_pruned == sum(map(sum, widths)) // 2 + sum(codec.count_groups for codec in codecs) * 4

@@ -11,8 +11,9 @@ from runtime.constants_leank import Constants
 from runtime.decode_kernels_leank import DecodeKernels
 from runtime.fp8_leank import quantise
 from runtime.kernel_key_leank import TILE
-from runtime.layout_leank import ChunkLayout, StoreTensors, order_channels
-from runtime.reference_leank import decode_attention
+from runtime.layout_leank import ChunkLayout, order_channels
+from runtime.reference_leank import attend_naively
+from runtime.stored_leank import StoreTensors
 from tests.runtime.stand_ins import PlainKernels
 
 
@@ -52,18 +53,15 @@ class DecodeCase:
         plain.append(self.keys, self.values, store, self.seen, self.valid)
         return store
 
-    def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
-        # The reference needs finite memory.
-        store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
-        return decode_attention(
-            self.query.to(dtype),
-            store,
+    def expected(self, softmax_scale: float) -> torch.Tensor:
+        """Return what the naive reference gives after the append, fp64 `[B, H, d, D]`."""
+        return attend_naively(
+            self.query,
+            self.appended(),
             self.seen,
             self.pruned,
             layout=self.layout,
             sink_size=self.sink_size,
-            max_length=max(int(self.seen.max()), 1),
             softmax_scale=softmax_scale,
             sinks=self.sinks,
         )

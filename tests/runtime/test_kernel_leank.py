@@ -1,4 +1,4 @@
-"""The kernels on TileLang's CPU target, against the rule stated token by token.
+"""The kernels on TileLang's CPU target, against the naive reference.
 
 Every shape is compiled, which takes long: the tests on a GPU have other head sizes, groups and pages.
 """
@@ -20,7 +20,7 @@ from runtime.kernel_leank import KernelShape  # noqa: E402
 from runtime.kernel_merge_leank import merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.kernel_turn_leank import copy_row  # noqa: E402
-from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
+from runtime.layout_leank import order_channels  # noqa: E402
 from runtime.self_check_leank import disagreement, in_parts  # noqa: E402
 from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 from tests.runtime.tiny_inputs import random_masks  # noqa: E402
@@ -130,34 +130,12 @@ def torchs_error(scale):
     return max(errors)
 
 
-def plainly_read(case):
-    """The case of FP8 with numbers in the place of bytes and their scales, for rows that share scales."""
-    store = case.appended()
-    index, kept = store.chunk_index[0], case.layout.num_kept_chunks
-    lanes = [
-        scale.flatten()[chunks.clamp(min=0)][:, None]
-        for scale, chunks in ((store.key_scale[0], index[:kept]), (store.key_scale[0], index[kept:]))
-    ]
-    heads = [
-        store.value_scale[0][list(heads)][:, None]
-        for heads in (case.layout.value_heads, case.layout.window_heads)
-    ]
-    scales = [lanes[0], heads[0], lanes[1], heads[1]]
-    pools = [pool.float() * scale for pool, scale in zip(store[:4], scales, strict=True)]
-    return StoreTensors(*pools, *store[4:8])
-
-
 @pytest.fixture
-def check(oracle):
+def check():
     """Hold a kernel to the rule in float64: at most twice the error that torch makes in float32."""
 
     def check(actual, case, scale=SCALE, rows=slice(None)):
-        store = case.appended() if case.store.key_scale is None else plainly_read(case)
-        expected = oracle(
-            case.query, store, case.seen, case.pruned, layout=case.layout,
-            sink_size=case.sink_size, softmax_scale=scale,
-        )  # fmt: skip
-        error = (actual - expected).abs()
+        error = (actual - case.expected(scale)).abs()
         if case.valid is not None:
             error = error.masked_fill(~case.valid[:, None, :, None], 0)
         bound = 2 * torchs_error(scale)
@@ -202,7 +180,7 @@ def test_rows_of_fp8_have_scales_of_their_own():
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=torch.float8_e4m3fn)
     kernels = on_cpu(7, is_fp8=True)
     assert appends(kernels, case)
-    expected = case.expected(SCALE, torch.float64)
+    expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -220,9 +198,9 @@ def test_attention_sinks_take_their_share_once(num_programs):
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, sinks=4 * case.sinks)
     kernels = on_cpu(num_programs, is_fp8=True, has_sinks=True)
-    expected = case.expected(SCALE, torch.float64)
+    expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
-    without = replace(case, sinks=None).expected(SCALE, torch.float64)
+    without = replace(case, sinks=None).expected(SCALE)
     assert (expected - without).norm() > 0.1 * without.norm()
 
 

@@ -1,0 +1,256 @@
+"""A layer's memory as append and attention take it: tokens written to its pages, and rows read densely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .codec_leank import Codec
+from .constants_leank import Constants, centre
+from .fp8_leank import as_bytes
+from .layout_leank import ChunkLayout, gather_lanes, head_index, scatter_lanes
+
+POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
+"""Pools of all tokens, and those of the window; of each the first is of chunks of keys."""
+
+
+class StoreTensors(NamedTuple):
+    """The memory of one layer and what says how to read it, as append and attention take them.
+
+    A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
+    and V lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used
+    again. The first dimension of the four pools may be strided.
+
+    Attributes:
+        kept_keys: Kept channels of every token `[pages, C, P, E]`.
+        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
+        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
+        chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
+        head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
+        page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
+        window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
+        key_mean: What came off every key `[1 or B, H_kv, D]`, fp32; None for nothing. This and the next two
+            are those of `Constants`.
+        key_scale: What stored keys are multiplied by; None: they are what they are.
+        value_scale: The same of V.
+        coded: Where a pool is two tensors, which no kernel takes: by the pool's name its codec, and the
+            tensor beside that of its name `[pages, G, P, 2]`.
+    """
+
+    kept_keys: torch.Tensor
+    values: torch.Tensor
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+    chunk_index: torch.Tensor
+    head_table: torch.Tensor
+    page_table: torch.Tensor
+    window_table: torch.Tensor
+    key_mean: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    coded: Mapping[str, tuple[Codec, torch.Tensor]] | None = None
+
+    @property
+    def constants(self) -> Constants:
+        """What keys and values are stored by."""
+        return Constants(self.key_mean, self.key_scale, self.value_scale)
+
+    def parts(self, name: str) -> tuple[Codec, tuple[torch.Tensor, ...]]:
+        """Return a pool's codec and its tensors, FP8 as bytes, by the pool's name."""
+        pool: torch.Tensor = getattr(self, name)
+        if self.coded is None:
+            return Codec(pool.dtype), (as_bytes(pool),)
+        codec, beside = self.coded[name]
+        return codec, (pool, beside)
+
+    def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `pick` takes of a pool: its numbers, without scales per channel.
+
+        Args:
+            name: The pool's.
+            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        """
+        codec, parts = self.parts(name)
+        return codec.read(*map(pick, parts))
+
+    def lanes(self, name: str) -> torch.Tensor:
+        """Return the channel of every lane of a pool of keys `[1 or B, chunks, E]`, -1 of padding."""
+        num_kept = self.kept_keys.shape[1]
+        return self.chunk_index[:, :num_kept] if name == "kept_keys" else self.chunk_index[:, num_kept:]
+
+    def encode(
+        self, name: str, states: torch.Tensor, layout: ChunkLayout, rows: torch.Tensor | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys or values as a pool takes them, beside the tensors it is made of.
+
+        Args:
+            name: The pool's.
+            states: `[N, S, H_kv, D]`, of N rows, or of pages of these `rows`.
+            layout: How the channels are cut into chunks.
+            rows: See `states`.
+
+        Returns:
+            Tensors of the pool `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
+        """
+        codec, parts = self.parts(name)
+        constants = self.constants if rows is None else self.constants.take(rows)
+        key_mean, *scales = (None if own is None else own[:, None] for own in constants)
+        if name.endswith("keys"):
+            index = self.lanes(name)
+            if rows is not None and len(index) > 1:
+                index = index[rows]
+            gather = codec.gather if layout.has_padded_lanes else gather_lanes
+            numbers = gather(codec.round(centre(states, key_mean), scales[0]).flatten(2), index)
+        else:
+            heads = layout.value_heads if name == "values" else layout.window_heads
+            numbers = codec.round(states, scales[1])[:, :, head_index(heads, len(layout.widths))]
+        return zip(parts, codec.pack(numbers), strict=True)
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: ChunkLayout,
+        places: tuple[torch.Tensor, torch.Tensor],
+        window_places: tuple[torch.Tensor, torch.Tensor],
+        entering: Any = ...,
+    ) -> None:
+        """Write tokens to pages, in place.
+
+        Args:
+            keys: `[N, S, H_kv, D]`, of N rows; constants and channels are each row's own, or all rows'.
+            values: `[N, S, H_kv, D]`.
+            layout: How the channels are cut into chunks.
+            places: Page of every token, and place in it, each `[N, S]`.
+            window_places: The same in the window, of tokens that enter it.
+            entering: What selects these among all.
+        """
+        regions = zip(POOLS, (places, window_places), (..., entering), strict=True)
+        for names, (page, place), which in regions:
+            for name, states in zip(names, (keys, values), strict=True):
+                if getattr(self, name).shape[1]:
+                    for part, numbers in self.encode(name, states, layout):
+                        part[page, :, place] = numbers[which]
+
+    def rounded(
+        self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
+        read_keys = keys.new_empty(*keys.shape[:2], keys[0, 0].numel() + 1)  # the last takes padding
+        read_values = torch.empty_like(values)
+        for name in (name for names in POOLS for name in names):
+            if not getattr(self, name).shape[1]:
+                continue
+            is_key = name.endswith("keys")
+            codec, _ = self.parts(name)
+            parts = [part for _, part in self.encode(name, keys if is_key else values, layout)]
+            numbers = codec.read(*(part.flatten(0, 1) for part in parts)).to(keys.dtype)
+            numbers = numbers.view(*keys.shape[:2], *numbers.shape[1:])
+            if is_key:
+                scatter_lanes(read_keys, numbers, self.lanes(name))
+            else:
+                heads = layout.value_heads if name == "values" else layout.window_heads
+                read_values[:, :, head_index(heads, len(layout.widths))] = numbers
+        scales = (self.key_scale, self.value_scale)
+        found = read_keys[..., :-1].view_as(keys), read_values
+        for states, scale in zip(found, scales, strict=True):
+            if scale is not None:
+                states.mul_(scale[:, None])
+        return found
+
+    def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
+        """Return the same layout with `change` made to K and V of all regions."""
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in self._fields[:4]}
+        return self._replace(**changed)
+
+
+class StoredRow:
+    """One row of a store, to be read densely.
+
+    Attributes:
+        store: The store.
+        layout: How the channels are cut into chunks.
+        row: The row's number.
+        length: Its tokens.
+        pruned: Pruned ones among them.
+        sink_size: Tokens at the front that are never pruned.
+    """
+
+    def __init__(
+        self, store: StoreTensors, layout: ChunkLayout, row: int, length: int, pruned: int, sink_size: int
+    ) -> None:
+        self.store, self.layout, self.sink_size = store, layout, sink_size
+        self.row, self.length, self.pruned = row, length, pruned
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """Numbers of whole tokens `[w]`."""
+        device, recent = self.store.window_keys.device, self.sink_size + self.pruned
+        sink = torch.arange(min(self.length, self.sink_size), device=device)
+        return torch.cat([sink, torch.arange(min(recent, self.length), self.length, device=device)])
+
+    def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all heads, each `[length, H_kv, D]`: zeros in the place of what is pruned."""
+        size = (self.length, len(self.layout.widths), self.layout.head_dim)
+        found = tuple(self.store.values.new_zeros(size, dtype=dtype) for _ in range(2))
+        for heads in (self.layout.value_heads, self.layout.window_heads):
+            if heads:
+                every = torch.arange(self.length, device=self.whole.device)
+                tokens = self.whole if heads is self.layout.window_heads else every
+                numbers = torch.tensor(heads, device=self.whole.device)
+                for states, own in zip(found, self.seen_by(heads, dtype), strict=True):
+                    states[tokens[:, None], numbers] = own
+        return found[0], found[1]
+
+    def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what some heads see: K, zeros where channels are pruned, and V.
+
+        Args:
+            heads: The layout's `value_heads`, which see all tokens, or its `window_heads`, which see whole
+                ones.
+            dtype: Of the result.
+
+        Returns:
+            Each `[tokens, heads, D]`.
+        """
+        layout, see_all = self.layout, heads is self.layout.value_heads
+        select = head_index(heads, len(layout.widths))
+        num_tokens = self.length if see_all else len(self.whole)
+        size = (num_tokens, len(layout.widths) * layout.head_dim + 1)  # the last takes lanes of padding
+        keys = self.store.kept_keys.new_zeros(size, dtype=dtype)
+        if see_all:
+            self._put(keys, "kept_keys", slice(None))
+        self._put(keys, "window_keys", self.whole[:, None] if see_all else slice(None))
+        keys = keys[:, :-1].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
+        values = self._take("values" if see_all else "window_values").to(dtype)
+        for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
+            if scale is not None:
+                states.mul_(self._own(scale)[select])
+        return keys, values
+
+    def _own(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the row's of what is `[1 or B, …]`."""
+        return states[self.row if len(states) > 1 else 0]
+
+    def _put(self, keys: torch.Tensor, name: str, tokens: torch.Tensor | slice) -> None:
+        """Put what a pool holds of tokens where its channels are in keys `[n, H_kv * D + 1]`."""
+        channels = self._own(self.store.lanes(name)).flatten().long()
+        keys[tokens, torch.where(channels < 0, keys.shape[1] - 1, channels)] = (
+            self._take(name).flatten(1).to(keys.dtype)
+        )
+
+    def _take(self, name: str) -> torch.Tensor:
+        """Copy the row's tokens of a pool, of the window's whole ones `[tokens, m, n]`."""
+        page_size = getattr(self.store, name).shape[2]
+        if name in POOLS[0]:
+            pages = self.store.page_table[self.row, : -(-self.length // page_size)].long()
+            return self.store.read(
+                name,
+                lambda pool: pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length],
+            )
+        pages = self.store.window_table[self.row].long()[self.whole // page_size]
+        return self.store.read(name, lambda pool: pool[pages, :, self.whole % page_size])
