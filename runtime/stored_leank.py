@@ -195,16 +195,16 @@ class StoredRow:
 
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all heads, each `[length, H_kv, D]`: zeros in the place of what is pruned."""
-        size = (self.length, len(self.layout.widths), self.layout.head_dim)
-        found = tuple(self.store.values.new_zeros(size, dtype=dtype) for _ in range(2))
-        for heads in (self.layout.value_heads, self.layout.window_heads):
+        layout, device = self.layout, self.whole.device
+        keys, values = self.store.values.new_zeros(
+            2, self.length, len(layout.widths), layout.head_dim, dtype=dtype
+        )
+        every = torch.arange(self.length, device=device)
+        for heads, tokens in ((layout.value_heads, every), (layout.window_heads, self.whole)):
             if heads:
-                every = torch.arange(self.length, device=self.whole.device)
-                tokens = self.whole if heads is self.layout.window_heads else every
-                numbers = torch.tensor(heads, device=self.whole.device)
-                for states, own in zip(found, self.seen_by(heads, dtype), strict=True):
-                    states[tokens[:, None], numbers] = own
-        return found[0], found[1]
+                place = tokens[:, None], torch.tensor(heads, device=device)
+                keys[place], values[place] = self.seen_by(heads, dtype)
+        return keys, values
 
     def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what some heads see: K, zeros where channels are pruned, and V.
@@ -220,12 +220,13 @@ class StoredRow:
         layout, see_all = self.layout, heads is self.layout.value_heads
         select = head_index(heads, len(layout.widths))
         num_tokens = self.length if see_all else len(self.whole)
-        size = (num_tokens, len(layout.widths) * layout.head_dim + 1)  # the last takes lanes of padding
+        num_channels = len(layout.widths) * layout.head_dim
+        size = (num_tokens, num_channels + layout.has_padded_lanes)  # the last takes lanes of padding
         keys = self.store.kept_keys.new_zeros(size, dtype=dtype)
         if see_all:
-            self._put(keys, "kept_keys", slice(None))
-        self._put(keys, "window_keys", self.whole[:, None] if see_all else slice(None))
-        keys = keys[:, :-1].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
+            self._put(keys, "kept_keys")
+        self._put(keys, "window_keys", self.whole if see_all else None)
+        keys = keys[:, :num_channels].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
         values = self._take("values" if see_all else "window_values").to(dtype)
         for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
             if scale is not None:
@@ -236,21 +237,25 @@ class StoredRow:
         """Return the row's of what is `[1 or B, …]`."""
         return states[self.row if len(states) > 1 else 0]
 
-    def _put(self, keys: torch.Tensor, name: str, tokens: torch.Tensor | slice) -> None:
-        """Put what a pool holds of tokens where its channels are in keys `[n, H_kv * D + 1]`."""
+    def _put(self, keys: torch.Tensor, name: str, tokens: torch.Tensor | None = None) -> None:
+        """Put what a pool holds of tokens where its channels are in keys `[n, H_kv * D or one more]`."""
         channels = self._own(self.store.lanes(name)).flatten().long()
-        keys[tokens, torch.where(channels < 0, keys.shape[1] - 1, channels)] = (
-            self._take(name).flatten(1).to(keys.dtype)
-        )
+        channels = torch.where(channels < 0, keys.shape[1] - 1, channels)
+        lanes = self._take(name).flatten(1).to(keys.dtype)
+        if tokens is None:
+            keys.index_copy_(1, channels, lanes)
+        else:
+            keys[tokens[:, None], channels] = lanes
 
     def _take(self, name: str) -> torch.Tensor:
         """Copy the row's tokens of a pool, of the window's whole ones `[tokens, m, n]`."""
         page_size = getattr(self.store, name).shape[2]
         if name in POOLS[0]:
             pages = self.store.page_table[self.row, : -(-self.length // page_size)].long()
-            return self.store.read(
-                name,
-                lambda pool: pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length],
-            )
+
+            def pick(pool: torch.Tensor) -> torch.Tensor:
+                return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
+
+            return self.store.read(name, pick)
         pages = self.store.window_table[self.row].long()[self.whole // page_size]
         return self.store.read(name, lambda pool: pool[pages, :, self.whole % page_size])

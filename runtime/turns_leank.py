@@ -115,12 +115,8 @@ def _attend(
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_tokens - num_new)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        *states,
-        attn_mask=mask,
-        scale=softmax_scale,
-        enable_gqa=True,
-    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attended = attend(*states, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
     return attended[..., : query.shape[4]].reshape(query.shape)
 
 
