@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.constants_leank import Constants
 from runtime.decode_kernels_leank import DecodeKernels
-from runtime.fp8_leank import quantise
+from runtime.fp8_leank import as_bytes, quantise
 from runtime.kernel_key_leank import TILE
 from runtime.layout_leank import ChunkLayout, order_channels
 from runtime.reference_leank import attend_naively
@@ -52,6 +52,18 @@ class DecodeCase:
         plain = PlainKernels(head_dim, num_groups, self.layout.chunk_size)
         plain.append(self.keys, self.values, store, self.seen, self.valid)
         return store
+
+    def of_one_checkpoint(self) -> DecodeCase:
+        """Return the case with one set of scales for all rows, as a checkpoint's are."""
+        scales = {name: getattr(self.store, name)[:1] for name in ("key_scale", "value_scale")}
+        return replace(self, store=self.store._replace(**scales))
+
+    def is_appended_by(self, kernels: DecodeKernels) -> bool:
+        """Whether the new tokens end up where they belong, FP8 to the byte, and nothing else changes."""
+        store = self.store.map_memory(torch.clone)
+        kernels.append(self.keys, self.values, store, self.seen, self.valid)
+        pairs = zip(store[:8], self.appended()[:8], strict=True)
+        return all(torch.equal(*(as_bytes(part).nan_to_num(9e9) for part in pair)) for pair in pairs)
 
     def expected(self, softmax_scale: float) -> torch.Tensor:
         """Return what the naive reference gives after the append, fp64 `[B, H, d, D]`."""
