@@ -177,19 +177,6 @@ def gather_lanes(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return taken.view(*states.shape[:2], *index.shape[1:])
 
 
-def scatter_lanes(states: torch.Tensor, chunks: torch.Tensor, index: torch.Tensor) -> None:
-    """Bring chunks into the order of channels, in place: what `gather_lanes` does, undone.
-
-    Args:
-        states: Channels of all heads, and one that takes lanes of padding `[B, n, H_kv * D + 1]`.
-        chunks: `[B, n, chunks, E]`.
-        index: Channel of every lane, -1 in lanes of padding `[1 or B, chunks, E]`.
-    """
-    lanes = index.flatten(1).long()
-    lanes = torch.where(lanes < 0, states.shape[2] - 1, lanes)[:, None]
-    states.scatter_(2, lanes.expand(*states.shape[:2], -1), chunks.flatten(2))
-
-
 def choose_chunk_size(widths: Iterable[Sequence[int]], head_dim: int) -> int:
     """Choose one chunk size for all layers of a model, so that one compiled kernel can serve them.
 

@@ -11,7 +11,7 @@ import torch
 from .codec_leank import Codec
 from .constants_leank import Constants, centre
 from .fp8_leank import as_bytes
-from .layout_leank import ChunkLayout, gather_lanes, head_index, scatter_lanes
+from .layout_leank import ChunkLayout, gather_lanes, head_index
 
 POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
 """Pools of all tokens, and those of the window; of each the first is of chunks of keys."""
@@ -140,27 +140,22 @@ class StoreTensors(NamedTuple):
         self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
-        read_keys = keys.new_empty(*keys.shape[:2], keys[0, 0].numel() + 1)  # the last takes padding
-        read_values = torch.empty_like(values)
-        for name in (name for names in POOLS for name in names):
-            if not getattr(self, name).shape[1]:
-                continue
-            is_key = name.endswith("keys")
-            codec, _ = self.parts(name)
-            parts = [part for _, part in self.encode(name, keys if is_key else values, layout)]
-            numbers = codec.read(*(part.flatten(0, 1) for part in parts)).to(keys.dtype)
-            numbers = numbers.view(*keys.shape[:2], *numbers.shape[1:])
-            if is_key:
-                scatter_lanes(read_keys, numbers, self.lanes(name))
-            else:
-                heads = layout.value_heads if name == "values" else layout.window_heads
-                read_values[:, :, head_index(heads, len(layout.widths))] = numbers
-        scales = (self.key_scale, self.value_scale)
-        found = read_keys[..., :-1].view_as(keys), read_values
-        for states, scale in zip(found, scales, strict=True):
-            if scale is not None:
-                states.mul_(scale[:, None])
-        return found
+        (num_rows, num_tokens), device = keys.shape[:2], keys.device
+
+        def scratch(pool: torch.Tensor) -> torch.Tensor:
+            return pool.new_zeros(num_rows, pool.shape[1], num_tokens, pool.shape[3])
+
+        # A page for every row's tokens.
+        page, place = torch.meshgrid(
+            torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device), indexing="ij"
+        )
+        coded = self.coded and {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
+        store = self.map_memory(scratch)
+        store = store._replace(page_table=page[:, :1], window_table=page[:, :1], coded=coded)
+        store.write(keys, values, layout, (page, place), (page, place))
+        rows = (StoredRow(store, layout, row, num_tokens, 0, 0).dense(keys.dtype) for row in range(num_rows))
+        read_keys, read_values = zip(*rows, strict=True)
+        return torch.stack(read_keys), torch.stack(read_values)
 
     def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
         """Return the same layout with `change` made to K and V of all regions."""
