@@ -15,7 +15,7 @@ from .graph_leank import DecodeGraph
 from .kernel_key_leank import MAX_DRAFT
 from .layer_leank import LeanKLayer
 from .layout_leank import choose_chunk_size
-from .memory_leank import CacheMemory, sum_memory
+from .memory_leank import CacheMemory
 from .parts_leank import load_part
 from .rows_leank import RowState
 from .windows_leank import check_prune, check_size
@@ -209,7 +209,7 @@ class LeanKCache(Cache):
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
-        return sum_memory(layer.memory() for layer in self.pruned_layers)
+        return sum((layer.memory() for layer in self.pruned_layers), CacheMemory())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens at the end, as far as they still have all channels.

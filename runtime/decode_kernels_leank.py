@@ -20,8 +20,8 @@ from .kernel_key_leank import (
     num_parts,
     plan_tiles,
 )
-from .layout_leank import StoreTensors
 from .parts_leank import load_part
+from .stored_leank import StoreTensors
 
 _LOG2_E = 1.4426950408889634
 _MAX_STAGES = 6
@@ -442,9 +442,9 @@ def _same_kernels(key: KernelKey, generic: bool) -> DecodeKernels:
     return next(made, None) or DecodeKernels(key, generic=generic)
 
 
-# torch's operators take tensors one by one: this is the one place where the store's are written out. Those of
-# int4, the last field, are no kernel's; constants stand between them and what the memory is.
-_NUM_TENSORS = len(StoreTensors._fields) - 1
+# torch's operators take tensors one by one: this is the one place where the store's are written out. Behind
+# what the memory is are constants, and what no kernel takes.
+_NUM_TENSORS = StoreTensors._fields.index("coded")
 _NUM_MEMORY = StoreTensors._fields.index("key_mean")
 
 

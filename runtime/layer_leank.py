@@ -14,10 +14,10 @@ from .find_kernels_leank import find_kernels
 from .kernel_key_leank import MAX_DRAFT
 from .layout_leank import ChunkLayout, order_channels
 from .memory_leank import CacheMemory, pending_memory
-from .reference_leank import decode_attention
+from .pruned_attention_leank import decode_attention
 from .rows_leank import RowState
 from .step_leank import Append, Step
-from .store_leank import ChunkStore, store_memory
+from .store_leank import ChunkStore
 from .turns_leank import attend_turn
 
 
@@ -169,8 +169,8 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         index = index.to(keys.device, non_blocking=keys.is_cuda)
         real = step.split.real_columns(keys.shape[2])
         constants = choose_constants(keys, values, real, self.kv_dtype, self.model_constants)
-        in_int4 = self.kv_dtype == "int4"
-        self.store = ChunkStore(self.layout, index, step.split.tables, keys.dtype, constants, in_int4)
+        tables = step.split.tables
+        self.store = ChunkStore(self.layout, index, tables, keys.dtype, constants, self.kv_dtype)
         self.store.write_prompt(keys, values, step.split)
 
     def decode(
@@ -224,7 +224,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         Args:
             query: Columns that are stored, at most `MAX_DRAFT` `[B, H, d, D]`.
-            append: What they see, from the step that appended them or from `RowState.attended`.
+            append: What they see, as from the step that appended them.
             softmax_scale: Factor on the logits.
 
         Returns:
@@ -310,14 +310,10 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return decode_attention(
                     query,
                     self.store.tensors,
-                    append.seen,
-                    append.pruned,
+                    append.view,
                     layout=self.layout,
-                    sink_size=append.sink_size,
-                    max_length=max(append.bounds),
                     softmax_scale=softmax_scale,
                     sinks=sinks,
-                    view=append.view,
                 )
         return kernels.attend(
             query.detach().contiguous(),
@@ -350,7 +346,7 @@ class LeanKLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return pending_memory(*self.pending)
         if self.store is not None and self.rows.lengths is not None and self.rows.pruned_lengths is not None:
             tokens = int(self.rows.lengths.sum())
-            return store_memory(self.store, tokens, tokens - int(self.rows.pruned_lengths.sum()))
+            return self.store.memory(tokens, tokens - int(self.rows.pruned_lengths.sum()))
         return CacheMemory()
 
     def get_seq_length(self) -> int:

@@ -11,96 +11,13 @@ its dropped channels fill chunks of their own, and which head a chunk belongs to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 
-from .fp8_leank import as_bytes
-from .int4_leank import Groups, widen
-
-
-class StoreTensors(NamedTuple):
-    """The memory of one layer and what says how to read it, as append and attention take them.
-
-    A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
-    and V lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used
-    again. The first dimension of the four pools may be strided.
-
-    Attributes:
-        kept_keys: Kept channels of every token `[pages, C, P, E]`.
-        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
-        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
-        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
-        chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
-        head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
-        page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
-        window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
-        key_mean: What came off every key `[1 or B, H_kv, D]`, fp32; None for nothing. This and the next two
-            are those of `Constants`.
-        key_scale: What stored keys are multiplied by; None: they are what they are.
-        value_scale: The same of V.
-        int4: Of a store of int4, whose pools hold `⌈E/2⌉` or `⌈D/2⌉` bytes in the place of E or D numbers: of
-            every pool, by its name, least numbers and steps `[pages, G, P, 2]`, and of what these are. No
-            kernel takes them.
-    """
-
-    kept_keys: torch.Tensor
-    values: torch.Tensor
-    window_keys: torch.Tensor
-    window_values: torch.Tensor
-    chunk_index: torch.Tensor
-    head_table: torch.Tensor
-    page_table: torch.Tensor
-    window_table: torch.Tensor
-    key_mean: torch.Tensor | None = None
-    key_scale: torch.Tensor | None = None
-    value_scale: torch.Tensor | None = None
-    int4: Mapping[str, tuple[torch.Tensor, Groups]] | None = None
-
-    def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `pick` takes of a pool: its numbers, without scales per channel.
-
-        Args:
-            name: The pool's.
-            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
-        """
-        pool: torch.Tensor = getattr(self, name)
-        if self.int4 is None:
-            return pick(as_bytes(pool)).view(pool.dtype)
-        extremes, groups = self.int4[name]
-        return widen(pick(pool), pick(extremes), groups)
-
-    def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
-        """Return the same layout with `change` made to K and V of all regions."""
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in self._fields[:4]}
-        return self._replace(**changed)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive heads of one width.
-
-    Attributes:
-        heads: First head and one past the last.
-        kept: First kept chunk and one past the last, `num_heads * kept_per_head` chunks.
-        dropped: The same for dropped chunks.
-        kept_per_head: Kept chunks of each head.
-        dropped_per_head: Dropped chunks of each head.
-    """
-
-    heads: tuple[int, int]
-    kept: tuple[int, int]
-    dropped: tuple[int, int]
-    kept_per_head: int
-    dropped_per_head: int
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of the bucket."""
-        return self.heads[1] - self.heads[0]
+Heads = slice | list[int]
 
 
 @dataclass(frozen=True)
@@ -160,24 +77,6 @@ class ChunkLayout:
         return any(
             width % self.chunk_size or (self.head_dim - width) % self.chunk_size for width in self.widths
         )
-
-    @cached_property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Runs of heads of equal width; in a converted checkpoint one run per width."""
-        runs: list[Bucket] = []
-        head = kept = dropped = 0
-        while head < len(self.widths):
-            stop = head
-            while stop < len(self.widths) and self.widths[stop] == self.widths[head]:
-                stop += 1
-            num_kept, num_dropped = self.kept_chunks[head], self.dropped_chunks[head]
-            kept_stop = kept + num_kept * (stop - head)
-            dropped_stop = dropped + num_dropped * (stop - head)
-            runs.append(
-                Bucket((head, stop), (kept, kept_stop), (dropped, dropped_stop), num_kept, num_dropped)
-            )
-            head, kept, dropped = stop, kept_stop, dropped_stop
-        return tuple(runs)
 
     @cached_property
     def head_table(self) -> tuple[tuple[int, ...], ...]:
@@ -251,7 +150,7 @@ def order_channels(channel_mask: torch.Tensor) -> torch.Tensor:
     return torch.argsort((~channel_mask).to(torch.int8), dim=-1, stable=True)
 
 
-def head_index(heads: tuple[int, ...], num_heads: int) -> slice | list[int]:
+def head_index(heads: tuple[int, ...], num_heads: int) -> Heads:
     """Return what selects these heads of `num_heads`, without a copy where that is possible."""
     if len(heads) == num_heads:
         return slice(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -53,6 +52,10 @@ class CacheMemory:
     dense_keys: int = 0
     dense_values: int = 0
 
+    def __add__(self, other: CacheMemory) -> CacheMemory:
+        names = [entry.name for entry in fields(self)]
+        return CacheMemory(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     @property
     def keys(self) -> RegionBytes:
         """K of all regions."""
@@ -78,12 +81,3 @@ def pending_memory(keys: torch.Tensor, values: torch.Tensor) -> CacheMemory:
         dense_keys=key_bytes,
         dense_values=value_bytes,
     )
-
-
-def sum_memory(parts: Iterable[CacheMemory]) -> CacheMemory:
-    """Add up layers."""
-    total = CacheMemory()
-    for part in parts:
-        names = [entry.name for entry in fields(CacheMemory)]
-        total = CacheMemory(**{name: getattr(total, name) + getattr(part, name) for name in names})
-    return total

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from .cache_leank import LeanKCache
 from .layer_leank import LeanKLayer
-from .memory_leank import CacheMemory, RegionBytes, sum_memory
+from .memory_leank import CacheMemory, RegionBytes
 from .rows_leank import is_writable
 
 _STATES = ("keys", "values", "conv_states", "recurrent_states")
@@ -121,7 +121,7 @@ class MixedCache(LeanKCache):
 
     def memory(self) -> CacheMemory:
         """Count bytes used and allocated, by region. Waits for the device."""
-        return sum_memory([super().memory(), *map(_memory_of, self.other_layers.values())])
+        return sum(map(_memory_of, self.other_layers.values()), super().memory())
 
     def reset(self) -> None:
         """Drop all tokens, and channel masks that were set; `prune` stays."""

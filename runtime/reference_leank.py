@@ -1,22 +1,19 @@
-"""Reference decode attention in plain torch: the CPU path, and the kernels' ground truth.
+"""The naive reference: dense keys, a mask and a softmax, in fp64, for one query column after the other.
 
-Scores are taken chunk by chunk from the append-only store, the dropped channels' share is added to the
-tokens that the window buffer holds, and one softmax in fp32 runs over all of it. See README.md for the maths.
+Kernels are held to it before they serve, and so is plain torch's decode attention by the tests. Of the store
+it looks at no entry of a table and no memory but those of the tokens that a column sees.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from .layout_leank import ChunkLayout, StoreTensors, gather_lanes, head_index
-from .pages_leank import PageList
+from .layout_leank import ChunkLayout
 from .parts_leank import load_part
-from .step_leank import StoredView, view_tables
+from .stored_leank import StoredRow, StoreTensors
 
 
-def decode_attention(
+def attend_naively(
     query: torch.Tensor,
     store: StoreTensors,
     seen: torch.Tensor,
@@ -24,176 +21,47 @@ def decode_attention(
     *,
     layout: ChunkLayout,
     sink_size: int,
-    max_length: int,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
-    view: StoredView | None = None,
 ) -> torch.Tensor:
     """Attend to sink, pruned and recent tokens.
-
-    Pages that hold no token must be finite if they are read, their values do not matter. A column that sees
-    nothing gets finite numbers without meaning.
 
     Args:
         query: `[B, H, Q, D]`.
         store: What is stored; its `head_table` is not looked at.
-        seen: Stored tokens of its row that a column sees `[B, Q]`; `[B, 1]` if all see the same.
-        pruned: Pruned ones among them, of the same shape.
+        seen: Stored tokens of its row that a column sees `[B, Q]`.
+        pruned: Pruned ones among them `[B, Q]`.
         layout: How the layer's channels are cut into chunks.
         sink_size: Tokens at the front that are never pruned.
-        max_length: Upper bound of `seen`, known to the host.
         softmax_scale: Factor on the logits.
         sinks: Logits of the heads' attention sinks `[H]`; None without any.
-        view: Where the stored tokens lie, where it is at hand; else it is read from the store's tables.
 
     Returns:
-        `[B, H, Q, D]` in the dtype of `query`.
+        `[B, H, Q, D]`, fp64; zeros in a column that sees nothing.
     """
-    batch_size, num_heads, num_queries, head_dim = query.shape
-    num_kv_heads = len(layout.widths)
-    num_groups = num_heads // num_kv_heads
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    if view is None:
-        view = view_tables(store, seen, pruned, sink_size, max_length)
-    stored_k, stored_v = (_pages(store, name, view.kept, dtype) for name in ("kept_keys", "values"))
-    window_k, window_v = (
-        _pages(store, name, view.window, dtype) for name in ("window_keys", "window_values")
-    )
-
-    scaled = query.to(dtype).view(batch_size, num_kv_heads, num_groups, num_queries, head_dim) * softmax_scale
-    if store.key_scale is not None:
-        scaled = scaled * store.key_scale[:, :, None, None]
-    columns = scaled.permute(0, 2, 3, 1, 4).reshape(batch_size, num_groups * num_queries, -1)
-    chunks = (
-        gather_lanes(columns, store.chunk_index)
-        .transpose(1, 2)
-        .contiguous()
-        .view(batch_size, layout.num_kept_chunks + layout.num_dropped_chunks, num_groups, num_queries, -1)
-    )
-
-    columns = chunks.flatten(2, 3)  # [B, C + C_dropped, G * Q, E]
-    if store.int4 is not None and layout.has_padded_lanes:  # whose keys are not zero
-        columns = columns.masked_fill((store.chunk_index < 0)[:, :, None], 0)
-    kept, dropped = columns[:, : layout.num_kept_chunks], columns[:, layout.num_kept_chunks :]
-    window_scores = _page_scores(dropped, window_k, view.window, layout, kept=False)
-    scores = _page_scores(kept, stored_k, view.kept, layout, kept=True)
-    hidden_tokens, hidden_places = (
-        _of_columns(mask, num_groups) for mask in (view.hidden_tokens, view.hidden_places)
-    )
-    window_scores = window_scores.masked_fill(hidden_places, 0)
-    if layout.num_dropped_chunks and layout.value_heads:
-        share = window_scores[:, head_index(layout.value_heads, num_kv_heads)]
-        scores.scatter_add_(3, view.place_tokens.expand_as(share), share)
-    lowest = torch.finfo(dtype).min
-    scores = scores.masked_fill(hidden_tokens, lowest)
-    window_scores = window_scores.masked_fill(hidden_places, lowest)
+    query = query.double()
+    num_groups = query.shape[1] // len(layout.widths)
+    beside = None
     if sinks is not None:
-        sinks = load_part("sinks").sinks_beside(query, sinks, store.key_mean, softmax_scale)
-        sinks = sinks.expand(batch_size, -1, num_queries).reshape(batch_size, num_kv_heads, -1)
-    attended = _attend_regions(layout, view, scores, stored_v, window_scores, window_v, sinks)
-    if store.value_scale is not None:
-        attended = attended * store.value_scale[:, :, None]
-    return attended.view(batch_size, num_heads, num_queries, head_dim).to(query.dtype)
-
-
-def _pages(store: StoreTensors, name: str, listed: PageList, dtype: torch.dtype) -> torch.Tensor:
-    """Take pages of a pool `[N, chunks or heads, P, E or D]`, as they lie if they lie in order."""
-    pages = listed.pages
-    if pages is None:
-        return store.read(name, lambda pool: pool[: listed.count]).to(dtype)
-    return store.read(name, lambda pool: pool.index_select(0, pages)).to(dtype)
-
-
-def _of_columns(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Bring a mask `[B, 1, 1, q, n]` to scores' `[B, 1, 1 or G * q, n]`."""
-    return mask[:, 0] if mask.shape[3] == 1 else mask.expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
-
-
-def _page_scores(
-    query: torch.Tensor, keys: torch.Tensor, listed: PageList, layout: ChunkLayout, *, kept: bool
-) -> torch.Tensor:
-    """Score `[B, chunks, G * Q, E]` against pages `[N, chunks, P, E]`: `[B, heads, G * Q, n * P]`."""
-    if listed.rows is None:
-        own = query[:, None].expand(-1, listed.count // query.shape[0], -1, -1, -1).flatten(0, 1)
-    else:
-        own = query.index_select(0, listed.rows)
-    scores = _sum_chunks(own @ keys.transpose(-1, -2), layout, kept=kept)
-    return _by_row(scores, listed, query.shape[0]).permute(0, 2, 3, 1, 4).flatten(3)
-
-
-def _weigh(weights: torch.Tensor, values: torch.Tensor, listed: PageList) -> torch.Tensor:
-    """Weigh pages `[N, heads, P, D]` by `[B, heads, G * Q, n * P]`: `[B, heads, G * Q, D]`."""
-    batch_size, num_heads, num_queries, _ = weights.shape
-    paged = weights.view(batch_size, num_heads, num_queries, -1, values.shape[2])
-    paged = paged.permute(0, 3, 1, 2, 4).flatten(0, 1)
-    if listed.rows is None or listed.numbers is None:
-        return _by_row(paged @ values, listed, batch_size).sum(1)
-    parts = paged.index_select(0, listed.numbers) @ values
-    return parts.new_zeros(batch_size, *parts.shape[1:]).index_add(0, listed.rows, parts)
-
-
-def _by_row(parts: torch.Tensor, listed: PageList, batch_size: int) -> torch.Tensor:
-    """Bring what pages have `[N, …]` to `[B, n, …]`, something finite beyond a row's pages."""
-    if listed.entries is not None:
-        parts = parts.index_select(0, listed.entries.flatten())
-    return parts.view(batch_size, len(parts) // batch_size, *parts.shape[1:])
-
-
-def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> torch.Tensor:
-    """Add up each head's chunks: `[B, chunks, …]` to `[B, heads, …]`.
-
-    Heads without kept chunks are left out of the result for kept chunks; heads without dropped chunks
-    stay in the result for dropped ones, as zeros.
-    """
-    batch_size = partial.shape[0]
-    parts = []
-    for bucket in layout.buckets:
-        start, stop = bucket.kept if kept else bucket.dropped
-        per_head = bucket.kept_per_head if kept else bucket.dropped_per_head
-        if per_head:
-            chunks = partial[:, start:stop].view(batch_size, bucket.num_heads, per_head, *partial.shape[2:])
-            # Far quicker than `sum` where a head has few of them.
-            parts.append(functools.reduce(torch.add, (chunks.select(2, place) for place in range(per_head))))
-        elif not kept:
-            parts.append(partial.new_zeros(batch_size, bucket.num_heads, *partial.shape[2:]))
-    if not parts:
-        return partial
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _attend_regions(
-    layout: ChunkLayout,
-    view: StoredView,
-    scores: torch.Tensor,
-    stored_v: torch.Tensor,
-    window_scores: torch.Tensor,
-    window_v: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Softmax and weigh V, heads that see pruned tokens and heads of width 0 apart: `[B, H_kv, G * Q, D]`."""
-    num_heads = len(layout.widths)
-    parts = []
-    for heads, part_scores, part_v, listed in (
-        (layout.value_heads, scores, stored_v, view.kept),
-        (layout.window_heads, window_scores, window_v, view.window),
-    ):
-        if heads:
-            select = head_index(heads, num_heads)
-            if part_scores is window_scores:
-                part_scores = part_scores[:, select]
-            weights = _softmax(part_scores, None if sinks is None else sinks[:, select])
-            parts.append((select, _weigh(weights, part_v, listed)))
-    if len(parts) == 1:
-        return parts[0][1]
-    sample = parts[0][1]
-    out = sample.new_zeros(sample.shape[0], num_heads, *sample.shape[2:])
-    for select, part in parts:
-        out[:, select] = part
-    return out
-
-
-def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weigh `[B, heads, G * Q, n]`, beside a sink's logit `[B, heads, G * Q]` that takes its share."""
-    if sinks is None:
-        return scores.softmax(-1)
-    return torch.cat([scores, sinks[..., None]], dim=-1).softmax(-1)[..., :-1]
+        beside = load_part("sinks").sinks_beside(query, sinks, store.key_mean, softmax_scale)
+        beside = beside.expand(query.shape[:3])
+    narrow = torch.tensor([not width for width in layout.widths], device=query.device)
+    output = torch.zeros_like(query)
+    for row, of_row in enumerate(torch.stack([seen, pruned], -1).tolist()):
+        for column, (length, num_pruned) in enumerate(of_row):
+            if not length:
+                continue
+            held = StoredRow(store, layout, row, length, num_pruned, sink_size)
+            keys, values = (
+                states.transpose(0, 1).repeat_interleave(num_groups, 0) for states in held.dense(query.dtype)
+            )
+            is_pruned = torch.ones(length, dtype=torch.bool, device=query.device)
+            is_pruned[held.whole] = False
+            hidden = (narrow[:, None] & is_pruned).repeat_interleave(num_groups, 0)
+            scores = (keys @ query[row, :, column, :, None])[..., 0] * softmax_scale
+            scores = scores.masked_fill(hidden, -torch.inf)  # heads of width 0 do not see pruned tokens
+            if beside is not None:
+                scores = torch.cat([scores, beside[row, :, column, None]], -1)
+            weights = scores.softmax(-1)[:, :length]
+            output[row, :, column] = (weights[:, None] @ values)[:, 0].nan_to_num(0)
+    return output

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -104,9 +103,7 @@ class RowState:
         self.tables: PageTables | None = None
         self.padding: torch.Tensor | None = None
         self.next_valid: torch.Tensor | None = None
-        # The step that the layers are making, and the one whose last column attends.
-        self._step: Step | None = None
-        self._attended: Step | None = None
+        self._step: Step | None = None  # that the layers are making
 
     @property
     def max_length(self) -> int:
@@ -189,7 +186,7 @@ class RowState:
         self.num_columns = start + num_columns
         self.is_pending = not self.is_split
         step = Step(start, num_prefill, num_decode, split, append)
-        self._remember(step)
+        self._step = step
         return step.to(device)
 
     def make_room(self, count: int, num_columns: int | None = None) -> PageTables:
@@ -229,30 +226,7 @@ class RowState:
 
     def forget_step(self) -> None:
         """Let go of the last step's tensors; every layer has made it."""
-        self._remember(None)
-
-    def attended(self, device: torch.device) -> Append:
-        """Return what the last column attends to, or attended to if it was decoded; nothing is appended.
-
-        Made once per step, so a caller that attends again and again pays for it once.
-        """
-        if self._attended is None:
-            assert self.lengths is not None and self.pruned_lengths is not None
-            append = self._make_append(None, self.lengths[:, None], self.pruned_lengths[:, None])
-            self._attended = Step(self.num_columns, 0, 1, None, append)
-        attended = self._attended.append
-        if attended is not None and self.tables is not None and attended.tables is not self.tables:
-            # Pages were reserved since then.
-            self._attended = replace(self._attended, append=replace(attended, tables=self.tables), _copies={})
-        moved = self._attended.to(device).append
-        assert moved is not None
-        return moved
-
-    def _remember(self, step: Step | None) -> None:
-        """Keep the step that other layers are about to make, and what its last column attends to."""
-        self._step = step
-        is_one_column = step is not None and step.append is not None and step.append.columns is None
-        self._attended = step if is_one_column else None
+        self._step = None
 
     def extended_padding(self, attention_mask: torch.Tensor | None, total: int) -> torch.Tensor | None:
         """Return which of so many columns are real `[B, total]`, as given or known; None without padding.

@@ -1,10 +1,11 @@
-"""The kernels' self-check: a cache of random prompts, decoded by them and by plain torch."""
+"""The kernels' self-check: a cache of random prompts, decoded by them and by the naive reference."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,11 +13,12 @@ from .constants_leank import Constants, choose_constants
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import MAX_DRAFT, TILE, KernelKey, Product
 from .layout_leank import ChunkLayout, order_channels
-from .reference_leank import decode_attention
+from .reference_leank import attend_naively
 from .rows_leank import RowState
 from .step_leank import Append
 from .store_leank import ChunkStore
-from .turns_leank import StoredRow, with_new
+from .stored_leank import StoredRow
+from .turns_leank import with_new
 
 # Prompts of which nothing is pruned, one tile in part, whole tiles.
 _LENGTHS = (33, 90, 333)
@@ -92,8 +94,9 @@ def _make_step(key: KernelKey, num_columns: int, random: _Random) -> _Step:
     split = rows.step(0, num_rows, num_prompt, real, key.device).split
     assert split is not None
     model = Constants() if key.is_fp8 else Constants(random(1, *size).float())  # else every row's own
-    constants = choose_constants(keys, values, real, "fp8" if key.is_fp8 else "auto", model)
-    store = ChunkStore(layout, index, split.tables, key.dtype, constants)
+    kv_dtype = "fp8" if key.is_fp8 else "auto"
+    constants = choose_constants(keys, values, real, kv_dtype, model)
+    store = ChunkStore(layout, index, split.tables, key.dtype, constants, kv_dtype)
     store.write_prompt(keys, values, split)
     append = rows.step(num_prompt, num_rows, num_columns, None, key.device).append
     assert append is not None
@@ -106,32 +109,15 @@ def _make_step(key: KernelKey, num_columns: int, random: _Random) -> _Step:
 
 
 def _check_attention(kernels: DecodeKernels, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention after an append by kernels, and by plain torch in fp64."""
+    """Return attention after an append by kernels, and by the naive reference."""
     append, store = step.append, step.store.tensors.map_memory(torch.clone)
     seen, pruned = append.seen, append.pruned
     plan = kernels.plan(seen, pruned, _SINK_SIZE)
     kernels.append(step.keys, step.values, store, seen, None)
-    ours = kernels.attend(
-        step.query,
-        store,
-        seen,
-        pruned,
-        plan,
-        sink_size=_SINK_SIZE,
-        softmax_scale=_SCALE,
-        sinks=step.sinks,
-    )
-    expected = decode_attention(
-        step.query.double(),
-        step.stored().tensors.map_memory(torch.Tensor.double),
-        seen,
-        pruned,
-        layout=step.store.layout,
-        sink_size=_SINK_SIZE,
-        max_length=max(append.bounds),
-        softmax_scale=_SCALE,
-        sinks=step.sinks,
-    )
+    options: dict[str, Any] = {"sink_size": _SINK_SIZE, "softmax_scale": _SCALE, "sinks": step.sinks}
+    ours = kernels.attend(step.query, store, seen, pruned, plan, **options)
+    stored, layout = step.stored().tensors, step.store.layout
+    expected = attend_naively(step.query, stored, seen, pruned, layout=layout, **options)
     return ours, expected
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .layout_leank import StoreTensors
 from .pages_leank import PageList, PageTables
 
 
@@ -62,49 +61,7 @@ class StoredView:
     place_tokens: torch.Tensor
 
 
-def view_tables(
-    store: StoreTensors, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int, max_length: int
-) -> StoredView:
-    """Say what columns see of a store, from its tables alone.
-
-    Args:
-        store: The store.
-        seen: Tokens that a column sees `[B, q]`.
-        pruned: Pruned ones among them `[B, q]`.
-        sink_size: Tokens at the front that are never pruned.
-        max_length: Upper bound of `seen` (host).
-    """
-    lists, sizes = [], (store.kept_keys.shape[2], store.window_keys.shape[2])
-    tables = (store.page_table, None), (store.window_table, sink_size)  # which may be one tensor
-    for (table, sink), size in zip(tables, sizes, strict=True):
-        number = torch.arange(min(-(-max_length // size), table.shape[1]), device=seen.device)
-        token = (number[:, None] * size + torch.arange(size, device=seen.device))[None, None]
-        used = ~_hidden(token, seen, pruned, sink)
-        # Elsewhere tables may hold anything.
-        pages = torch.where(used.any(3).any(1), table[:, : len(number)].long(), 0)
-        lists.append(PageList(pages.numel(), pages.flatten()))
-    numbers = torch.arange(lists[1].count // len(seen), device=seen.device)[None]
-    return _stored_view(lists[0], lists[1], numbers, sizes, seen, pruned, sink_size)
-
-
-def view_runs(
-    tables: PageTables, lengths: Sequence[int], seen: torch.Tensor, pruned: torch.Tensor, sink_size: int
-) -> StoredView:
-    """Say what columns see of a store with these tables, of whose window it is known what it holds.
-
-    Args:
-        tables: Tables of the store.
-        lengths: Upper bound of `seen` in every row (host).
-        seen: Tokens that a column sees `[B, q]`.
-        pruned: Pruned ones among them `[B, q]`.
-        sink_size: Tokens at the front that are never pruned.
-    """
-    kept, window = tables.lists(lengths, seen.device)
-    numbers = tables.window_numbers(seen[:, -1])[:, : window.most(len(seen))]
-    return _stored_view(kept, window, numbers, (tables.page_size,) * 2, seen, pruned, sink_size)
-
-
-def _stored_view(
+def make_view(
     kept: PageList,
     window: PageList,
     numbers: torch.Tensor,
@@ -113,6 +70,17 @@ def _stored_view(
     pruned: torch.Tensor,
     sink_size: int,
 ) -> StoredView:
+    """Say what columns see of pages.
+
+    Args:
+        kept: Pages of every row.
+        window: Its window pages.
+        numbers: Which page of its row every window page holds `[B or 1, m]`, -1 for none.
+        page_sizes: Tokens of a page of both pools.
+        seen: Tokens that a column sees `[B, q]`.
+        pruned: Pruned ones among them `[B, q]`.
+        sink_size: Tokens at the front that are never pruned.
+    """
     num_tokens = kept.most(len(seen)) * page_sizes[0]
     place = torch.arange(page_sizes[1], device=seen.device)
     tokens = (numbers[:, :, None] * page_sizes[1] + place).flatten(1)  # [B or 1, m * P]
@@ -120,13 +88,13 @@ def _stored_view(
     return StoredView(
         kept=kept,
         window=window,
-        hidden_tokens=_hidden(token[None, None], seen, pruned)[:, None, None],
-        hidden_places=_hidden(tokens[:, None], seen, pruned, sink_size)[:, None, None],
+        hidden_tokens=hidden_tokens(token[None, None], seen, pruned)[:, None, None],
+        hidden_places=hidden_tokens(tokens[:, None], seen, pruned, sink_size)[:, None, None],
         place_tokens=tokens.clamp(0, num_tokens - 1).long()[:, None, None],
     )
 
 
-def _hidden(
+def hidden_tokens(
     tokens: torch.Tensor, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int | None = None
 ) -> torch.Tensor:
     """Say which tokens `[B or 1, 1, …]` a column does not see, or given `sink_size` not whole `[B, q, …]`."""
@@ -146,7 +114,7 @@ class Columns:
             nothing is read and the next token overwrites it.
         stored: Tokens of every row that are stored already, and pruned ones among them, as the columns see it
             `[2, B]`.
-        window_columns: Rows and columns that enter the window, each `[m]`; None: all.
+        window_columns: Rows and columns that enter the window `[2, m]`; None: all.
     """
 
     positions: torch.Tensor
@@ -187,7 +155,10 @@ class Append:
     @cached_property
     def view(self) -> StoredView:
         """Where what a column sees lies, worked out once for all layers."""
-        return view_runs(self.tables, self.bounds, self.seen, self.pruned, self.sink_size)
+        kept, window = self.tables.lists(self.bounds, self.seen.device)
+        numbers = self.tables.window_numbers(self.seen[:, -1])[:, : window.most(len(self.seen))]
+        sizes = (self.tables.page_size,) * 2
+        return make_view(kept, window, numbers, sizes, self.seen, self.pruned, self.sink_size)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

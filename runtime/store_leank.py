@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .constants_leank import Constants, centre
-from .fp8_leank import FP8, as_bytes
-from .fp8_leank import quantise as quantise_fp8
-from .int4_leank import Groups, group_chunks, group_heads, quantise, widen
-from .layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from .codec_leank import make_codecs
+from .constants_leank import Constants
+from .fp8_leank import as_bytes
+from .layout_leank import ChunkLayout
 from .memory_leank import CacheMemory, RegionBytes
 from .pages_leank import PageTables, page_sources
 from .rows_leank import is_writable, new_address
 from .step_leank import Append, Split
+from .stored_leank import POOLS, StoreTensors
 
 # A prompt is brought into chunk order so many numbers at a time (32 MB in half precision).
 _BLOCK_SIZE = 1 << 24
-_POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
-_EXTREMES = "_extremes"  # of int4, beside each pool
+_BESIDE = "_beside"  # of a pool of two tensors the second
 
 
 class ChunkStore:
@@ -36,11 +35,11 @@ class ChunkStore:
         window_values: V of heads of width 0.
         chunk_index: Channel of every lane.
         head_table: Where every head's chunks lie.
-        constants: What keys and values are stored by; with scales, in FP8.
-        groups: In a store of int4, what of every pool has a least number and a step, which lie in pools of
-            their own; else empty.
+        constants: What keys and values are stored by.
+        kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
+        codecs: The codec of every pool, by its name.
         dtype: Of keys and values as they come.
-        pools: Names of the pools, those of the window apart.
+        pools: Names of all tensors that hold pages, those of the window apart.
         addresses: A new number whenever one of these becomes another tensor.
     """
 
@@ -51,7 +50,7 @@ class ChunkStore:
         tables: PageTables,
         dtype: torch.dtype,
         constants: Constants,
-        in_int4: bool = False,
+        kv_dtype: str = "auto",
     ) -> None:
         """Allocate an empty store.
 
@@ -60,55 +59,46 @@ class ChunkStore:
             index: Channel of every lane `[1 or B, C + C_dropped, E]`, int32, on the device to use.
             tables: Pages of the rows.
             dtype: Of keys and values.
-            constants: What they are stored by; with scales, in FP8.
-            in_int4: Whether they are stored in int4.
+            constants: What they are stored by.
+            kv_dtype: What they are stored in, `auto`, `fp8` or `int4`.
         """
         self.layout = layout
         self.chunk_index = index
         self.tables = tables
         self.dtype = dtype
         self.constants = constants
-        device, size, head_dim = index.device, layout.chunk_size, layout.head_dim
+        self.kv_dtype = kv_dtype
+        device = index.device
         self.head_table = torch.tensor(layout.head_table, dtype=torch.int32, device=device)
-        num_kept = layout.num_kept_chunks
-        self._lanes = {"kept_keys": slice(num_kept), "window_keys": slice(num_kept, None)}
-        self._heads = {
-            name: torch.tensor(heads, dtype=torch.long, device=device)
-            for name, heads in (("values", layout.value_heads), ("window_values", layout.window_heads))
+        self.codecs = make_codecs(kv_dtype, dtype, layout, device)
+        sizes = {
+            "kept_keys": (layout.num_kept_chunks, layout.chunk_size),
+            "values": (len(layout.value_heads), layout.head_dim),
+            "window_keys": (layout.num_dropped_chunks, layout.chunk_size),
+            "window_values": (len(layout.window_heads), layout.head_dim),
         }
-        pages, window_pages = map(sum, tables.pool_runs)
-
-        stored, per_element = dtype if constants.key_scale is None else FP8, 1
-        if in_int4:
-            stored, per_element = torch.uint8, 2
-
-        def pool(num_pages: int, num_rows: int, width: int) -> torch.Tensor:
-            shape = (num_pages, num_rows, tables.page_size, -(-width // per_element))
-            return torch.zeros(shape, dtype=stored, device=device)
-
-        self.kept_keys = pool(pages, layout.num_kept_chunks, size)
-        self.values = pool(pages, len(layout.value_heads), head_dim)
-        self.window_keys = pool(window_pages, layout.num_dropped_chunks, size)
-        self.window_values = pool(window_pages, len(layout.window_heads), head_dim)
-        self.pools: tuple[tuple[str, ...], ...] = _POOLS
-        self.groups: dict[str, Groups] = {}
-        if in_int4:
-            self.pools = tuple((*names, *(name + _EXTREMES for name in names)) for names in _POOLS)
-            self.groups = {
-                "kept_keys": group_chunks(layout.kept_chunks, size, device),
-                "values": group_heads(len(layout.value_heads), head_dim, device),
-                "window_keys": group_chunks(layout.dropped_chunks, size, device),
-                "window_values": group_heads(len(layout.window_heads), head_dim, device),
-            }
-            for name, groups in self.groups.items():
-                shape = (len(getattr(self, name)), groups.count, tables.page_size, 2)
-                setattr(self, name + _EXTREMES, torch.zeros(shape, dtype=dtype, device=device))
+        self.kept_keys: torch.Tensor
+        self.values: torch.Tensor
+        self.window_keys: torch.Tensor
+        self.window_values: torch.Tensor
+        pools: list[list[str]] = []
+        for names, runs in zip(POOLS, tables.pool_runs, strict=True):
+            pools.append([])
+            for name in names:
+                for suffix, part in zip(("", _BESIDE), self.codecs[name].tensors_of(*sizes[name])):  # noqa: B905
+                    rows, width, stored = part
+                    size = (sum(runs), rows, tables.page_size, width)
+                    setattr(self, name + suffix, torch.zeros(size, dtype=stored, device=device))
+                    pools[-1].append(name + suffix)
+        self.pools = pools
         self.addresses = new_address()
         tables.on(device)  # now, as it must not be while a step is captured
 
     @property
     def tensors(self) -> StoreTensors:
         """What append and attention take, as of now: growth makes others."""
+        beside = {name: getattr(self, name + _BESIDE, None) for name in self.codecs}
+        coded = {name: (self.codecs[name], part) for name, part in beside.items() if part is not None}
         return StoreTensors(
             self.kept_keys,
             self.values,
@@ -118,7 +108,7 @@ class ChunkStore:
             self.head_table,
             *self.tables.on(self.kept_keys.device),
             *self.constants,
-            {name: (getattr(self, name + _EXTREMES), groups) for name, groups in self.groups.items()} or None,
+            coded or None,
         )
 
     @property
@@ -179,20 +169,21 @@ class ChunkStore:
             for start in range(0, num_full, step):
                 self._write_full_pages(keys, values, start, min(start + step, num_full))
             kept_pages = kept_pages.view(3, keys.shape[0], -1)[:, :, num_full:].flatten(1)
-        for names, filled in zip(_POOLS, (kept_pages, split.window_pages), strict=True):
+        store = self.tensors
+        for names, filled in zip(POOLS, (kept_pages, split.window_pages), strict=True):
             for rows, numbers, pages in (block.unbind() for block in torch.split(filled, pages_per_block, 1)):
                 for name, states in zip(names, (keys, values), strict=True):
                     if getattr(self, name).shape[1]:
                         tokens = self._page_tokens(states, split, rows, numbers)
-                        for pool, part in self._stored(name, tokens, rows):
+                        for pool, part in store.encode(name, tokens, self.layout, rows):
                             pool.index_copy_(0, pages, part.transpose(1, 2))
 
     def _write_full_pages(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         """Fill pages `start` to `stop` of every row, where all rows have as many, and all tokens are real."""
         size, batch_size = self.tables.page_size, keys.shape[0]
-        for name, states in zip(_POOLS[0], (keys, values), strict=True):
+        for name, states in zip(POOLS[0], (keys, values), strict=True):
             tokens = states[:, :, start * size : stop * size].transpose(1, 2)
-            for pool, part in self._stored(name, tokens):
+            for pool, part in self.tensors.encode(name, tokens, self.layout):
                 pages = pool.view(batch_size, self.tables.runs[0], *pool.shape[1:])[:, start:stop]
                 pages.copy_(part.view(batch_size, stop - start, size, *part.shape[2:]).transpose(2, 3))
 
@@ -204,41 +195,16 @@ class ChunkStore:
             values: `[B, H_kv, d, D]`, zero at padding.
             append: Where every column goes.
         """
-        tokens = keys.transpose(1, 2), values.transpose(1, 2)
         page, window_page, place = append.places
-        for name, states in zip(_POOLS[0], tokens, strict=True):
-            for pool, part in self._stored(name, states):
-                pool[page, :, place] = part
-        in_window = None if append.columns is None else append.columns.window_columns
-        chosen = ... if in_window is None else tuple(in_window)
-        for name, states in zip(_POOLS[1], tokens, strict=True):
-            for pool, part in self._stored(name, states):
-                pool[window_page[chosen], :, place[chosen]] = part[chosen]
+        columns = None if append.columns is None else append.columns.window_columns
+        entering = ... if columns is None else tuple(columns)
+        window = window_page[entering], place[entering]
+        tokens = keys.transpose(1, 2), values.transpose(1, 2)
+        self.tensors.write(*tokens, self.layout, (page, place), window, entering)
 
     def rounded(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return new tokens' keys and values `[B, H_kv, d, D]` as they will be read once they are stored."""
-        key_mean, *scales = (None if own is None else own[:, :, None] for own in self.constants)
-        if not self.groups:
-            keys = centre(keys, key_mean)
-            if scales[0] is None or scales[1] is None:
-                return keys, values
-            return (
-                (quantise_fp8(keys, scales[0]).float() * scales[0]).to(keys.dtype),
-                (quantise_fp8(values, scales[1]).float() * scales[1]).to(values.dtype),
-            )
-        tokens = keys.transpose(1, 2), values.transpose(1, 2)
-        read = [states.new_empty(states.shape) for states in tokens]
-        for name, groups in self.groups.items():
-            place = 0 if name in self._lanes else 1
-            codes, extremes = (part.flatten(0, 1) for _, part in self._stored(name, tokens[place]))
-            numbers = widen(codes, extremes, groups)
-            numbers = numbers.view(*tokens[0].shape[:2], *numbers.shape[1:])
-            if place:
-                read[1].index_copy_(2, self._heads[name], numbers)
-            else:
-                channels = self._channels(name).flatten(1).long()[:, None]
-                channels = channels.expand(*numbers.shape[:2], -1)
-                read[0].flatten(2).scatter_(2, channels, numbers.flatten(2))
+        read = self.tensors.rounded(keys.transpose(1, 2), values.transpose(1, 2), self.layout)
         return read[0].transpose(1, 2), read[1].transpose(1, 2)
 
     def select(self, rows: torch.Tensor, tables: PageTables) -> None:
@@ -266,66 +232,26 @@ class ChunkStore:
                     self.constants = taken
                     break
 
-    def count(self, name: str, num_tokens: int, num_channels: int) -> RegionBytes:
-        """Count the bytes of a pool, in which so many tokens have so many channels each."""
-        pool = getattr(self, name)
-        if not self.groups:
-            return RegionBytes(num_tokens * num_channels * pool.itemsize, pool.nbytes)
-        extremes = getattr(self, name + _EXTREMES)
-        used = (
-            -(-num_tokens * num_channels // 2) + num_tokens * self.groups[name].count * 2 * extremes.itemsize
+    def memory(self, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
+        """Count bytes, given the tokens of all rows, and those among them in sink or recent."""
+        layout = self.layout
+        all_channels, num_kept = len(layout.widths) * layout.head_dim, sum(layout.widths)
+        num_values = len(layout.value_heads) * layout.head_dim
+
+        def region(name: str, tokens: int, channels: int) -> RegionBytes:
+            parts = (part for part in (name, name + _BESIDE) if hasattr(self, part))
+            allocated = sum(getattr(self, part).nbytes for part in parts)
+            return RegionBytes(self.codecs[name].count(tokens, channels), allocated)
+
+        dense = num_tokens * all_channels * self.dtype.itemsize
+        return CacheMemory(
+            kept_keys=region("kept_keys", num_tokens, num_kept),
+            kept_values=region("values", num_tokens, num_values),
+            window_keys=region("window_keys", num_whole_tokens, all_channels - num_kept),
+            window_values=region("window_values", num_whole_tokens, all_channels - num_values),
+            dense_keys=dense,
+            dense_values=dense,
         )
-        return RegionBytes(used, pool.nbytes + extremes.nbytes)
-
-    def _stored(
-        self, name: str, states: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys or values `[N, S, H_kv, D]` as a pool takes them, beside the tensors it is made of.
-
-        Args:
-            name: The pool's.
-            states: Of N rows, or of pages of these `rows`.
-            rows: See `states`.
-
-        Returns:
-            Pages of bytes or numbers `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
-        """
-        of_rows = self.constants if rows is None else self.constants.take(rows)
-        key_mean, *scales = (None if own is None else own[:, None] for own in of_rows)
-        is_key = name in self._lanes
-        states = centre(states, key_mean) if is_key else states
-        scale = scales[0 if is_key else 1]
-        states = states.to(self.dtype) if scale is None else as_bytes(quantise_fp8(states, scale))
-        if name in self._heads:
-            states = states.index_select(2, self._heads[name])
-        else:
-            states = self._to_chunks(states, name, rows)
-        pool = as_bytes(getattr(self, name))
-        if not self.groups:
-            return [(pool, states)]
-        codes, extremes = quantise(states, self.groups[name])
-        return [(pool, codes), (getattr(self, name + _EXTREMES), extremes)]
-
-    def _to_chunks(self, states: torch.Tensor, name: str, rows: torch.Tensor | None) -> torch.Tensor:
-        """Bring keys `[N, S, H_kv, D]` into the order of a pool's chunks `[N, S, chunks, E]`.
-
-        N are the rows, or pages of these `rows`. Lanes of padding become zero, but for those of int4.
-        """
-        index = self._channels(name)
-        if rows is not None and index.shape[0] > 1:
-            index = index[rows]
-        chunks = gather_lanes(states.flatten(2), index)
-        if self.groups or not self.layout.has_padded_lanes:
-            return chunks
-        return chunks.masked_fill((index < 0)[:, None], 0)
-
-    def _channels(self, name: str) -> torch.Tensor:
-        """Return the channel of every lane of a pool `[1 or B, chunks, E]`, -1 of padding.
-
-        In int4 that of its chunk's first lane instead: a zero would count among the numbers of its group.
-        """
-        index = self.chunk_index[:, self._lanes[name]]
-        return torch.where(index < 0, index[..., :1], index) if self.groups else index
 
     def _page_tokens(
         self, states: torch.Tensor, split: Split, rows: torch.Tensor, numbers: torch.Tensor
@@ -348,27 +274,3 @@ def take_pages(pool: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if new is not None and len(new):
         taken.index_fill_(0, new.to(pool.device, non_blocking=True), 0)
     return taken.view(pool.dtype)
-
-
-def store_memory(store: ChunkStore, num_tokens: int, num_whole_tokens: int) -> CacheMemory:
-    """Count a layer's store.
-
-    Args:
-        store: The store.
-        num_tokens: Tokens of all rows.
-        num_whole_tokens: Those among them in sink or recent.
-    """
-    layout = store.layout
-    all_channels = len(layout.widths) * layout.head_dim
-    kept_channels = sum(layout.widths)
-    value_channels, window_channels = (
-        len(heads) * layout.head_dim for heads in (layout.value_heads, layout.window_heads)
-    )
-    return CacheMemory(
-        kept_keys=store.count("kept_keys", num_tokens, kept_channels),
-        kept_values=store.count("values", num_tokens, value_channels),
-        window_keys=store.count("window_keys", num_whole_tokens, all_channels - kept_channels),
-        window_values=store.count("window_values", num_whole_tokens, window_channels),
-        dense_keys=num_tokens * all_channels * store.dtype.itemsize,
-        dense_values=num_tokens * all_channels * store.dtype.itemsize,
-    )

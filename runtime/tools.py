@@ -13,6 +13,7 @@ import torch
 
 from .fp8_leank import as_bytes
 from .pages_leank import page_sources
+from .step_leank import Append
 from .store_leank import ChunkStore, take_pages
 from .windows_leank import check_size
 
@@ -216,7 +217,7 @@ def _join_stores(
     assert tables is not None
     held = zip(*(store.constants for store in stores), strict=True)
     constants = type(first.constants)(*(_join_constant(parts, sizes) for parts in held))
-    joined = type(first)(first.layout, index, tables, first.dtype, constants, bool(first.groups))
+    joined = type(first)(first.layout, index, tables, first.dtype, constants, first.kv_dtype)
     row, pages = 0, [0, 0]
     for store, size in zip(stores, sizes, strict=True):
         for place, names in enumerate(joined.pools):
@@ -352,8 +353,10 @@ def attend_layer(
     Returns:
         `[B, H, 1, D]`.
     """
-    append = cache.rows.attended(query.device)
     layer: LeanKLayer = cache.layers[layer_idx]
+    rows, (seen, pruned) = cache.rows, (counts.to(query.device)[:, None] for counts in cache.rows.counters())
+    assert rows.tables is not None
+    append = Append(None, seen, pruned, rows.bounds, rows.sink_size, rows.tables)
     return layer.attend(query, append, _scale_of(query, softmax_scale))
 
 

@@ -9,21 +9,18 @@ of width 0 see whole tokens alone, which are few.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from .constants_leank import Constants
 from .decode_kernels_leank import DecodeKernels
 from .kernel_key_leank import KERNEL_DTYPES
-from .layout_leank import ChunkLayout, StoreTensors, head_index
+from .layout_leank import ChunkLayout, Heads, head_index
 from .parts_leank import load_part
+from .stored_leank import StoredRow, StoreTensors
 
 # Tokens that are copied at once: 1 GB of K and V of eight heads in half precision.
 _MAX_TOKENS = 1 << 18
-
-_Heads = slice | list[int]
 
 
 def attend_turn(
@@ -74,7 +71,7 @@ def attend_turn(
         attended = torch.zeros_like(columns)
         beside = None
         if sinks is not None:
-            own = Constants(store.key_mean).take(torch.arange(rows.start, rows.stop, device=query.device))
+            own = store.constants.take(torch.arange(rows.start, rows.stop, device=query.device))
             beside = load_part("sinks").sinks_beside(
                 columns.flatten(1, 2), sinks, own.key_mean, softmax_scale
             )
@@ -118,12 +115,8 @@ def _attend(
     else:
         mask = torch.ones(num_new, num_tokens, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_tokens - num_new)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        *states,
-        attn_mask=mask,
-        scale=softmax_scale,
-        enable_gqa=True,
-    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attended = attend(*states, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
     return attended[..., : query.shape[4]].reshape(query.shape)
 
 
@@ -132,7 +125,7 @@ def with_new(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     kernels: DecodeKernels | None,
-) -> Iterator[tuple[_Heads, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
     """Yield heads, and K and V of all tokens that these see, new ones last.
 
     Args:
@@ -156,100 +149,10 @@ def with_new(
         for row, row_keys, row_values in zip(cached, keys, values, strict=True):
             if not num_stored:
                 break  # a kernel cannot be launched for nothing
-            if heads is layout.window_heads:
-                row.copy_whole_tokens(select, row_keys[:num_stored], row_values[:num_stored])
-            elif kernels is not None:
+            if kernels is not None and heads is layout.value_heads:
                 span = (row.row, row.length, row.pruned)
                 kernels.copy_row(row.store, span, row.sink_size, row_keys, row_values)
             else:
-                row.copy_all_tokens(select, row_keys[:num_stored], row_values[:num_stored])
+                row_keys[:num_stored], row_values[:num_stored] = row.seen_by(heads, keys.dtype)
         keys[:, num_stored:], values[:, num_stored:] = added
         yield select, keys, values
-
-
-class StoredRow:
-    """One row of a store, to be read densely.
-
-    Attributes:
-        row: Its number.
-        length: Its tokens.
-        pruned: Pruned ones among them.
-    """
-
-    def __init__(
-        self,
-        store: StoreTensors,
-        layout: ChunkLayout,
-        row: int,
-        length: int,
-        pruned: int,
-        sink_size: int,
-    ) -> None:
-        self.store, self.layout, self.sink_size = store, layout, sink_size
-        self.row, self.length, self.pruned = row, length, pruned
-
-    @cached_property
-    def whole(self) -> torch.Tensor:
-        """Numbers of whole tokens `[w]`."""
-        device, recent = self.store.window_keys.device, self.sink_size + self.pruned
-        sink = torch.arange(min(self.length, self.sink_size), device=device)
-        return torch.cat([sink, torch.arange(min(recent, self.length), self.length, device=device)])
-
-    @cached_property
-    def _window(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages of whole tokens in the window, and places in these, each `[w]`."""
-        page_size = self.store.window_keys.shape[2]
-        return self.store.window_table[self.row].long()[self.whole // page_size], self.whole % page_size
-
-    def copy_all_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy heads that see pruned tokens, into `[length, heads, D]`."""
-        dense = keys.new_zeros(self.length, len(self.layout.widths), self.layout.head_dim)
-        self._put(dense, slice(None), self._in_order("kept_keys"), kept=True)
-        self._put(dense, self.whole, self._in_window("window_keys"), kept=False)
-        keys.copy_(dense[:, select])
-        values.copy_(self._in_order("values"))
-        self._widen(select, keys, values)
-
-    def copy_whole_tokens(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy heads of width 0, into `[whole tokens, heads, D]`."""
-        dense = keys.new_zeros(len(self.whole), len(self.layout.widths), self.layout.head_dim)
-        self._put(dense, slice(None), self._in_window("window_keys"), kept=False)
-        keys.copy_(dense[:, select])
-        values.copy_(self._in_window("window_values"))
-        self._widen(select, keys, values)
-
-    def _in_order(self, name: str) -> torch.Tensor:
-        """Copy the row's pages of a pool `[pages, m, P, n]`, token after token `[length, m, n]`."""
-        pages = self.store.page_table[self.row, : -(-self.length // self.store.kept_keys.shape[2])].long()
-
-        def pick(pool: torch.Tensor) -> torch.Tensor:
-            return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
-
-        return self.store.read(name, pick)
-
-    def _in_window(self, name: str) -> torch.Tensor:
-        """Copy the row's whole tokens of a pool of the window `[w, m, n]`."""
-        pages, places = self._window
-        return self.store.read(name, lambda pool: pool[pages, :, places])
-
-    def _widen(self, select: _Heads, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Multiply heads' K and V `[n, heads, D]` by the row's scales, if it has some."""
-        for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
-            if scale is not None:
-                states.mul_(scale[self.row if len(scale) > 1 else 0][select])
-
-    def _put(
-        self, keys: torch.Tensor, tokens: torch.Tensor | slice, chunks: torch.Tensor, *, kept: bool
-    ) -> None:
-        """Put tokens' chunks `[tokens, chunks, E]` where their channels are in keys `[n, H_kv, D]`."""
-        index, num_kept = self.store.chunk_index, self.layout.num_kept_chunks
-        order = index[self.row if index.shape[0] > 1 else 0].long()
-        channels = (order[:num_kept] if kept else order[num_kept:]).flatten()
-        lanes = chunks.flatten(1).to(keys.dtype)
-        if self.layout.has_padded_lanes:  # which hold no channel
-            real = (channels >= 0).nonzero()[:, 0]
-            channels, lanes = channels[real], lanes.index_select(1, real)
-        if isinstance(tokens, slice):
-            keys.flatten(1).index_copy_(1, channels, lanes)
-        else:
-            keys.flatten(1)[tokens[:, None], channels] = lanes

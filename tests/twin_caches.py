@@ -44,10 +44,10 @@ def in_eight_bits(numbers, scale):
 class HandedStore(ChunkStore):
     """A store that takes keys as they are to be stored."""
 
-    def _stored(self, *arguments):
+    def append(self, *arguments):
         constants, self.constants = self.constants, Constants()
         try:
-            return super()._stored(*arguments)
+            super().append(*arguments)
         finally:
             self.constants = constants
 

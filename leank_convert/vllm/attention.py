@@ -1,4 +1,4 @@
-"""Page writes and prompt attention in plain torch.
+"""Page writes by slot and prompt attention in plain torch.
 
 Prompts attend densely: by torch's own attention, to keys that are put together from both groups' pages where
 an earlier chunk or the prefix cache holds some of them. Decode attention is the runtime's.
@@ -10,9 +10,10 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from leank_convert._runtime.constants_leank import centre
-from leank_convert._runtime.fp8_leank import as_bytes, quantise
-from leank_convert._runtime.layout_leank import ChunkLayout, StoreTensors, gather_lanes
+from leank_convert._runtime.layout_leank import ChunkLayout
+from leank_convert._runtime.pages_leank import PageList
+from leank_convert._runtime.step_leank import StoredView, hidden_tokens, make_view
+from leank_convert._runtime.stored_leank import StoredRow, StoreTensors
 
 
 def append_by_slot(
@@ -33,20 +34,14 @@ def append_by_slot(
         slots: Page times P plus place of each token `[T]`; of padding -1, and page 0 is nobody's.
         window_slots: The same of the window's pages.
     """
-    keys = _as_stored(centre(keys, store.key_mean), store.kept_keys.dtype, store.key_scale)
-    values = _as_stored(values, store.kept_keys.dtype, store.value_scale)
-    lanes = gather_lanes(keys.flatten(1)[None], store.chunk_index)[0]  # [T, C + C_dropped, E]
-    lanes = lanes.masked_fill(store.chunk_index[0] < 0, 0)
-    kept, dropped = lanes.split([layout.num_kept_chunks, layout.num_dropped_chunks], dim=1)
-    for pool, rows, where in (
-        (store.kept_keys, kept, slots),
-        (store.values, values[:, list(layout.value_heads)], slots),
-        (store.window_keys, dropped, window_slots),
-        (store.window_values, values[:, list(layout.window_heads)], window_slots),
-    ):
-        if pool.shape[1]:
-            where = where.clamp(min=0)
-            as_bytes(pool)[where // pool.shape[2], :, where % pool.shape[2]] = rows
+    places, window_places = (
+        (where // pool.shape[2], where % pool.shape[2])
+        for pool, where in (
+            (store.kept_keys, slots.clamp(min=0)[None]),
+            (store.window_keys, window_slots.clamp(min=0)[None]),
+        )
+    )
+    store.write(keys[None], values[None], layout, places, window_places)
 
 
 def gather_tokens(
@@ -56,26 +51,33 @@ def gather_tokens(
 
     Keys lack their mean, all of them, which attention does not see.
     """
-    num_heads, head_dim = len(layout.widths), layout.head_dim
-    tables = (store.page_table, store.page_table, store.window_table, store.window_table)
-    kept, values, dropped, window_values = (
-        _read_rows(pool, table[row : row + 1], num_tokens)[0].to(dtype)
-        for pool, table in zip(store[:4], tables, strict=True)
-    )
-    index = store.chunk_index[0].flatten().long()
-    lanes = torch.cat([kept, dropped]).transpose(0, 1).flatten(1)  # [n, lanes]
-    keys = lanes.new_empty(num_tokens, num_heads * head_dim + 1)
-    # Lanes of padding go to a column of their own.
-    keys[:, torch.where(index < 0, num_heads * head_dim, index)] = lanes
-    order = torch.tensor([*layout.value_heads, *layout.window_heads], device=values.device).argsort()
-    keys = keys[:, :-1].unflatten(1, (num_heads, head_dim)).transpose(0, 1)
-    values = torch.cat([values, window_values])[order]
-    if store.key_scale is not None and store.value_scale is not None:  # which round nothing
-        keys, values = (
-            states * scale[0, :, None].to(dtype)
-            for states, scale in ((keys, store.key_scale), (values, store.value_scale))
-        )
-    return keys, values
+    keys, values = StoredRow(store, layout, row, num_tokens, 0, 0).dense(dtype)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def view_tables(
+    store: StoreTensors, seen: torch.Tensor, pruned: torch.Tensor, sink_size: int, max_length: int
+) -> StoredView:
+    """Say what columns see of a store, from its tables alone.
+
+    Args:
+        store: The store.
+        seen: Tokens that a column sees `[B, q]`.
+        pruned: Pruned ones among them `[B, q]`.
+        sink_size: Tokens at the front that are never pruned.
+        max_length: Upper bound of `seen` (host).
+    """
+    lists, sizes = [], (store.kept_keys.shape[2], store.window_keys.shape[2])
+    tables = (store.page_table, None), (store.window_table, sink_size)  # which may be one tensor
+    for (table, sink), size in zip(tables, sizes, strict=True):
+        number = torch.arange(min(-(-max_length // size), table.shape[1]), device=seen.device)
+        token = (number[:, None] * size + torch.arange(size, device=seen.device))[None, None]
+        used = ~hidden_tokens(token, seen, pruned, sink)
+        # Elsewhere tables may hold anything.
+        pages = torch.where(used.any(3).any(1), table[:, : len(number)].long(), 0)
+        lists.append(PageList(pages.numel(), pages.flatten()))
+    numbers = torch.arange(lists[1].count // len(seen), device=seen.device)[None]
+    return make_view(lists[0], lists[1], numbers, sizes, seen, pruned, sink_size)
 
 
 def attend_densely(
@@ -101,14 +103,3 @@ def attend_densely(
         query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=softmax_scale
     )
     return output[0].transpose(0, 1)
-
-
-def _read_rows(pool: torch.Tensor, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Read the first tokens of rows `[B, rows of the pool, n, width]` by their page table `[B, pages]`."""
-    pages = table[:, : -(-num_tokens // pool.shape[2])].long()
-    return as_bytes(pool)[pages].view(pool.dtype).transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]
-
-
-def _as_stored(states: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return `[T, H_kv, D]` as pages hold it, FP8 as bytes."""
-    return states.to(dtype) if scale is None else as_bytes(quantise(states, scale))

@@ -18,12 +18,12 @@ from vllm.v1.attention.backend import (
 
 from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
-from leank_convert._runtime.layout_leank import StoreTensors
-from leank_convert._runtime.reference_leank import decode_attention
-from leank_convert._runtime.step_leank import StoredView, view_tables
+from leank_convert._runtime.pruned_attention_leank import decode_attention
+from leank_convert._runtime.step_leank import StoredView
+from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import BACKEND, FP8_NAMES
-from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens
+from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
 from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
 
@@ -271,13 +271,9 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             return decode_attention(
                 query,
                 store,
-                rows.seen,
-                rows.pruned,
+                step.view(store, rows, sink_size),
                 layout=layer.layout,
-                sink_size=sink_size,
-                max_length=step.max_length,
                 softmax_scale=self.scale,
-                view=step.view(store, rows, sink_size),
             )
         plan = step.plan(kernels, rows, sink_size)
         attended: torch.Tensor = kernels.attend(

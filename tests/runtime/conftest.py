@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -326,62 +325,6 @@ def assert_close() -> Callable[[Any, torch.Tensor, torch.Tensor], None]:
         assert error <= limit, f"relative error {error:.2e}, twice torch's is {limit:.2e}"
 
     return check
-
-
-def attend_token_by_token(query, store, seen, pruned, *, layout, sink_size, softmax_scale):
-    """State the rule of decode attention once more, for one query after the other, in float64 `[B, H, d, D]`.
-
-    It looks at no entry of a table and no memory but those of the tokens that the query sees.
-    """
-    num_groups, head_dim = query.shape[1] // len(layout.widths), query.shape[3]
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    for row, head, column in itertools.product(
-        range(query.shape[0]), range(query.shape[1]), range(query.shape[2])
-    ):
-        kv_head = head // num_groups
-        kept, num_kept, value_row, dropped, num_dropped, window_row = layout.head_table[kv_head][:6]
-        channels = (
-            store.chunk_index[min(row, store.chunk_index.shape[0] - 1)].long().cpu() - kv_head * head_dim
-        )
-        token = torch.arange(int(seen[row, column]))
-        whole = (token < sink_size) | (token >= sink_size + int(pruned[row, column]))
-        keys = torch.zeros(len(token), head_dim + 1, dtype=torch.float64)  # the last takes lanes of padding
-        values = torch.zeros(len(token), head_dim, dtype=torch.float64)
-        regions = (
-            (num_kept, token, store.kept_keys, store.values, store.page_table, kept, kept, value_row),
-            (
-                num_dropped,
-                token[whole],
-                store.window_keys,
-                store.window_values,
-                store.window_table,
-                dropped,
-                layout.num_kept_chunks + dropped,
-                window_row,
-            ),
-        )
-        for chunks, tokens, key_pool, value_pool, table, first, first_index, values_row in regions:
-            if not chunks:
-                continue
-            size = key_pool.shape[2]
-            place = (table[row].cpu()[tokens // size].long(), tokens % size)
-            for chunk in range(chunks):
-                lanes = channels[first_index + chunk]
-                lanes = torch.where((lanes < 0) | (lanes >= head_dim), head_dim, lanes)
-                keys[tokens[:, None], lanes] = key_pool.cpu()[place[0], first + chunk, place[1]].double()
-            if values_row >= 0:
-                values[tokens] = value_pool.cpu()[place[0], values_row, place[1]].double()
-        visible = token if num_kept else token[whole]
-        scores = keys[visible, :head_dim] @ query[row, head, column].double().cpu() * softmax_scale
-        if len(visible):
-            out[row, head, column] = scores.softmax(0) @ values[visible]
-    return out
-
-
-@pytest.fixture(scope="session")
-def oracle():
-    """What decode attention has to give, stated token by token."""
-    return attend_token_by_token
 
 
 @pytest.fixture

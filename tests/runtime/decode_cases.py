@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.constants_leank import Constants
 from runtime.decode_kernels_leank import DecodeKernels
-from runtime.fp8_leank import quantise
+from runtime.fp8_leank import as_bytes, quantise
 from runtime.kernel_key_leank import TILE
-from runtime.layout_leank import ChunkLayout, StoreTensors, order_channels
-from runtime.reference_leank import decode_attention
+from runtime.layout_leank import ChunkLayout, order_channels
+from runtime.reference_leank import attend_naively
+from runtime.stored_leank import StoreTensors
 from tests.runtime.stand_ins import PlainKernels
 
 
@@ -52,18 +53,27 @@ class DecodeCase:
         plain.append(self.keys, self.values, store, self.seen, self.valid)
         return store
 
-    def expected(self, softmax_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return what the reference gives after the append, computed in `dtype` `[B, H, d, D]`."""
-        # The reference needs finite memory.
-        store = self.appended().map_memory(lambda tensor: tensor.to(dtype).nan_to_num(nan=0.0))
-        return decode_attention(
-            self.query.to(dtype),
-            store,
+    def of_one_checkpoint(self) -> DecodeCase:
+        """Return the case with one set of scales for all rows, as a checkpoint's are."""
+        scales = {name: getattr(self.store, name)[:1] for name in ("key_scale", "value_scale")}
+        return replace(self, store=self.store._replace(**scales))
+
+    def is_appended_by(self, kernels: DecodeKernels) -> bool:
+        """Whether the new tokens end up where they belong, FP8 to the byte, and nothing else changes."""
+        store = self.store.map_memory(torch.clone)
+        kernels.append(self.keys, self.values, store, self.seen, self.valid)
+        pairs = zip(store[:8], self.appended()[:8], strict=True)
+        return all(torch.equal(*(as_bytes(part).nan_to_num(9e9) for part in pair)) for pair in pairs)
+
+    def expected(self, softmax_scale: float) -> torch.Tensor:
+        """Return what the naive reference gives after the append, fp64 `[B, H, d, D]`."""
+        return attend_naively(
+            self.query,
+            self.appended(),
             self.seen,
             self.pruned,
             layout=self.layout,
             sink_size=self.sink_size,
-            max_length=max(int(self.seen.max()), 1),
             softmax_scale=softmax_scale,
             sinks=self.sinks,
         )

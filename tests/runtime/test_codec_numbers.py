@@ -7,10 +7,10 @@ import torch
 
 from bin.baselines.int4 import assign_chunks
 from bin.baselines.int4 import quantise as emulate
+from runtime.codec_leank import Int4
 from runtime.constants_leank import Constants, choose_constants
 from runtime.fp8_leank import quantise as quantise_fp8
 from runtime.fp8_leank import scale_of
-from runtime.int4_leank import group_chunks, group_heads, quantise, widen
 from tests.twin_caches import NUMBERS, ids, in_eight_bits
 
 
@@ -54,14 +54,12 @@ def test_int4_is_rounded_as_evaluate_rounds_it(dtype, head_dim, chunk_size):
     expected = emulate(states.transpose(1, 2), assign_chunks(torch.ones(2, head_dim, dtype=torch.bool)))
     num_chunks = head_dim // chunk_size
     chunks = states.reshape(3, 70, 2 * num_chunks, chunk_size)
-    for given, groups in (
-        (states, group_heads(2, head_dim, torch.device("cpu"))),
-        (chunks, group_chunks([num_chunks] * 2, chunk_size, torch.device("cpu"))),
-    ):
-        codes, extremes = (part.flatten(0, 1) for part in quantise(given, groups))
+    for given, rows_per_head in ((states, 1), (chunks, num_chunks)):
+        codec = Int4(dtype, [rows_per_head] * 2, given.shape[-1], torch.device("cpu"))
+        codes, extremes = (part.flatten(0, 1) for part in codec.pack(given))
         assert codes.dtype == torch.uint8 and codes.shape[-1] == -(-given.shape[-1] // 2)
         assert extremes.dtype == dtype and extremes.shape[1:] == (2 * -(-head_dim // 32), 2)
-        read = widen(codes, extremes, groups).view(states.shape).transpose(1, 2)
+        read = codec.read(codes, extremes).view(states.shape).transpose(1, 2)
         assert torch.equal(read.isnan(), expected.isnan())
         assert torch.equal(read.nan_to_num(9), expected.nan_to_num(9))
     assert int(expected.isnan().sum()) == 3 * min(head_dim, 32) and not expected.isinf().any()

@@ -1,4 +1,4 @@
-"""The kernels on TileLang's CPU target, against the rule stated token by token.
+"""The kernels on TileLang's CPU target, against the naive reference.
 
 Every shape is compiled, which takes long: the tests on a GPU have other head sizes, groups and pages.
 """
@@ -20,7 +20,7 @@ from runtime.kernel_leank import KernelShape  # noqa: E402
 from runtime.kernel_merge_leank import merge_parts  # noqa: E402
 from runtime.kernel_product_leank import STEPS, product  # noqa: E402
 from runtime.kernel_turn_leank import copy_row  # noqa: E402
-from runtime.layout_leank import StoreTensors, order_channels  # noqa: E402
+from runtime.layout_leank import order_channels  # noqa: E402
 from runtime.self_check_leank import disagreement, in_parts  # noqa: E402
 from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
 from tests.runtime.tiny_inputs import random_masks  # noqa: E402
@@ -130,34 +130,12 @@ def torchs_error(scale):
     return max(errors)
 
 
-def plainly_read(case):
-    """The case of FP8 with numbers in the place of bytes and their scales, for rows that share scales."""
-    store = case.appended()
-    index, kept = store.chunk_index[0], case.layout.num_kept_chunks
-    lanes = [
-        scale.flatten()[chunks.clamp(min=0)][:, None]
-        for scale, chunks in ((store.key_scale[0], index[:kept]), (store.key_scale[0], index[kept:]))
-    ]
-    heads = [
-        store.value_scale[0][list(heads)][:, None]
-        for heads in (case.layout.value_heads, case.layout.window_heads)
-    ]
-    scales = [lanes[0], heads[0], lanes[1], heads[1]]
-    pools = [pool.float() * scale for pool, scale in zip(store[:4], scales, strict=True)]
-    return StoreTensors(*pools, *store[4:8])
-
-
 @pytest.fixture
-def check(oracle):
+def check():
     """Hold a kernel to the rule in float64: at most twice the error that torch makes in float32."""
 
     def check(actual, case, scale=SCALE, rows=slice(None)):
-        store = case.appended() if case.store.key_scale is None else plainly_read(case)
-        expected = oracle(
-            case.query, store, case.seen, case.pruned, layout=case.layout,
-            sink_size=case.sink_size, softmax_scale=scale,
-        )  # fmt: skip
-        error = (actual - expected).abs()
+        error = (actual - case.expected(scale)).abs()
         if case.valid is not None:
             error = error.masked_fill(~case.valid[:, None, :, None], 0)
         bound = 2 * torchs_error(scale)
@@ -168,41 +146,20 @@ def check(oracle):
     return check
 
 
-def appends(kernels, case):
-    """Whether a case's new tokens end up where they belong, and nothing else changes."""
-    store = case.store.map_memory(torch.clone)
-    kernels.append(case.keys, case.values, store, case.seen, case.valid)
-    pairs = zip(store[:8], case.appended()[:8], strict=True)
-    return all(torch.equal(*(as_numbers(tensor) for tensor in pair)) for pair in pairs)
-
-
-def as_numbers(tensor):
-    """What can be compared: bytes of FP8, and NaN equal to itself."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.nan_to_num(9e9)
-
-
-def of_fp8(case):
-    """The case with one set of scales for all rows, as a checkpoint's are."""
-    store = case.store
-    return replace(
-        case, store=store._replace(key_scale=store.key_scale[:1], value_scale=store.value_scale[:1])
-    )
-
-
 @pytest.mark.parametrize("num_programs", [1, 5])
 @pytest.mark.parametrize("widths", [(0, 16, 32, 64), (1, 63, 17)], ids=str)
 def test_a_cache_of_fp8_follows_the_rule_with_what_it_holds(widths, num_programs, check):
-    case = of_fp8(case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn))
+    case = case_of(widths, DRAFT_ROWS, cache_dtype=torch.float8_e4m3fn).of_one_checkpoint()
     kernels = on_cpu(num_programs, is_fp8=True)
     check(run_case(kernels, case, SCALE), case)
-    assert appends(kernels, case)
+    assert case.is_appended_by(kernels)
 
 
 def test_rows_of_fp8_have_scales_of_their_own():
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, page_sizes=(64, 128), cache_dtype=torch.float8_e4m3fn)
     kernels = on_cpu(7, is_fp8=True)
-    assert appends(kernels, case)
-    expected = case.expected(SCALE, torch.float64)
+    assert case.is_appended_by(kernels)
+    expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -211,7 +168,7 @@ def test_every_number_is_stored_as_torch_stores_it():
     numbers = (torch.arange(1 << 16) << 16).to(torch.int32).view(torch.float32).view(-1, 2, 4, D)
     case = case_of((16, 40), [(4, 0)] * len(numbers), columns=4, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, keys=numbers, values=numbers.flip(0))
-    assert appends(on_cpu(1, is_fp8=True), case)
+    assert case.is_appended_by(on_cpu(1, is_fp8=True))
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 64])
@@ -220,9 +177,9 @@ def test_attention_sinks_take_their_share_once(num_programs):
     case = case_of((0, 16, 40, 64), DRAFT_ROWS, has_sinks=True, cache_dtype=torch.float8_e4m3fn)
     case = replace(case, sinks=4 * case.sinks)
     kernels = on_cpu(num_programs, is_fp8=True, has_sinks=True)
-    expected = case.expected(SCALE, torch.float64)
+    expected = case.expected(SCALE)
     torch.testing.assert_close(run_case(kernels, case, SCALE), expected.float(), rtol=1e-4, atol=1e-5)
-    without = replace(case, sinks=None).expected(SCALE, torch.float64)
+    without = replace(case, sinks=None).expected(SCALE)
     assert (expected - without).norm() > 0.1 * without.norm()
 
 
@@ -232,7 +189,7 @@ def test_append_and_attention_follow_the_rule(widths, num_programs, check):
     case = case_of(widths, ROWS)
     kernels = on_cpu(num_programs)
     check(run_case(kernels, case, SCALE), case)
-    assert appends(kernels, case)
+    assert case.is_appended_by(kernels)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 64, 65, 130])
@@ -256,7 +213,7 @@ def test_several_new_tokens_follow_the_rule(widths, num_programs, check):
     case = case_of(widths, DRAFT_ROWS, columns=4)
     kernels = on_cpu(num_programs)
     check(run_case(kernels, case, SCALE), case)
-    assert appends(kernels, case)
+    assert case.is_appended_by(kernels)
 
 
 def test_padding_among_new_tokens_is_neither_seen_nor_stored(check):
@@ -266,7 +223,7 @@ def test_padding_among_new_tokens_is_neither_seen_nor_stored(check):
     valid[0], valid[1], valid[2], valid[3] = False, torch.tensor([0, 1, 0, 1]), True, False
     case, kernels = case_of((0, 16, 40), rows, columns=4, valid=valid), on_cpu(7)
     check(run_case(kernels, case, SCALE), case)
-    assert appends(kernels, case)
+    assert case.is_appended_by(kernels)
 
 
 @pytest.mark.parametrize(("page_sizes", "columns"), [((64, 128), 1), ((128, 64), 4)], ids=str)

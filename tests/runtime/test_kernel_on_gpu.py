@@ -14,7 +14,7 @@ tilelang = pytest.importorskip("tilelang")
 from runtime import find_kernels_leank  # noqa: E402
 from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
 from runtime.find_kernels_leank import find_kernels  # noqa: E402
-from runtime.fp8_leank import FP8, as_bytes  # noqa: E402
+from runtime.fp8_leank import FP8  # noqa: E402
 from runtime.kernel_key_leank import KernelKey  # noqa: E402
 from runtime.layout_leank import choose_chunk_size  # noqa: E402
 from runtime.self_check_leank import disagreement  # noqa: E402
@@ -74,30 +74,16 @@ def check(
         cache_dtype=cache_dtype,
     )  # fmt: skip
     if cache_dtype is not None:
-        case = case if scales_per_row else of_one_checkpoint(case)
-        assert stores_as_torch(kernels, case)
+        case = case if scales_per_row else case.of_one_checkpoint()
+        assert case.is_appended_by(kernels)
     scale = mask.shape[1] ** -0.5
-    results = [case.expected(scale, torch.float64), run(kernels, case, scale), run(kernels, case, scale)]
+    results = [case.expected(scale), run(kernels, case, scale), run(kernels, case, scale)]
     if valid is not None:
         results = [result.masked_fill(~valid[:, None, :, None], 0) for result in results]
     expected, actual, again = results
     assert not actual.isnan().any() and torch.equal(actual, again)
     error = (actual - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1).clamp(min=1e-30)
     assert (error <= 2 * torchs_own_error(mask, groups, dtype, rows)).all(), error
-
-
-def of_one_checkpoint(case):
-    """The case with one set of scales for all rows."""
-    store = case.store
-    scales = {"key_scale": store.key_scale[:1], "value_scale": store.value_scale[:1]}
-    return replace(case, store=store._replace(**scales))
-
-
-def stores_as_torch(kernels, case):
-    store = case.store.map_memory(torch.clone)
-    kernels.append(case.keys, case.values, store, case.seen, case.valid)
-    pairs = zip(store[:4], case.appended()[:4], strict=True)
-    return all(torch.equal(as_bytes(ours), as_bytes(theirs)) for ours, theirs in pairs)
 
 
 def torchs_own_error(mask, groups, dtype, rows):
@@ -264,7 +250,7 @@ def test_every_number_is_stored_in_fp8_as_torch_stores_it():
         device=torch.device("cuda", 0), cache_dtype=FP8,
     )  # fmt: skip
     kernels = kernels_for(mask, 4, torch.bfloat16, 32, cache_dtype=FP8)
-    assert stores_as_torch(kernels, replace(case, keys=numbers, values=numbers.flip(0)))
+    assert replace(case, keys=numbers, values=numbers.flip(0)).is_appended_by(kernels)
 
 
 @pytest.mark.parametrize("sink", [0, 1, 65])

@@ -1,4 +1,4 @@
-"""Decode attention and turns in plain torch, against the rule stated token by token."""
+"""Decode attention and turns in plain torch, against the naive reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from leank_convert.vllm.attention import view_tables
 from runtime.constants_leank import centre
 from runtime.layout_leank import choose_chunk_size, order_channels
-from runtime.reference_leank import decode_attention
+from runtime.pruned_attention_leank import decode_attention
 from runtime.turns_leank import attend_turn
 from tests.runtime.decode_cases import make_case
 from tests.runtime.tiny_inputs import random_masks
@@ -35,10 +36,9 @@ def case_of(widths, rows, *, columns=1, groups=2, dtype=torch.float32, **change)
 
 def in_store(case, loose=0):
     """Attention once the new tokens are stored."""
-    return decode_attention(
-        case.query, case.appended(), case.seen, case.pruned, layout=case.layout, sink_size=SINK,
-        max_length=int(case.seen.max()) + loose, softmax_scale=SCALE,
-    )  # fmt: skip
+    store = case.appended()
+    view = view_tables(store, case.seen, case.pruned, SINK, int(case.seen.max()) + loose)
+    return decode_attention(case.query, store, view, layout=case.layout, softmax_scale=SCALE)
 
 
 def in_turn(case, kernels=None):
@@ -66,15 +66,11 @@ def torchs_error(dtype):
 
 
 @pytest.fixture
-def check(oracle):
+def check():
     """Hold attention to float64: at most twice the error that torch makes in that dtype."""
 
     def check(case, ours, rows=slice(None)):
-        expected = oracle(
-            case.query, case.appended(), case.seen, case.pruned, layout=case.layout, sink_size=SINK,
-            softmax_scale=SCALE,
-        )  # fmt: skip
-        error = (ours.double() - expected).abs()
+        error = (ours.double() - case.expected(SCALE)).abs()
         if case.valid is not None:
             assert not ours.transpose(1, 2)[~case.valid].any()
             error = error.masked_fill(~case.valid[:, None, :, None], 0)

@@ -6,15 +6,16 @@ import torch
 from leank_convert._runtime.fp8_leank import FP8, as_bytes, quantise
 from leank_convert._runtime.layout_leank import (
     ChunkLayout,
-    StoreTensors,
     choose_chunk_size,
     order_channels,
 )
-from leank_convert._runtime.reference_leank import decode_attention
+from leank_convert._runtime.pruned_attention_leank import decode_attention
+from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import (
     append_by_slot,
     attend_densely,
     gather_tokens,
+    view_tables,
 )
 from leank_convert.vllm.pages import Numbers, numbers_of, view_layer
 
@@ -102,16 +103,8 @@ def test_every_column_sees_what_its_numbers_say(case, num_columns):
     column = torch.arange(num_columns)
     seen = (torch.tensor(LENGTHS)[:, None] - (num_columns - 1) + column).to(torch.int32)
     pruned = torch.stack([column * 4 + 20, column * 0, column * 8]).to(torch.int32)
-    output = decode_attention(
-        query,
-        store,
-        seen,
-        pruned,
-        layout=layout,
-        sink_size=SINK,
-        max_length=max(LENGTHS),
-        softmax_scale=SCALE,
-    )
+    view = view_tables(store, seen, pruned, SINK, max(LENGTHS))
+    output = decode_attention(query, store, view, layout=layout, softmax_scale=SCALE)
     for row in range(3):
         for number in range(num_columns):
             expected = written_out(
@@ -130,11 +123,12 @@ def test_pages_that_were_given_back_are_not_read(case):
     seen, pruned = torch.tensor([[70]], dtype=torch.int32), torch.tensor([[61]], dtype=torch.int32)
     one = store._replace(page_table=store.page_table[:1], window_table=store.window_table[:1])
     query = torch.randn(1, len(layout.widths) * GROUPS, 1, HEAD_DIM)
-    options = {"layout": layout, "sink_size": SINK, "max_length": 70, "softmax_scale": SCALE}
-    before = decode_attention(query, one, seen, pruned, **options)
+    options = {"layout": layout, "softmax_scale": SCALE}
+    view = view_tables(one, seen, pruned, SINK, 70)
+    before = decode_attention(query, one, view, **options)
     for pool in (store.window_keys, store.window_values):
         as_bytes(pool)[store.window_table[0, 1]] = 100  # tokens 32 … 63 are pruned
-    torch.testing.assert_close(decode_attention(query, one, seen, pruned, **options), before)
+    torch.testing.assert_close(decode_attention(query, one, view, **options), before)
 
 
 @pytest.mark.parametrize("num_queries", [70, 9])

@@ -12,10 +12,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from leank_convert._runtime.fp8_leank import FP8, as_bytes
 from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
-from leank_convert._runtime.reference_leank import decode_attention
+from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend
-from leank_convert.vllm.attention import append_by_slot, attend_densely
+from leank_convert.vllm.attention import append_by_slot, attend_densely, view_tables
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.models import coming_block_size
 from leank_convert.vllm.pages import Numbers, numbers_of
@@ -42,16 +42,8 @@ class Kernels:
 
     def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale):
         assert plan.equal(plan_tiles(seen, pruned, sink_size))
-        return decode_attention(
-            query,
-            store,
-            seen,
-            pruned,
-            layout=LAYOUT,
-            sink_size=sink_size,
-            max_length=96,
-            softmax_scale=softmax_scale,
-        )
+        view = view_tables(store, seen, pruned, sink_size, 96)
+        return decode_attention(query, store, view, layout=LAYOUT, softmax_scale=softmax_scale)
 
 
 def make_layer(kernels, is_fp8):

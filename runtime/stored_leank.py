@@ -1,0 +1,256 @@
+"""A layer's memory as append and attention take it: tokens written to its pages, and rows read densely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .codec_leank import Codec
+from .constants_leank import Constants, centre
+from .fp8_leank import as_bytes
+from .layout_leank import ChunkLayout, gather_lanes, head_index
+
+POOLS = ("kept_keys", "values"), ("window_keys", "window_values")
+"""Pools of all tokens, and those of the window; of each the first is of chunks of keys."""
+
+
+class StoreTensors(NamedTuple):
+    """The memory of one layer and what says how to read it, as append and attention take them.
+
+    A page holds P tokens of one row: token i lies in page i // P of its row, at place i % P. Kept channels
+    and V lie in one pool of pages, what only whole tokens need in another, the window, whose pages are used
+    again. The first dimension of the four pools may be strided.
+
+    Attributes:
+        kept_keys: Kept channels of every token `[pages, C, P, E]`.
+        values: V of heads that see pruned tokens `[pages, H_values, P, D]`.
+        window_keys: Dropped channels of whole tokens `[window_pages, C_dropped, P_window, E]`.
+        window_values: V of heads of width 0 `[window_pages, H_window, P_window, D]`.
+        chunk_index: Channel of every lane, `ChunkLayout.chunk_index` `[1 or B, C + C_dropped, E]`, int32.
+        head_table: Where every head's chunks lie, `ChunkLayout.head_table`, int32.
+        page_table: Page of every row's tokens, P at a time, in the first pool `[B, n]`, int32.
+        window_table: The same in the window `[B, n_window]`, int32; of meaning where a token is whole.
+        key_mean: What came off every key `[1 or B, H_kv, D]`, fp32; None for nothing. This and the next two
+            are those of `Constants`.
+        key_scale: What stored keys are multiplied by; None: they are what they are.
+        value_scale: The same of V.
+        coded: Where a pool is two tensors, which no kernel takes: by the pool's name its codec, and the
+            tensor beside that of its name `[pages, G, P, 2]`.
+    """
+
+    kept_keys: torch.Tensor
+    values: torch.Tensor
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+    chunk_index: torch.Tensor
+    head_table: torch.Tensor
+    page_table: torch.Tensor
+    window_table: torch.Tensor
+    key_mean: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    coded: Mapping[str, tuple[Codec, torch.Tensor]] | None = None
+
+    @property
+    def constants(self) -> Constants:
+        """What keys and values are stored by."""
+        return Constants(self.key_mean, self.key_scale, self.value_scale)
+
+    def parts(self, name: str) -> tuple[Codec, tuple[torch.Tensor, ...]]:
+        """Return a pool's codec and its tensors, FP8 as bytes, by the pool's name."""
+        pool: torch.Tensor = getattr(self, name)
+        if self.coded is None:
+            return Codec(pool.dtype), (as_bytes(pool),)
+        codec, beside = self.coded[name]
+        return codec, (pool, beside)
+
+    def read(self, name: str, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `pick` takes of a pool: its numbers, without scales per channel.
+
+        Args:
+            name: The pool's.
+            pick: What to take `[…, chunks or heads, …, bytes]`; chunks or heads stay the second dimension.
+        """
+        codec, parts = self.parts(name)
+        return codec.read(*map(pick, parts))
+
+    def lanes(self, name: str) -> torch.Tensor:
+        """Return the channel of every lane of a pool of keys `[1 or B, chunks, E]`, -1 of padding."""
+        num_kept = self.kept_keys.shape[1]
+        return self.chunk_index[:, :num_kept] if name == "kept_keys" else self.chunk_index[:, num_kept:]
+
+    def encode(
+        self, name: str, states: torch.Tensor, layout: ChunkLayout, rows: torch.Tensor | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return keys or values as a pool takes them, beside the tensors it is made of.
+
+        Args:
+            name: The pool's.
+            states: `[N, S, H_kv, D]`, of N rows, or of pages of these `rows`.
+            layout: How the channels are cut into chunks.
+            rows: See `states`.
+
+        Returns:
+            Tensors of the pool `[pages, m, P, n]`, and what they are to hold `[N, S, m, n]`.
+        """
+        codec, parts = self.parts(name)
+        constants = self.constants if rows is None else self.constants.take(rows)
+        key_mean, *scales = (None if own is None else own[:, None] for own in constants)
+        if name.endswith("keys"):
+            index = self.lanes(name)
+            if rows is not None and len(index) > 1:
+                index = index[rows]
+            gather = codec.gather if layout.has_padded_lanes else gather_lanes
+            numbers = gather(codec.round(centre(states, key_mean), scales[0]).flatten(2), index)
+        else:
+            heads = layout.value_heads if name == "values" else layout.window_heads
+            numbers = codec.round(states, scales[1])[:, :, head_index(heads, len(layout.widths))]
+        return zip(parts, codec.pack(numbers), strict=True)
+
+    def write(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: ChunkLayout,
+        places: tuple[torch.Tensor, torch.Tensor],
+        window_places: tuple[torch.Tensor, torch.Tensor],
+        entering: Any = ...,
+    ) -> None:
+        """Write tokens to pages, in place.
+
+        Args:
+            keys: `[N, S, H_kv, D]`, of N rows; constants and channels are each row's own, or all rows'.
+            values: `[N, S, H_kv, D]`.
+            layout: How the channels are cut into chunks.
+            places: Page of every token, and place in it, each `[N, S]`.
+            window_places: The same in the window, of tokens that enter it.
+            entering: What selects these among all.
+        """
+        regions = zip(POOLS, (places, window_places), (..., entering), strict=True)
+        for names, (page, place), which in regions:
+            for name, states in zip(names, (keys, values), strict=True):
+                if getattr(self, name).shape[1]:
+                    for part, numbers in self.encode(name, states, layout):
+                        part[page, :, place] = numbers[which]
+
+    def rounded(
+        self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
+        (num_rows, num_tokens), device = keys.shape[:2], keys.device
+
+        def scratch(pool: torch.Tensor) -> torch.Tensor:
+            return pool.new_zeros(num_rows, pool.shape[1], num_tokens, pool.shape[3])
+
+        # A page for every row's tokens.
+        page, place = torch.meshgrid(
+            torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device), indexing="ij"
+        )
+        coded = self.coded and {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
+        store = self.map_memory(scratch)
+        store = store._replace(page_table=page[:, :1], window_table=page[:, :1], coded=coded)
+        store.write(keys, values, layout, (page, place), (page, place))
+        rows = (StoredRow(store, layout, row, num_tokens, 0, 0).dense(keys.dtype) for row in range(num_rows))
+        read_keys, read_values = zip(*rows, strict=True)
+        return torch.stack(read_keys), torch.stack(read_values)
+
+    def map_memory(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoreTensors:
+        """Return the same layout with `change` made to K and V of all regions."""
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in self._fields[:4]}
+        return self._replace(**changed)
+
+
+class StoredRow:
+    """One row of a store, to be read densely.
+
+    Attributes:
+        store: The store.
+        layout: How the channels are cut into chunks.
+        row: The row's number.
+        length: Its tokens.
+        pruned: Pruned ones among them.
+        sink_size: Tokens at the front that are never pruned.
+    """
+
+    def __init__(
+        self, store: StoreTensors, layout: ChunkLayout, row: int, length: int, pruned: int, sink_size: int
+    ) -> None:
+        self.store, self.layout, self.sink_size = store, layout, sink_size
+        self.row, self.length, self.pruned = row, length, pruned
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """Numbers of whole tokens `[w]`."""
+        device, recent = self.store.window_keys.device, self.sink_size + self.pruned
+        sink = torch.arange(min(self.length, self.sink_size), device=device)
+        return torch.cat([sink, torch.arange(min(recent, self.length), self.length, device=device)])
+
+    def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of all heads, each `[length, H_kv, D]`: zeros in the place of what is pruned."""
+        layout, device = self.layout, self.whole.device
+        keys, values = self.store.values.new_zeros(
+            2, self.length, len(layout.widths), layout.head_dim, dtype=dtype
+        )
+        every = torch.arange(self.length, device=device)
+        for heads, tokens in ((layout.value_heads, every), (layout.window_heads, self.whole)):
+            if heads:
+                place = tokens[:, None], torch.tensor(heads, device=device)
+                keys[place], values[place] = self.seen_by(heads, dtype)
+        return keys, values
+
+    def seen_by(self, heads: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what some heads see: K, zeros where channels are pruned, and V.
+
+        Args:
+            heads: The layout's `value_heads`, which see all tokens, or its `window_heads`, which see whole
+                ones.
+            dtype: Of the result.
+
+        Returns:
+            Each `[tokens, heads, D]`.
+        """
+        layout, see_all = self.layout, heads is self.layout.value_heads
+        select = head_index(heads, len(layout.widths))
+        num_tokens = self.length if see_all else len(self.whole)
+        num_channels = len(layout.widths) * layout.head_dim
+        size = (num_tokens, num_channels + layout.has_padded_lanes)  # the last takes lanes of padding
+        keys = self.store.kept_keys.new_zeros(size, dtype=dtype)
+        if see_all:
+            self._put(keys, "kept_keys")
+        self._put(keys, "window_keys", self.whole if see_all else None)
+        keys = keys[:, :num_channels].view(num_tokens, len(layout.widths), layout.head_dim)[:, select]
+        values = self._take("values" if see_all else "window_values").to(dtype)
+        for states, scale in ((keys, self.store.key_scale), (values, self.store.value_scale)):
+            if scale is not None:
+                states.mul_(self._own(scale)[select])
+        return keys, values
+
+    def _own(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the row's of what is `[1 or B, …]`."""
+        return states[self.row if len(states) > 1 else 0]
+
+    def _put(self, keys: torch.Tensor, name: str, tokens: torch.Tensor | None = None) -> None:
+        """Put what a pool holds of tokens where its channels are in keys `[n, H_kv * D or one more]`."""
+        channels = self._own(self.store.lanes(name)).flatten().long()
+        channels = torch.where(channels < 0, keys.shape[1] - 1, channels)
+        lanes = self._take(name).flatten(1).to(keys.dtype)
+        if tokens is None:
+            keys.index_copy_(1, channels, lanes)
+        else:
+            keys[tokens[:, None], channels] = lanes
+
+    def _take(self, name: str) -> torch.Tensor:
+        """Copy the row's tokens of a pool, of the window's whole ones `[tokens, m, n]`."""
+        page_size = getattr(self.store, name).shape[2]
+        if name in POOLS[0]:
+            pages = self.store.page_table[self.row, : -(-self.length // page_size)].long()
+
+            def pick(pool: torch.Tensor) -> torch.Tensor:
+                return pool.index_select(0, pages).transpose(1, 2).flatten(0, 1)[: self.length]
+
+            return self.store.read(name, pick)
+        pages = self.store.window_table[self.row].long()[self.whole // page_size]
+        return self.store.read(name, lambda pool: pool[pages, :, self.whole % page_size])
