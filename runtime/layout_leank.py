@@ -154,8 +154,9 @@ def head_index(heads: tuple[int, ...], num_heads: int) -> Heads:
     """Return what selects these heads of `num_heads`, without a copy where that is possible."""
     if len(heads) == num_heads:
         return slice(None)
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return slice(heads[0], heads[-1] + 1)
+    first = heads[0] if heads else 0
+    if heads == tuple(range(first, first + len(heads))):
+        return slice(first, first + len(heads))
     return list(heads)
 
 

@@ -144,7 +144,7 @@ def _sum_chunks(partial: torch.Tensor, layout: ChunkLayout, *, kept: bool) -> to
         if per_head:
             chunks = partial[:, start : start + num_heads * per_head].view(shape)
             # Far quicker than `sum` where a head has few of them.
-            parts.append(functools.reduce(torch.add, chunks.unbind(2)))
+            parts.append(functools.reduce(torch.add, (chunks.select(2, place) for place in range(per_head))))
         elif not kept:
             parts.append(partial.new_zeros(shape[:2] + shape[3:]))
         start += num_heads * per_head

@@ -191,9 +191,8 @@ class StoredRow:
     def dense(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all heads, each `[length, H_kv, D]`: zeros in the place of what is pruned."""
         layout, device = self.layout, self.whole.device
-        keys, values = self.store.values.new_zeros(
-            2, self.length, len(layout.widths), layout.head_dim, dtype=dtype
-        )
+        size = (self.length, len(layout.widths), layout.head_dim)
+        keys, values = (self.store.values.new_zeros(size, dtype=dtype) for _ in range(2))
         every = torch.arange(self.length, device=device)
         for heads, tokens in ((layout.value_heads, every), (layout.window_heads, self.whole)):
             if heads:

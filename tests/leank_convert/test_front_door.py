@@ -35,8 +35,8 @@ def test_importing_the_package_loads_no_library():
 
 
 def test_an_unknown_name_is_an_attribute_error_as_of_any_module():
-    with pytest.raises(AttributeError, match="no attribute `prune`"):
-        leank_convert.prune  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute `compress`"):
+        leank_convert.compress  # noqa: B018
 
 
 @pytest.mark.parametrize(
