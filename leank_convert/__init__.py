@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from leank_convert.methods.make import train_mask, train_masks
     from leank_convert.methods.measured_cache import measure_cache
     from leank_convert.onnx import export_onnx
+    from leank_convert.prune import prune_model
     from leank_convert.recipe import Recipe
     from leank_convert.recipe_file import load_recipe
     from leank_convert.verify import verify_checkpoint
@@ -34,6 +35,7 @@ __all__ = [
     "load_mask",
     "load_recipe",
     "measure_cache",
+    "prune_model",
     "train_mask",
     "train_masks",
     "verify_checkpoint",
@@ -48,6 +50,7 @@ _HOMES = {
     "load_mask": "mask",
     "load_recipe": "recipe_file",
     "measure_cache": "methods.measured_cache",
+    "prune_model": "prune",
     "train_mask": "methods.make",
     "train_masks": "methods.make",
     "verify_checkpoint": "verify",

@@ -43,6 +43,7 @@ RANKS = [
     {"data", "report"},
     {"train", "methods.*", "export", "vllm"},
     {"onnx", "trust"},
+    {"prune"},
     {"convert", "estimate", "verify", "inspection", "evaluate", "analyze", "warmup"},
     {"cli"},
     {"__main__"},
@@ -87,16 +88,17 @@ WITHOUT_TORCH = [
     "__init__",
 ]
 # The wall is one-way: the toolkit reads and writes checkpoints by these files of the runtime, and the runtime
-# never imports the toolkit. An engine runs no checkpoint's code, so its plugin takes the whole runtime.
+# never imports the toolkit. An engine runs no checkpoint's code, and a model that is pruned in memory has
+# none: the plugin and `prune_model` take the whole runtime.
 PURE_RUNTIME = {"configuration_leank", "fp8_leank", "tools", "windows_leank"}
-IMPORTS_RUNTIME = "vllm"
+IMPORTS_RUNTIME = {"vllm", "prune"}
 RUNTIME_LIBRARIES = {"torch", "transformers", "safetensors"}  # the last comes with transformers
 # May be absent; transformers asks for whatever remote code imports outside `try`.
 OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_000, "runtime": 9_150, "tests": 32_450, "bin": 7_800}
+BUDGETS = {"leank_convert": 25_900, "runtime": 9_150, "tests": 30_500, "bin": 7_800}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))
@@ -175,7 +177,7 @@ def test_toolkit_modules_import_only_their_own_layer_and_lower_ones(path):
             continue
         if imported == "_runtime":
             name = module.rpartition(".")[2]
-            assert component == IMPORTS_RUNTIME or name in PURE_RUNTIME, f"`{name}` is not for the toolkit"
+            assert component in IMPORTS_RUNTIME or name in PURE_RUNTIME, f"`{name}` is not for the toolkit"
             continue
         assert _rank(imported) <= _rank(component), f"`{component}` is below `{imported}`"
         pair = {component, imported}
