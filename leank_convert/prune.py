@@ -7,7 +7,7 @@ any order. So adapters and quantized weights stay what they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,17 +56,51 @@ def prune_model(
         LeanKError: If it is no such model, is pruned already, is spread over devices, or the mask cannot be
             read or is not made for it.
     """
+    undo = apply_mask(
+        model,
+        mask,
+        pruning_ratio=pruning_ratio,
+        sink_size=sink_size,
+        recent_size=recent_size,
+        flush_size=flush_size,
+    )
+    try:
+        yield model
+    finally:
+        undo()
+
+
+def apply_mask(
+    model: Any,
+    mask: ChannelMask | str | os.PathLike[str] | None,
+    *,
+    pruning_ratio: float | None = None,
+    **sizes: int | None,
+) -> Callable[[], None]:
+    """Let a loaded model decode from a pruned cache.
+
+    Args:
+        model: As for `prune_model`, like the others.
+        mask: Which channels are kept.
+        pruning_ratio: Which of several packaged masks.
+        **sizes: Of the windows, by their names.
+
+    Returns:
+        What makes the model as it was.
+
+    Raises:
+        LeanKError: As `prune_model`; the model is then as it was.
+    """
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
     mask, origin = _find_mask(mask, name, pruning_ratio)
     check_mask_fits(mask, facts, mask_origin=origin, model_origin=name)
     known = mask.provenance or MaskProvenance.for_model(name, facts, method="imported", **Windows().sizes)
-    given = {"sink_size": sink_size, "recent_size": recent_size, "flush_size": flush_size}
-    sizes = {key: getattr(known, key) if size is None else size for key, size in given.items()}
+    given = {key: size for key, size in sizes.items() if size is not None}
+    windows = Windows(**{**{key: getattr(known, key) for key in Windows().sizes}, **given})
     orders = tuple(tuple(range(facts.num_key_value_heads)) for _ in facts.layers)
-    block = build_leank_facts(
-        mask, known, HeadLayout(orders, tuple(map(tuple, mask.widths))), Windows(**sizes), {}
-    )
+    layout = HeadLayout(orders, tuple(map(tuple, mask.widths)))
+    block = build_leank_facts(mask, known, layout, windows, {})
     means = None if mask.key_mean is None else [own.float()[None] for own in mask.key_mean]
 
     attention, joined = model.config._attn_implementation, _joined(model)
@@ -74,15 +108,16 @@ def prune_model(
     model.config.leank, model.key_means, model.graph_memory = block, means, GraphMemory()
     model.config._attn_implementation = ATTENTION_NAME
     hook = model.register_state_dict_post_hook(own_storages)
-    try:
-        yield model
-    finally:
+
+    def undo() -> None:
         hook.remove()
         model.__class__ = stock
         del model.config.leank, model.key_means, model.graph_memory
         model.config._attn_implementation = attention
         for parameter in _joined(model) - joined:  # which decoding laid side by side
             parameter.data = parameter.data.clone()
+
+    return undo
 
 
 def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:

@@ -14,6 +14,7 @@ from leank_convert.cli.options import (
     also_option,
     checkpoint_argument,
     device_option,
+    evaluated_mask_option,
     json_option,
     print_result,
     recipe_option,
@@ -25,6 +26,7 @@ from leank_convert.cli.options import (
 
 @click.command(short_help="Compare a checkpoint's pruned answers with its dense ones.")
 @checkpoint_argument
+@evaluated_mask_option
 @click.option(
     "--against", metavar="MODEL", help="Compare with this model, checkpoint or ONNX folder instead."
 )
@@ -102,6 +104,7 @@ def evaluate(
 
 @click.command(short_help="Compare next-token distributions on a text.")
 @checkpoint_argument
+@evaluated_mask_option
 @click.option(
     "--text",
     "text_file",

@@ -38,6 +38,11 @@ out_option = click.option(
 )
 checkpoint_argument = click.argument("checkpoint", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to stdout.")
+evaluated_mask_option = click.option(
+    "--mask",
+    metavar="FILE|ID|NAME",
+    help="CHECKPOINT is a model, which is pruned by this mask in memory; nothing is exported.",
+)
 recipe_option = click.option(
     "--recipe", "recipe_name", metavar="NAME|FILE", help="Packaged recipe or YAML file. Default: the model's."
 )

@@ -22,6 +22,7 @@ __all__ = ["evaluate_checkpoint"]
 def evaluate_checkpoint(
     checkpoint: str | Path,
     *,
+    mask: str | Path | None = None,
     recipe: Recipe | str | Path | None = None,
     overrides: Sequence[str] = (),
     tasks: Sequence[str] = (),
@@ -42,7 +43,9 @@ def evaluate_checkpoint(
     """Compare a checkpoint's pruned answers with those of its own weights in the stock class.
 
     Args:
-        checkpoint: A folder that `export` wrote.
+        checkpoint: A folder that `export` wrote; with `mask`, a model: a folder, a hub id, or `testbed`.
+        mask: What to prune the model by, in memory: a mask's file, the folder of a training run, a hub id,
+            or the name of a packaged mask. Nothing is written.
         recipe: Held-out samples of its data are asked: a recipe, its name or file; None for that of the
             training run beside the checkpoint, or else of its model.
         overrides: Changes to a recipe that is read from a file, `key=value`.
@@ -71,15 +74,16 @@ def evaluate_checkpoint(
         progress: Whether to draw a progress bar to stderr.
 
     Raises:
-        LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, there is no
-            such recipe or task, arguments contradict each other, prompts cannot be drawn for its tokenizer,
-            all of them are too short for anything to be pruned, `against` has another tokenizer, `out` holds
-            answers of another evaluation, or memory does not suffice.
+        LeanKError: If `checkpoint` is no LeanK checkpoint or holds other code than a release's, the mask is
+            not made for the model, there is no such recipe or task, arguments contradict each other, prompts
+            cannot be drawn for its tokenizer, all of them are too short for anything to be pruned, `against`
+            has another tokenizer, `out` holds answers of another evaluation, or memory does not suffice.
     """
     from leank_convert.evaluate.request import EvaluationRequest, resolve_evaluation
 
     request = EvaluationRequest(
         Path(checkpoint),
+        mask=mask,
         recipe=recipe,
         overrides=overrides,
         tasks=tasks,

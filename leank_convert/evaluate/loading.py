@@ -15,18 +15,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from leank_convert._runtime.configuration_leank import read_settings
 from leank_convert._runtime.fp8_leank import SCALE_NAMES
-from leank_convert.architectures import ModelFacts
+from leank_convert.architectures import ModelFacts, read_model_facts
 from leank_convert.checkpoint_io import (
     CONFIG_NAME,
     open_checkpoint,
+    read_config,
     read_leank_config,
     read_leank_facts,
 )
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.families import Architecture
+from leank_convert.hub import resolve_model
 from leank_convert.kv_scales import check_scale_tensors
 from leank_convert.leank_block import read_block
+from leank_convert.prune import apply_mask
 from leank_convert.tokenizer import load_tokenizer
 from leank_convert.trust import check_code
 from leank_convert.windows import Windows
@@ -54,13 +58,19 @@ class EvaluatedModel:
         return None if means is None else torch.cat(means)
 
 
-def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = False) -> EvaluatedModel:
+def load_evaluated(
+    checkpoint: Path, device: torch.device, *, mask: str | Path | None = None, trust: bool = False
+) -> EvaluatedModel:
     """Load a checkpoint, and its dense twin on the same memory; `trust` runs whatever code it holds.
+
+    With `mask`, `checkpoint` is a model, which is pruned in memory.
 
     Raises:
         LeanKError: If it is no LeanK checkpoint, holds other code than a release's, a shard of it is damaged,
-            or it has no tokenizer.
+            it has no tokenizer, or the mask is not made for it.
     """
+    if mask is not None:
+        return _load_pruned(checkpoint, mask, device)
     check_code(checkpoint, trust=trust)
     config, leank = read_leank_config(checkpoint)
     facts = read_leank_facts(config, checkpoint)
@@ -73,6 +83,26 @@ def load_evaluated(checkpoint: Path, device: torch.device, *, trust: bool = Fals
     model = load_model(checkpoint, device, trust_remote_code=True)
     dense = _as_stock(model, facts.architecture)
     return EvaluatedModel(model, dense, tokenizer, leank, facts, settings.channel_masks, windows)
+
+
+def _load_pruned(model: Path, mask: str | Path, device: torch.device) -> EvaluatedModel:
+    folder = resolve_model(model)
+    config = read_config(folder)
+    if "leank" in config:
+        raise LeanKError(
+            f"`{model}` is a checkpoint, which has its mask, and `{mask}` is another",
+            hint="leave the mask out, or name the original model",
+        )
+    facts = read_model_facts(config, origin=str(folder / CONFIG_NAME))
+    tokenizer = load_tokenizer(folder, model)
+    loaded = load_model(folder, device, trust_remote_code=False)
+    dense = _as_stock(loaded, facts.architecture)
+    apply_mask(loaded, mask)
+    settings = read_settings(loaded.config)
+    windows = Windows(**vars(settings.windows))
+    return EvaluatedModel(
+        loaded, dense, tokenizer, loaded.config.leank, facts, settings.channel_masks, windows
+    )
 
 
 def load_model(folder: Path, device: torch.device, *, trust_remote_code: bool) -> Any:

@@ -37,6 +37,7 @@ class EvaluationRequest:
     """An evaluation as it is asked for; the attributes are `evaluate_checkpoint`'s parameters."""
 
     checkpoint: Path
+    mask: str | Path | None = None
     recipe: Recipe | str | Path | None = None
     overrides: Sequence[str] = ()
     tasks: Sequence[str] = ()
@@ -88,7 +89,8 @@ def resolve_evaluation(request: EvaluationRequest) -> Evaluation:
     check_names(request.also or ())
     if request.out is not None:
         _refuse_foreign_results(check_folder(request.out))
-    read_leank_config(request.checkpoint)  # what is no checkpoint is refused as such
+    if request.mask is None:
+        read_leank_config(request.checkpoint)  # what is no checkpoint is refused as such
     also = request.also
     if also is None:
         also = (WINDOW,) if source == HELD_OUT else ()
@@ -152,9 +154,10 @@ def _choose_recipe(request: EvaluationRequest) -> Recipe:
     found = find_recipe(request.recipe, None, run=checkpoint, overrides=overrides)
     if found is not None:
         return found
-    from leank_convert.mask import MASK_FILE_NAME, load_mask  # imports torch
+    from leank_convert.mask import MASK_FILE_NAME, load_mask, resolve_mask  # imports torch
 
-    mask_file = checkpoint / MASK_FILE_NAME
+    mask_file = checkpoint / MASK_FILE_NAME if request.mask is None else resolve_mask(request.mask)
     provenance = load_mask(mask_file).provenance if mask_file.exists() else None
-    model = provenance.model if provenance else None
+    unmade = None if request.mask is None else checkpoint
+    model = provenance.model if provenance else unmade
     return require_recipe(None, model, run=checkpoint, overrides=overrides)

@@ -23,11 +23,19 @@ from leank_convert.evaluate.comparison import CacheBytes, Comparison, UsedBytes,
 from leank_convert.evaluate.loading import EvaluatedModel, check_length, load_evaluated, warn_of_positions
 from leank_convert.evaluate.names import PRUNED
 from leank_convert.evaluate.prompt import Prompt, held_out_prompts
-from leank_convert.evaluate.request import GSM_INFINITE, LONGBENCH, MEASURES, Evaluation
+from leank_convert.evaluate.request import (
+    GSM_INFINITE,
+    LONGBENCH,
+    MEASURES,
+    Evaluation,
+    EvaluationRequest,
+)
 from leank_convert.evaluate.ruler import draw_prompts
 from leank_convert.evaluate.variants import Dense, Masked, Variant, find_variants
 from leank_convert.files import sha256_of
 from leank_convert.folders import LOCK_NAME, locked
+from leank_convert.hub import resolve_model
+from leank_convert.mask import resolve_mask
 from leank_convert.progress import progress_bar
 
 _logger = logging.getLogger("leank_convert")
@@ -45,7 +53,7 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
     request = evaluation.request
     checkpoint, out = request.checkpoint, request.out
     device = choose_device(request.device)
-    evaluated = load_evaluated(checkpoint, device, trust=request.trust)
+    evaluated = load_evaluated(checkpoint, device, mask=request.mask, trust=request.trust)
     leank, tokenizer = evaluated.leank, evaluated.tokenizer
     prompts = _draw(evaluation, evaluated)
     num_whole = _check_lengths(prompts, evaluated, checkpoint)
@@ -58,7 +66,7 @@ def run_evaluation(evaluation: Evaluation) -> Comparison:
     names = [variant.name for variant in variants]
     # Of two that ask the same prompts, each would miss what the other has answered.
     with nullcontext() if out is None else locked(out / LOCK_NAME, f"another evaluation writes to `{out}`"):
-        log = AnswerLog(out, {} if out is None else _identify(checkpoint, opponent))
+        log = AnswerLog(out, {} if out is None else _identify(request, opponent))
         longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
         cache, used = _measure(evaluated, longest, variants)
         num_answers = len(prompts) * (len(names) + (opponent is not None))
@@ -132,13 +140,21 @@ def _measure(
     return pruned, used
 
 
-def _identify(checkpoint: Path, opponent: Path | None) -> dict[str, str | None]:
+def _identify(request: EvaluationRequest, opponent: Path | None) -> dict[str, str | None]:
     """Digests of what an evaluation's answers are of."""
+    checkpoint, mask = request.checkpoint, request.mask
 
     def digest(folder: Path) -> str:
         return sha256_of(*(path for pattern in _DIGESTED for path in sorted(folder.glob(pattern))))[:16]
 
-    return {"checkpoint": digest(checkpoint), "against": None if opponent is None else digest(opponent)}
+    against = None if opponent is None else digest(opponent)
+    if mask is None:
+        return {"checkpoint": digest(checkpoint), "against": against}
+    return {
+        "model": digest(resolve_model(checkpoint)),
+        "mask": sha256_of(resolve_mask(mask))[:16],
+        "against": against,
+    }
 
 
 def _check_lengths(prompts: Sequence[Prompt], evaluated: EvaluatedModel, checkpoint: Path) -> int:

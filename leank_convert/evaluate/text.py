@@ -140,6 +140,7 @@ def evaluate_text(
     *,
     prefix_tokens: int,
     num_tokens: int = NUM_TOKENS,
+    mask: str | Path | None = None,
     also: Sequence[str] = (),
     out: str | Path | None = None,
     device: str | torch.device | None = None,
@@ -149,10 +150,11 @@ def evaluate_text(
     """Compare a checkpoint's predictions on a text with those of its own weights in the stock class.
 
     Args:
-        checkpoint: A folder that `export` wrote.
+        checkpoint: A folder that `export` wrote; with `mask`, a model.
         text_file: Plain text in UTF-8.
         prefix_tokens: The first tokens, which are prefilled.
         num_tokens: How many of those after them are fed at most, a decode step each.
+        mask: What to prune the model by, in memory, as for `evaluate_checkpoint`.
         also: What else is compared, see `find_variants`.
         out: Where the numbers are left as JSON, and a figure.
         device: Default: CUDA if there is any, else the CPU.
@@ -168,7 +170,7 @@ def evaluate_text(
     if out is not None:
         check_folder(out)
     text = _read_text(Path(text_file))
-    evaluated = load_evaluated(Path(checkpoint), choose_device(device), trust=trust)
+    evaluated = load_evaluated(Path(checkpoint), choose_device(device), mask=mask, trust=trust)
     variants: list[Variant] = [Masked(PRUNED), *find_variants(also, evaluated)]
     result = compare_text(
         evaluated,

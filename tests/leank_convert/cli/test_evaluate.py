@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from leank_convert.errors import LeanKError
 from leank_convert.evaluate import evaluate_checkpoint
 from leank_convert.export import export_checkpoint
 from leank_convert.files import read_json
-from leank_convert.mask import ChannelMask
+from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from tests.checks import done, rejected, run
 from tests.tiny_families import tiny_llama
 
@@ -50,6 +51,33 @@ def test_rulers_tasks_are_answered_scored_and_kept(writer, tmp_path):
     texts = {name: [a["text"] for a in answers if a["variant"] == name] for name in ("dense", "pruned")}
     assert texts["dense"] != texts["pruned"]
     assert json.loads((tmp_path / "results" / "results.json").read_text()) == facts
+
+
+def test_a_mask_loses_of_its_model_what_it_loses_as_a_checkpoint(writer, tmp_path):
+    source, out, text = writer.parent / "source", tmp_path / "results", tmp_path / "text.txt"
+    text.write_text("The quick courier left parcel 77 in the hall. " * 10)
+    asked = ["--task", "niah_single_1", "--length", 1200, "-n", 2, "--also", "leank+fp8", "--json"]
+    fed = ["--text", text, "--prefix-tokens", 100, "--num-tokens", 20, "--json"]
+    by_mask = [source, "--mask", writer]
+    expected, found = (json.loads(done("evaluate", *named, *asked)) for named in ([writer], by_mask))
+    assert found == {**expected, "checkpoint": str(source)}
+    expected, found = (json.loads(done("evaluate-text", *named, *fed)) for named in ([writer], by_mask))
+    kl, kl_found = (told["variants"]["pruned"]["mean"]["kl"] for told in (expected, found))
+    assert kl > 0.1 and kl_found == pytest.approx(kl, rel=1e-4)  # heads in another order round otherwise
+    before = sorted(source.iterdir())
+    done("evaluate", source, "--mask", writer, *asked, "-o", out)
+    assert sorted(source.iterdir()) == before
+    made = load_mask(writer / MASK_FILE_NAME)
+    every = replace(made, channel_mask=torch.ones_like(made.channel_mask))
+    save_mask(every, tmp_path / "every.safetensors")
+    told = rejected("evaluate", source, "--mask", tmp_path / "every.safetensors", *asked, "-o", out)
+    assert "`mask`" in told
+    check_remedy(told)
+    told = rejected("evaluate", writer, "--mask", tmp_path / "every.safetensors", *asked)
+    assert "is a checkpoint, which has its mask" in told
+    check_remedy(told)
+    save_mask(ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool)), tmp_path / "other.safetensors")
+    check_remedy(rejected("evaluate", source, "--mask", tmp_path / "other.safetensors", *asked))
 
 
 def test_a_text_is_compared_token_by_token(writer, tmp_path, monkeypatch):
