@@ -32,7 +32,6 @@ def prune_model(
     model: Any,
     mask: ChannelMask | str | os.PathLike[str] | None = None,
     *,
-    pruning_ratio: float | None = None,
     sink_size: int | None = None,
     recent_size: int | None = None,
     flush_size: int | None = None,
@@ -43,8 +42,7 @@ def prune_model(
         model: A causal language model of transformers' own class, adapters in place or not. Its `generate`
             takes what that of a checkpoint takes, `kv_dtype` among it.
         mask: A mask, its file, the folder of a training run or checkpoint, a hub id, or the name of a
-            packaged mask; None for the packaged one of the model.
-        pruning_ratio: Which of several packaged masks; by default the only one, else that for 0.7.
+            packaged mask; None for the packaged one of the model, of several that for 0.7.
         sink_size: First tokens that keep every channel; by default the mask's, else 128.
         recent_size: Last tokens that keep every channel; by default the mask's, else 1024.
         flush_size: Tokens that leave the recent window at once; by default the mask's, else 32.
@@ -56,14 +54,7 @@ def prune_model(
         LeanKError: If it is no such model, is pruned already, is spread over devices, or the mask cannot be
             read or is not made for it.
     """
-    undo = apply_mask(
-        model,
-        mask,
-        pruning_ratio=pruning_ratio,
-        sink_size=sink_size,
-        recent_size=recent_size,
-        flush_size=flush_size,
-    )
+    undo = apply_mask(model, mask, sink_size=sink_size, recent_size=recent_size, flush_size=flush_size)
     try:
         yield model
     finally:
@@ -71,18 +62,13 @@ def prune_model(
 
 
 def apply_mask(
-    model: Any,
-    mask: ChannelMask | str | os.PathLike[str] | None,
-    *,
-    pruning_ratio: float | None = None,
-    **sizes: int | None,
+    model: Any, mask: ChannelMask | str | os.PathLike[str] | None, **sizes: int | None
 ) -> Callable[[], None]:
     """Let a loaded model decode from a pruned cache.
 
     Args:
-        model: As for `prune_model`, like the others.
-        mask: Which channels are kept.
-        pruning_ratio: Which of several packaged masks.
+        model: As for `prune_model`.
+        mask: As for `prune_model`.
         **sizes: Of the windows, by their names.
 
     Returns:
@@ -93,7 +79,7 @@ def apply_mask(
     """
     stock, facts = _check_model(model)
     name = model.config.name_or_path or stock.__name__
-    mask, origin = _find_mask(mask, name, pruning_ratio)
+    mask, origin = _find_mask(mask, name)
     check_mask_fits(mask, facts, mask_origin=origin, model_origin=name)
     known = mask.provenance or MaskProvenance.for_model(name, facts, method="imported", **Windows().sizes)
     given = {key: size for key, size in sizes.items() if size is not None}
@@ -149,13 +135,11 @@ def _check_model(model: Any) -> tuple[type[Any], ModelFacts]:
     return stock, facts
 
 
-def _find_mask(
-    mask: ChannelMask | str | os.PathLike[str] | None, name: str, pruning_ratio: float | None
-) -> tuple[ChannelMask, str]:
+def _find_mask(mask: ChannelMask | str | os.PathLike[str] | None, name: str) -> tuple[ChannelMask, str]:
     """Return a mask and what messages call it."""
     if isinstance(mask, ChannelMask):
         return mask, "mask"
-    path = find_packaged(name, pruning_ratio) if mask is None else resolve_mask(mask, pruning_ratio)
+    path = find_packaged(name, None) if mask is None else resolve_mask(mask)
     if path is None:
         raise LeanKError(f"no packaged mask for `{name}`", hint="pass one as `mask`")
     return load_mask(path), str(path)
