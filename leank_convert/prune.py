@@ -1,7 +1,7 @@
 """A model that transformers has loaded, pruned in memory for as long as a `with` block runs.
 
 Nothing is written and no weight changes: an export sorts heads by their widths, and the runtime reads them in
-any order. So adapters and quantized weights stay what they are.
+any order. So adapters of the model fit as they are.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class ChunkStore:
         for names, runs in zip(POOLS, tables.pool_runs, strict=True):
             pools.append([])
             for name in names:
-                for suffix, part in zip(("", _BESIDE), self.codecs[name].tensors_of(*sizes[name])):  # noqa: B905
-                    rows, width, stored = part
+                parts = self.codecs[name].tensors_of(*sizes[name])
+                for suffix, (rows, width, stored) in zip(("", _BESIDE), parts, strict=False):
                     size = (sum(runs), rows, tables.page_size, width)
                     setattr(self, name + suffix, torch.zeros(size, dtype=stored, device=device))
                     pools[-1].append(name + suffix)

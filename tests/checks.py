@@ -30,7 +30,9 @@ def rejected(*arguments):
 
 def failed(folder, source=None):
     """What `verify` finds wrong with a checkpoint, by the names of its checks."""
-    return {check.name: check.detail for check in verify_checkpoint(folder, source).checks if not check.ok}
+    report = verify_checkpoint(folder, source)
+    assert report.ok == all(check.ok for check in report.checks)
+    return {check.name: check.detail for check in report.checks if not check.ok}
 
 
 def facts_of(folder):

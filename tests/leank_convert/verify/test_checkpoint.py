@@ -23,6 +23,7 @@ from leank_convert.files import read_json, sha256_of
 from leank_convert.leank_block import LEANK_KEYS
 from leank_convert.mask import ChannelMask, all_channels_mask, load_mask, save_mask
 from leank_convert.verify import Check, verify_checkpoint
+from tests.checks import failed
 from tests.tiny_families import OPTIONS, tiny_llama
 
 LAYER = "model.layers.1.self_attn."
@@ -57,12 +58,6 @@ def exported(once_per_run, source):
 def out(exported, tmp_path):
     """A copy, to be tampered with."""
     return shutil.copytree(exported, tmp_path / "out")
-
-
-def failed(out, source=None):
-    report = verify_checkpoint(out, source)
-    assert report.ok == all(check.ok for check in report.checks)
-    return {check.name: check.detail for check in report.checks if not check.ok}
 
 
 def bless(out):

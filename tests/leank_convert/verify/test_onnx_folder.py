@@ -18,6 +18,7 @@ from leank_convert.files import read_json, sha256_of
 from leank_convert.mask import MASK_FILE_NAME, ChannelMask, load_mask, save_mask
 from leank_convert.onnx import export_onnx
 from leank_convert.verify import verify_checkpoint
+from tests.checks import failed
 
 DESCRIPTION, GRAPH, WEIGHTS = "leank_onnx.json", "model.onnx", "model.onnx.data"
 INT4 = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": None}
@@ -27,12 +28,6 @@ INT4 = {"operator": "MatMulNBits", "bits": 4, "block_size": 32, "difference": No
 def out(retriever_onnx, tmp_path):
     """A copy of an exported folder, to be spoiled."""
     return shutil.copytree(retriever_onnx, tmp_path / "out")
-
-
-def failed(out, source=None):
-    report = verify_checkpoint(out, source)
-    assert report.ok == all(check.ok for check in report.checks)
-    return {check.name: check.detail for check in report.checks if not check.ok}
 
 
 def made(out, source=None):
