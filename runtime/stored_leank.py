@@ -140,6 +140,12 @@ class StoreTensors(NamedTuple):
         self, keys: torch.Tensor, values: torch.Tensor, layout: ChunkLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens' keys and values `[N, S, H_kv, D]` as they will be read once they are stored."""
+        if self.coded is None:  # every number is rounded by itself, wherever it will lie
+            codec = Codec(self.kept_keys.dtype)
+            key_mean, *scales = (None if own is None else own[:, None] for own in self.constants)
+            tokens = centre(keys, key_mean), values
+            read = (codec.reread(*each) for each in zip(tokens, scales, strict=True))
+            return next(read), next(read)
         (num_rows, num_tokens), device = keys.shape[:2], keys.device
 
         def scratch(pool: torch.Tensor) -> torch.Tensor:
@@ -149,7 +155,7 @@ class StoreTensors(NamedTuple):
         page, place = torch.meshgrid(
             torch.arange(num_rows, device=device), torch.arange(num_tokens, device=device), indexing="ij"
         )
-        coded = self.coded and {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
+        coded = {name: (codec, scratch(part)) for name, (codec, part) in self.coded.items()}
         store = self.map_memory(scratch)
         store = store._replace(page_table=page[:, :1], window_table=page[:, :1], coded=coded)
         store.write(keys, values, layout, (page, place), (page, place))
