@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -355,7 +355,7 @@ class _LeanKForCausalLM:
 _compilation: threading.Thread | None = None
 
 
-def _compile_ahead(keys: Iterable[KernelKey]) -> None:
+def _compile_ahead(keys: Collection[KernelKey]) -> None:
     """Begin to compile while weights are loaded and vLLM compiles the model, so that no request waits."""
 
     def compile_all() -> None:
@@ -366,8 +366,9 @@ def _compile_ahead(keys: Iterable[KernelKey]) -> None:
                 PageKernels(DecodeKernels(key))
 
     global _compilation
-    _compilation = threading.Thread(target=compile_all, daemon=True)
-    _compilation.start()
+    if keys:
+        _compilation = threading.Thread(target=compile_all, daemon=True)
+        _compilation.start()
 
 
 def _check_layers(names: Iterable[str]) -> None:

@@ -25,9 +25,9 @@ from leank_convert._runtime.kernel_leank import (
 )
 
 TILE = 64  # tokens of a block
-VECTOR = 8  # numbers of 16 bytes: tokens of K and V begin at multiples of it
-# Rows of a tile are a vector longer than a head: a channel of tokens that threads work on lies in many banks.
-_PAD = VECTOR
+# Numbers of 16 bytes: tokens of K and V begin at multiples of it. In shared memory a tile's rows are 16 bytes
+# longer than a head, so that a channel of the tokens that a warp works on lies in as many banks.
+VECTOR = 8
 
 # Columns of a head's row in `ChunkLayout.head_table`.
 _KEPT, _NUM_KEPT, _VALUE_ROW, _DROPPED, _NUM_DROPPED, _WINDOW_ROW = range(6)
@@ -35,12 +35,8 @@ _KEPT, _NUM_KEPT, _VALUE_ROW, _DROPPED, _NUM_DROPPED, _WINDOW_ROW = range(6)
 
 def _dense_type(shape: KernelShape, tokens: Any, heads: Any, stride: Any, cpu: bool) -> Any:
     """Return what `[tokens, H_kv, D]` is to a kernel; TileLang's CPU target knows no strides."""
-    size = (tokens, heads, shape.head_dim)
-    return (
-        T.Tensor(size, shape.dtype)
-        if cpu
-        else T.StridedTensor(size, (stride, shape.head_dim, 1), shape.dtype)
-    )
+    size, strides = (tokens, heads, shape.head_dim), (stride, shape.head_dim, 1)
+    return T.Tensor(size, shape.dtype) if cpu else T.StridedTensor(size, strides, shape.dtype)
 
 
 def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
@@ -61,11 +57,10 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
 
     @T.macro
     def write(
-        pool: Any, pool_values: Any, slot: Any, page: Any, chunk: Any, tile: Any, new_values: Any, index: Any,
-        key_scale: Any, value_scale: Any, first: Any, head: Any, chunks: Any, count: Any, lanes: Any,
-        row: Any,
+        pool: Any, pool_values: Any, slot: Any, page: Any, chunk: Any, tile: Any, value: Any, index: Any,
+        chunks: Any, count: Any, lanes: Any, row: Any,
     ) -> None:  # fmt: skip
-        """Write a tile's K, `count` chunks from `chunks` on, whose channels stand at `lanes`; V to a row."""
+        """Write K of a tile, `count` chunks from `chunks` on, whose channels stand at `lanes`; V to a row."""
         for i in parallel(TILE):
             page[i] = T.truncdiv(T.max(slot[i], 0), pool.shape[2])
         for i in parallel(TILE):
@@ -73,11 +68,8 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
         for c in T.serial(count):
             for i, j in parallel(TILE, e):
                 channel = index[0, lanes + c, j]
-                chunk[i, j] = stored(
-                    T.if_then_else(channel >= 0, tile[i, T.max(channel, 0) % d], T.cast(0, dtype)),
-                    key_scale,
-                    head,
-                    T.max(channel, 0) % d,
+                chunk[i, j] = T.if_then_else(
+                    channel >= 0, tile[i, T.max(channel, 0) % d], T.cast(0, shape.cache_dtype)
                 )
             for i, j in parallel(TILE, e):
                 if slot[i] >= 0:
@@ -85,9 +77,7 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
         if row >= 0:
             for i, j in parallel(TILE, d):
                 if slot[i] >= 0:
-                    pool_values[page[i], row, slot[i], j] = stored(
-                        new_values[first + i, head, j], value_scale, head, j
-                    )
+                    pool_values[page[i], row, slot[i], j] = value[i, j]
 
     @T.prim_func
     def leank_append_slots(
@@ -113,8 +103,9 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(values.strides[0] % line == 0)
                 T.assume(window_keys.strides[0] % line == 0)
                 T.assume(window_values.strides[0] % line == 0)
-            tile = shared((TILE, d + _PAD), dtype)
+            tile = shared((TILE, d + line), shape.cache_dtype)
             chunk = fragment((TILE, e), shape.cache_dtype)
+            value = fragment((TILE, d), shape.cache_dtype)
             slot = shared((TILE,), "int32")
             page = shared((TILE,), "int32")
             window_slot = shared((TILE,), "int32")
@@ -133,19 +124,26 @@ def append_slots(shape: KernelShape, cpu: bool = False) -> Any:
                 )
             for i, j in parallel(TILE, d):
                 if block * TILE + i < num_tokens:
-                    tile[i, j] = T.cast(
-                        T.cast(keys[block * TILE + i, head, j], "float32")
-                        - key_mean[0, T.min(head, key_mean.shape[1] - 1), j],
-                        dtype,
+                    tile[i, j] = stored(
+                        T.cast(
+                            T.cast(keys[block * TILE + i, head, j], "float32")
+                            - key_mean[0, T.min(head, key_mean.shape[1] - 1), j],
+                            dtype,
+                        ),
+                        key_scale,
+                        head,
+                        j,
                     )
+            for i, j in parallel(TILE, d):
+                if block * TILE + i < num_tokens:
+                    value[i, j] = stored(new_values[block * TILE + i, head, j], value_scale, head, j)
             write(
-                kept_keys, values, slot, page, chunk, tile, new_values, index, key_scale, value_scale,
-                block * TILE, head, table[head, _KEPT], table[head, _NUM_KEPT], table[head, _KEPT],
-                table[head, _VALUE_ROW],
+                kept_keys, values, slot, page, chunk, tile, value, index, table[head, _KEPT],
+                table[head, _NUM_KEPT], table[head, _KEPT], table[head, _VALUE_ROW],
             )  # fmt: skip
             write(
-                window_keys, window_values, window_slot, window_page, chunk, tile, new_values, index,
-                key_scale, value_scale, block * TILE, head, table[head, _DROPPED], table[head, _NUM_DROPPED],
+                window_keys, window_values, window_slot, window_page, chunk, tile, value, index,
+                table[head, _DROPPED], table[head, _NUM_DROPPED],
                 table[table_rows - 1, 0] + table[head, _DROPPED], table[head, _WINDOW_ROW],
             )  # fmt: skip
 
@@ -221,7 +219,7 @@ def gather_rows(shape: KernelShape, cpu: bool = False) -> Any:
                 T.assume(values.strides[0] % line == 0)
                 T.assume(window_keys.strides[0] % line == 0)
                 T.assume(window_values.strides[0] % line == 0)
-            tile = shared((TILE, d + _PAD), dtype)
+            tile = shared((TILE, d + VECTOR), dtype)
             chunk = fragment((TILE, e), shape.cache_dtype)
             page = shared((TILE,), "int32")
             place = shared((TILE,), "int32")
