@@ -1,5 +1,6 @@
 """What a step asks of the decode kernels, and that a captured step may be replayed: without a GPU."""
 
+import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -212,6 +213,25 @@ def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):
     impl = LeanKImpl(6, HEAD_DIM, 0.2, 3)
     assert not impl.forward(layer, output, output[:, :3], output[:, :3], None, None, output).any()
     assert made == [(2, 500, 3, HEAD_DIM)]
+
+
+def test_flash_attention_is_vllms_where_it_serves(monkeypatch):
+    assert backend.find_flash_attention(128, torch.bfloat16) is None  # on a CPU
+    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    versions = iter([3, None])
+    own = SimpleNamespace(
+        flash_attn_varlen_func=lambda **given: given, get_flash_attn_version=lambda head_size: next(versions)
+    )
+    stock = SimpleNamespace(supported_dtypes=[torch.bfloat16], supports_head_size=lambda size: size == 128)
+    package = "vllm.v1.attention.backends"
+    monkeypatch.setitem(sys.modules, f"{package}.fa_utils", own)
+    monkeypatch.setitem(sys.modules, f"{package}.flash_attn", SimpleNamespace(FlashAttentionBackend=stock))
+    assert backend.find_flash_attention(64, torch.bfloat16) is None
+    assert backend.find_flash_attention(128, torch.float32) is None
+    assert backend.find_flash_attention(128, torch.bfloat16)(q=1) == {"q": 1, "fa_version": 3}
+    assert backend.find_flash_attention(128, torch.bfloat16) is None  # no version for this device
+    monkeypatch.setitem(sys.modules, f"{package}.fa_utils", None)  # its extensions are not there
+    assert backend.find_flash_attention(128, torch.bfloat16) is None
 
 
 def test_steps_are_captured_where_kernels_decode_every_layer():
