@@ -346,6 +346,8 @@ class _LeanKForCausalLM:
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
                 f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
             )
+        if (order.diff() > 0).all():  # as they are, without a copy
+            return tensor
         blocks = tensor.split([count * head_dim for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)

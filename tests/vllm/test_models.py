@@ -122,6 +122,13 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     ]
     name = f"model.layers.0.self_attn.{weight}"
     assert model._with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
+    of_one_rank = object.__new__(_LeanKForCausalLM)
+    of_one_rank.__dict__.update(
+        model.__dict__, _pages=SimpleNamespace(heads=((range(4),) * 2,), widths=((),) * 2)
+    )
+    del of_one_rank.__dict__["_head_orders"]
+    whole = torch.cat(blocks)
+    assert of_one_rank._with_ordered_heads(name, whole) is whole
 
 
 def test_what_has_no_heads_stays_as_it_is():
