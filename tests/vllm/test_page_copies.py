@@ -10,12 +10,13 @@ pytest.importorskip("tilelang")
 
 import tilelang
 
+from leank_convert._runtime.find_kernels_leank import find_kernels
 from leank_convert._runtime.fp8_leank import as_bytes, quantise
 from leank_convert._runtime.kernel_leank import KernelShape
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert.vllm.attention import append_by_slot
-from leank_convert.vllm.page_copies import PageKernels, gather_run, is_exact
+from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
 from leank_convert.vllm.page_kernels import append_slots, gather_rows
 from leank_convert.vllm.rows import Prompt, PromptRun
 from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
@@ -156,3 +157,12 @@ def test_pages_are_read_and_written_by_16_bytes():
     )
     assert "*(uint4*)(values" in append and "*(uint2*)(kept_keys" in append
     assert "*(uint4*)(dense_keys" in gather and "= *(uint4*)(kept_keys" in gather
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["as they come", "fp8"])
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.bfloat16, (128, 32, 4)), (torch.float16, (80, 16, 6))])
+def test_on_a_gpu_they_are_exact(dtype, sizes, cache_dtype):
+    shape = dict(zip(("head_dim", "chunk_size", "max_chunks"), sizes, strict=True))
+    options = {"num_groups": 4, "num_columns": 32, "cache_dtype": cache_dtype, "has_glue": False}
+    assert find_page_kernels(find_kernels(torch.device("cuda"), dtype, **shape, **options)) is not None
