@@ -83,7 +83,7 @@ class LeanKMetadata:
         starts: First token of every request, and one past the last; on the host.
         lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of padding.
         prompts: Tokens of its prompt `[B]`, int32.
-        host_lengths: `lengths` on the host, where a request that decodes may have fewer.
+        host_lengths: `lengths`, on the host where vLLM knows them there; one that decodes may have fewer.
         host_prompts: `prompts` on its way to the host; None with `num_columns`.
         block_table: The group's pages of every request `[B, n]`, int32.
         slots: Page times page size plus place of every token, -1 of padding `[T]`.
@@ -197,6 +197,9 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             self._prompts[: len(given)].copy_(given, non_blocking=True)
         columns = common.max_query_len
         prompts = self._prompts[:num_requests]
+        known = (
+            common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
+        )
         uniform = columns <= self._most_columns and num_tokens == num_requests * columns
         return LeanKMetadata(
             num_tokens=num_tokens,
@@ -207,7 +210,7 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             starts=common.query_start_loc_cpu[: num_requests + 1],
             lengths=common.seq_lens[:num_requests],
             prompts=prompts,
-            host_lengths=common.seq_lens_cpu_upper_bound,
+            host_lengths=known[:num_requests],
             # Begun here, ahead of the step's own work.
             host_prompts=None if uniform or self._is_window else HostCopy(prompts),
             block_table=common.block_table_tensor[:num_requests],
