@@ -38,6 +38,7 @@ class DecodeKernels:
     """The compiled kernels of one device, dtype and shape.
 
     Attributes:
+        arch: What they are compiled for, as compilers spell it.
         seconds: Time it took to compile them, or to load them from the cache on disk.
     """
 
@@ -69,26 +70,23 @@ class DecodeKernels:
         shape = self._fit(per_sm, per_block)
         self.num_programs = shape.num_instances * properties.multi_processor_count
         # Without the "a" the compiler silently leaves out wgmma.
-        arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
+        self.arch = f"sm_{properties.major}{properties.minor}{'a' if hopper else ''}"
         by_tma = hopper and not generic
         attention = hopper_attention if by_tma else generic_attention
-        others = (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row)
+        others = [merge_parts, append_tokens]
+        if key.has_glue:
+            others += [rope_append, add_norm, silu_mul, copy_row]
         functions = [make(shape, overlap=properties.major >= 9) for make in others]
         # Other GPUs take the library's products.
-        self._steps = STEPS if hopper else {}
+        self._steps = STEPS if hopper and key.has_glue else {}
         functions += [product(shape.dtype, tokens) for tokens in self._steps]
-        (
-            self._attention,
-            self._merge,
-            self._append,
-            self._rope_append,
-            self._add_norm,
-            self._silu_mul,
-            self._copy_row,
-            *products,
-        ) = compile_kernels([attention(shape), *functions], arch, has_barriers=by_tma)
+        self._attention, self._merge, self._append, *glue = compile_kernels(
+            [attention(shape), *functions], self.arch, has_barriers=by_tma
+        )
         self._make_placeholders()
-        self._products = dict(zip(self._steps, products, strict=True))
+        if key.has_glue:
+            self._rope_append, self._add_norm, self._silu_mul, self._copy_row, *glue = glue
+        self._products = dict(zip(self._steps, glue, strict=True))
         self._num_multiprocessors = properties.multi_processor_count
         self._handle = len(_kernels)
         _kernels.append(self)
@@ -223,7 +221,7 @@ class DecodeKernels:
             values: Where their V goes.
         """
         with torch.cuda.device(keys.device):
-            self._copy_row(*self._arguments(store), keys, values, *span, sink_size)
+            self._copy_row(*self.arguments(store), keys, values, *span, sink_size)
 
     # What follows is launched as it is, not as operators: a fused step is captured, never traced.
     def rope_append(
@@ -265,8 +263,8 @@ class DecodeKernels:
                 query_weight.detach(),
                 key_weight.detach(),
                 query,
-                *self._arguments(store),
-                self._no_mean if store.key_mean is None else store.key_mean,
+                *self.arguments(store),
+                self.mean_of(store),
                 seen,
                 self._flags(valid),
                 int(norms is not None),
@@ -362,8 +360,8 @@ class DecodeKernels:
             self._append(
                 keys.contiguous(),
                 values.contiguous(),
-                *self._arguments(store),
-                self._no_mean if store.key_mean is None else store.key_mean,
+                *self.arguments(store),
+                self.mean_of(store),
                 seen,
                 self._flags(valid),
             )
@@ -393,7 +391,7 @@ class DecodeKernels:
         # starts when the plan is there. Before that nothing is read ahead of the wait for the last kernel.
         early = self._plan is not None and self._plan() is plan
         self._plan = weakref.ref(plan)
-        arguments = self._arguments(store)
+        arguments = self.arguments(store)
         part = (self.num_programs, 2, num_queries)
         with torch.cuda.device(query.device):
             for first in range(0, num_columns, at_once):
@@ -418,7 +416,7 @@ class DecodeKernels:
                 self._merge(store.head_table, plan, parts, lse, output, *columns)
         return output
 
-    def _arguments(self, store: StoreTensors) -> tuple[Any, ...]:
+    def arguments(self, store: StoreTensors) -> tuple[Any, ...]:
         """Return a store as kernels take it: FP8 as bytes, something in the place of what is not there.
 
         A page stands for pools without rows, as TMA wants an address.
@@ -432,6 +430,10 @@ class DecodeKernels:
         taken = store.map_memory(as_taken)
         scales = (store.key_scale, store.value_scale) if self.key.is_fp8 else (self._no_scale,) * 2
         return *taken[:_NUM_MEMORY], *scales
+
+    def mean_of(self, store: StoreTensors) -> torch.Tensor:
+        """Return a store's mean of keys as kernels take it."""
+        return self._no_mean if store.key_mean is None else store.key_mean
 
     def _flags(self, valid: torch.Tensor | None) -> torch.Tensor:
         return self._all_valid if valid is None else valid.contiguous().view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -19,7 +20,7 @@ _found: dict[KernelKey, DecodeKernels | None] = {}
 _LOCK = threading.Lock()  # models of one process may decode in threads of their own
 
 
-def find_kernels(
+def kernel_key(
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -31,20 +32,28 @@ def find_kernels(
     load_tokens: int = TILE,
     cache_dtype: torch.dtype | None = None,
     has_sinks: bool = False,
-) -> DecodeKernels | None:
-    """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
+    has_glue: bool = True,
+) -> KernelKey:
+    """Return what kernels of a CUDA device are found by: a `KernelKey`'s fields.
 
-    The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
-    the reference on a small case; if that fails, one warning says so. The arguments are a `KernelKey`'s, and
-    the new tokens of a row, at most `MAX_DRAFT`.
+    `num_columns` are the new tokens of a row, at most `MAX_DRAFT`.
     """
-    if device.type != "cuda":
-        return None
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     num_queries = queries_at_once(num_columns, num_groups, head_dim, device)
     sizes = (head_dim, num_groups, chunk_size, max_chunks, num_queries, load_tokens)
-    key = KernelKey(device, dtype, *sizes, cache_dtype, has_sinks)
+    return KernelKey(device, dtype, *sizes, cache_dtype, has_sinks, has_glue)
+
+
+def find_kernels(device: torch.device, dtype: torch.dtype, **shape: Any) -> DecodeKernels | None:
+    """Return the kernels for a device, a dtype and a shape, None if plain torch must do.
+
+    The first call for a shape compiles them, or loads them from TileLang's cache on disk, and holds them to
+    the reference on a small case; if that fails, one warning says so. The arguments are `kernel_key`'s.
+    """
+    if device.type != "cuda":
+        return None
+    key = kernel_key(device, dtype, **shape)
     if key not in _found:
         with _LOCK:
             if key not in _found:

@@ -42,6 +42,7 @@ class KernelKey:
         load_tokens: Tokens that one load takes, 16, 32 or 64: a divisor of the sizes of both pools' pages.
         cache_dtype: Of the cache, where it is not that of queries.
         has_sinks: Whether query heads have attention sinks.
+        has_glue: Whether there are kernels around attention: those of a fused step, and of a second turn.
     """
 
     device: torch.device
@@ -54,6 +55,7 @@ class KernelKey:
     load_tokens: int = TILE
     cache_dtype: torch.dtype | None = None
     has_sinks: bool = False
+    has_glue: bool = True
 
     @property
     def is_fp8(self) -> bool:

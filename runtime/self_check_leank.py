@@ -71,8 +71,10 @@ def disagreement(kernels: DecodeKernels) -> float:
     # Whatever torch's default device is. Neither TF32 nor autocast, which a caller may have on, touches fp64.
     with torch.device("cpu"), torch.autocast(key.device.type, enabled=False):
         several = _make_step(key, min(max(key.num_queries // key.num_groups, 1), MAX_DRAFT), random)
-        pairs = [_check_attention(kernels, several), *_check_glue(kernels, several, random)]
-        if key.load_tokens == TILE:
+        pairs = [_check_attention(kernels, several)]
+        if key.has_glue:
+            pairs += _check_glue(kernels, several, random)
+        if key.has_glue and key.load_tokens == TILE:
             pairs += _check_copies(kernels, _make_step(key, 1, random))
         doubles = [(ours.double(), expected.double()) for ours, expected in pairs]
         errors = torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in doubles])

@@ -1,7 +1,7 @@
 """Page writes by slot and prompt attention in plain torch.
 
-Prompts attend densely: by torch's own attention, to keys that are put together from both groups' pages where
-an earlier chunk or the prefix cache holds some of them. Decode attention is the runtime's.
+It serves where there are no kernels. Prompts attend densely, to keys that are put together from both groups'
+pages where an earlier chunk or the prefix cache holds some of them. Decode attention is the runtime's.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ def append_by_slot(
 def gather_tokens(
     store: StoreTensors, layout: ChunkLayout, row: int, num_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[H_kv, n, D]`.
+    """Put keys and values of a row's first tokens together in `dtype`, all whole, each `[n, H_kv, D]`.
 
     Keys lack their mean, all of them, which attention does not see.
     """
-    keys, values = StoredRow(store, layout, row, num_tokens, 0, 0).dense(dtype)
-    return keys.transpose(0, 1), values.transpose(0, 1)
+    return StoredRow(store, layout, row, num_tokens, 0, 0).dense(dtype)
 
 
 def view_tables(
@@ -87,18 +86,19 @@ def attend_densely(
 
     Args:
         query: `[q, H, D]`.
-        keys: `[H_kv, n, D]`.
-        values: `[H_kv, n, D]`.
+        keys: `[n, H_kv, D]`.
+        values: `[n, H_kv, D]`.
         softmax_scale: Factor on the logits.
 
     Returns:
         `[q, H, D]`.
     """
     num_queries, num_heads, _ = query.shape
-    groups = num_heads // keys.shape[0]
+    num_keys, num_kv_heads, _ = keys.shape
     # Repeated here, as not every of torch's kernels for such a mask takes fewer heads of K and V.
-    keys, values = (states.repeat_interleave(groups, dim=0)[None] for states in (keys, values))
-    mask = causal_lower_right(num_queries, keys.shape[2])
+    repeated = (states.repeat_interleave(num_heads // num_kv_heads, dim=1) for states in (keys, values))
+    keys, values = (states.transpose(0, 1)[None] for states in repeated)
+    mask = causal_lower_right(num_queries, num_keys)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=softmax_scale
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,13 +22,14 @@ from vllm.v1.attention.backend import (
 from leank_convert._runtime.fp8_leank import FP8
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.pruned_attention_leank import decode_attention
-from leank_convert._runtime.step_leank import StoredView
 from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import BACKEND, FP8_NAMES
-from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
+from leank_convert.vllm.attention import append_by_slot, attend_densely
+from leank_convert.vllm.cache import LeanKWindowSpec
+from leank_convert.vllm.page_copies import gather_run
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
-from leank_convert.vllm.rows import Prompt, Rows, cut_rows, uniform_rows
+from leank_convert.vllm.rows import PromptRun, Rows, cut_step, uniform_rows
 
 
 class LeanKBackend(AttentionBackend):
@@ -74,10 +78,13 @@ class LeanKMetadata:
         num_tokens: New tokens of all requests, those of padding counted.
         max_length: Upper bound of `lengths`.
         most_columns: A prompt of more tokens, read at once, attends to itself and not to pages.
+        decode_columns: New tokens of a request that decodes, at most.
         num_columns: New tokens of each request; None if they differ.
         starts: First token of every request, and one past the last; on the host.
         lengths: Tokens of every request, the new ones counted `[B]`, int32; 0 of padding.
         prompts: Tokens of its prompt `[B]`, int32.
+        host_lengths: `lengths`, on the host where vLLM knows them there; one that decodes may have fewer.
+        host_prompts: `prompts` on its way to the host; None with `num_columns`.
         block_table: The group's pages of every request `[B, n]`, int32.
         slots: Page times page size plus place of every token, -1 of padding `[T]`.
     """
@@ -85,30 +92,39 @@ class LeanKMetadata:
     num_tokens: int
     max_length: int
     most_columns: int
+    decode_columns: int
     num_columns: int | None
     starts: torch.Tensor
     lengths: torch.Tensor
     prompts: torch.Tensor
+    host_lengths: torch.Tensor
+    host_prompts: HostCopy | None
     block_table: torch.Tensor
     slots: torch.Tensor
-    _cut: tuple[Rows | None, list[Prompt]] | None = field(default=None, repr=False)
+    _cut: tuple[list[Rows], list[PromptRun]] | None = field(default=None, repr=False)
     _valid: torch.Tensor | None = field(default=None, repr=False)
-    _plan: torch.Tensor | None = field(default=None, repr=False)
-    _view: StoredView | None = field(default=None, repr=False)
 
-    def cut(self, sizes: Windows) -> tuple[Rows | None, list[Prompt]]:
-        """Rows and prompts of the step, made by the first layer that asks.
+    def cut(self, sizes: Windows, most_keys: int) -> tuple[list[Rows], list[PromptRun]]:
+        """Rows and runs of prompts of the step, made by the first layer that asks.
 
         So they are part of a captured graph, which makes them anew from `lengths` and `prompts`.
         """
         if self._cut is None:
             if self.num_columns is not None:
-                rows = uniform_rows(self.lengths, self.prompts, self.num_columns, sizes)
-                self._cut = rows, []
+                self._cut = [uniform_rows(self.lengths, self.prompts, self.num_columns, sizes)], []
             else:
-                lengths, prompts = torch.stack([self.lengths, self.prompts]).tolist()
-                starts, device = self.starts.tolist(), self.lengths.device
-                self._cut = cut_rows(starts, lengths, prompts, sizes, self.most_columns, device)
+                assert self.host_prompts is not None
+                self._cut = cut_step(
+                    self.starts.tolist(),
+                    self.host_lengths.tolist(),
+                    self.host_prompts.wait(),
+                    self.lengths,
+                    self.prompts,
+                    sizes,
+                    most_columns=self.most_columns,
+                    num_columns=self.decode_columns,
+                    most_keys=most_keys,
+                )
         return self._cut
 
     def valid(self) -> torch.Tensor:
@@ -117,17 +133,22 @@ class LeanKMetadata:
             self._valid = (self.slots >= 0).view(-1, self.num_columns or 1)
         return self._valid
 
-    def plan(self, kernels: Any, rows: Rows, sink_size: int) -> torch.Tensor:
-        """What the kernels do with the rows, made by the first layer that asks."""
-        if self._plan is None:
-            self._plan = kernels.plan(rows.seen, rows.pruned, sink_size)
-        return self._plan
 
-    def view(self, store: StoreTensors, rows: Rows, sink_size: int) -> StoredView:
-        """What plain torch reads for the rows, made by the first layer that asks."""
-        if self._view is None:
-            self._view = view_tables(store, rows.seen, rows.pruned, sink_size, self.max_length)
-        return self._view
+class HostCopy:
+    """Numbers on their way to the host: reading them does not wait for what was launched since."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._event = None
+        if numbers.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """Return the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
 
 
 class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
@@ -137,9 +158,10 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        for kernels in (layer.kernels for layer in layers if getattr(layer, "kernels", None) is not None):
-            if kv_cache_spec.block_size % kernels.key.load_tokens:
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            # Both asked for here, that no request waits for their compilation.
+            kernels, _ = getattr(layer, "kernels", None), getattr(layer, "page_kernels", None)
+            if kernels is not None and kv_cache_spec.block_size % kernels.key.load_tokens:
                 raise ValueError(
                     f"decode kernels that load {kernels.key.load_tokens} tokens cannot read pages of "
                     f"{kv_cache_spec.block_size}; name the size of pages: `--block-size 64`"
@@ -149,7 +171,9 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
         # Pages in FP8 hold what was rounded. As in `generate` a prompt attends to itself as it comes; not
         # so one as short as a decode step, which may be captured.
         is_fp8 = vllm_config.cache_config.cache_dtype in FP8_NAMES
-        self._most_columns = min(self.reorder_batch_threshold, MAX_DRAFT) if is_fp8 else MAX_DRAFT
+        self._decode_columns = min(self.reorder_batch_threshold, MAX_DRAFT)
+        self._most_columns = self._decode_columns if is_fp8 else MAX_DRAFT
+        self._is_window = isinstance(kv_cache_spec, LeanKWindowSpec)
         max_requests = vllm_config.scheduler_config.max_num_seqs
         self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
@@ -172,15 +196,23 @@ class LeanKMetadataBuilder(AttentionMetadataBuilder[LeanKMetadata]):
             given = common.rswa_prefix_lens[:num_requests]
             self._prompts[: len(given)].copy_(given, non_blocking=True)
         columns = common.max_query_len
+        prompts = self._prompts[:num_requests]
+        known = (
+            common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
+        )
         uniform = columns <= self._most_columns and num_tokens == num_requests * columns
         return LeanKMetadata(
             num_tokens=num_tokens,
             max_length=common.max_seq_len,
             most_columns=self._most_columns,
+            decode_columns=self._decode_columns,
             num_columns=columns if uniform else None,
             starts=common.query_start_loc_cpu[: num_requests + 1],
             lengths=common.seq_lens[:num_requests],
-            prompts=self._prompts[:num_requests],
+            prompts=prompts,
+            host_lengths=known[:num_requests],
+            # Begun here, ahead of the step's own work.
+            host_prompts=None if uniform or self._is_window else HostCopy(prompts),
             block_table=common.block_table_tensor[:num_requests],
             slots=common.slot_mapping[:num_tokens],
         )
@@ -201,6 +233,7 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype = "auto"
+        self.flash_attention = find_flash_attention(head_size, torch.get_default_dtype())
 
     def forward(
         self,
@@ -215,32 +248,61 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with `[T, H, D]`, `key` and `value` being `[T, H_kv, D]`; return `output`."""
-        if attn_metadata is None:  # memory is measured
+        if attn_metadata is None:  # memory is measured: that of a prompt put together is part of it
+            key.new_empty(2, layer.most_keys, *key.shape[1:])
             return output.zero_()
         step = window_step = attn_metadata
         if layer.window is not None:
             window_step = get_forward_context().attn_metadata[layer.window.layer_name]
         query, key, value = (states[: step.num_tokens] for states in (query, key, value))
         store = _store_of(layer, kv_cache, step, window_step)
-        rows, prompts = step.cut(layer.sizes)
+        rows, runs = step.cut(layer.sizes, layer.most_keys)
         if step.num_columns is not None and layer.kernels is not None:
-            assert rows is not None
             keys, values = (_to_columns(states, step.num_columns) for states in (key, value))
-            layer.kernels.append(keys, values, store, rows.seen, step.valid())
+            layer.kernels.append(keys, values, store, rows[0].seen, step.valid())
+        elif layer.page_kernels is not None:
+            layer.page_kernels.append(key, value, store, step.slots, window_step.slots)
         else:
             append_by_slot(key, value, store, layer.layout, step.slots, window_step.slots)
-        if rows is not None:
-            self._attend_with_rows(layer, query, store, rows, step, output)
-        for prompt in prompts:
-            part = slice(prompt.first, prompt.stop)
-            if prompt.num_tokens == prompt.stop - prompt.first:  # nothing of it was read before
-                keys, values = key[part].transpose(0, 1), value[part].transpose(0, 1)
+        for own in rows:
+            self._attend_with_rows(layer, query, own.store(store), own, step, output)
+        for run in runs:
+            part = run.tokens
+            if run.parts[0].is_fresh:
+                keys, values = key[part], value[part]
             else:
-                keys, values = gather_tokens(
-                    store, layer.layout, prompt.request, prompt.num_tokens, query.dtype
-                )
-            output[part] = attend_densely(query[part], keys, values, self.scale)
+                keys, values = gather_run(layer.page_kernels, store, layer.layout, run, query.dtype)
+            self._attend_to_prompts(query[part], keys, values, run, output[part])
         return output
+
+    def _attend_to_prompts(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        run: PromptRun,
+        output: torch.Tensor,
+    ) -> None:
+        if self.flash_attention is not None:
+            self.flash_attention(
+                q=query,
+                k=keys,
+                v=values,
+                out=output,
+                cu_seqlens_q=run.starts,
+                max_seqlen_q=run.longest,
+                cu_seqlens_k=run.key_starts,
+                max_seqlen_k=run.longest_keys,
+                softmax_scale=self.scale,
+                causal=True,
+            )
+            return
+        first = 0
+        for part in run.parts:
+            own = slice(first, first + part.num_tokens)
+            tokens = slice(part.first - run.tokens.start, part.stop - run.tokens.start)
+            output[tokens] = attend_densely(query[tokens], keys[own], values[own], self.scale)
+            first += part.num_tokens
 
     def _attend_with_rows(
         self,
@@ -251,35 +313,45 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         step: LeanKMetadata,
         output: torch.Tensor,
     ) -> None:
-        if rows.tokens is None or rows.valid is None:
+        if rows.tokens is None:
             attended = self._attend(layer, _to_columns(query, rows.seen.shape[1]), store, rows, step)
             output[: step.num_tokens] = attended.transpose(1, 2).flatten(0, 1)
             return
-        of_rows = store._replace(
-            page_table=store.page_table[rows.requests], window_table=store.window_table[rows.requests]
-        )
-        attended = self._attend(layer, query[rows.tokens].transpose(1, 2), of_rows, rows, step)
-        output[rows.tokens[rows.valid]] = attended.transpose(1, 2)[rows.valid]
+        attended = self._attend(layer, query[rows.tokens].transpose(1, 2), store, rows, step)
+        columns = attended.transpose(1, 2).flatten(0, 1)
+        output[rows.places] = columns if rows.real is None else columns[rows.real]
 
     def _attend(
         self, layer: Any, query: torch.Tensor, store: StoreTensors, rows: Rows, step: LeanKMetadata
     ) -> torch.Tensor:
         """Attend with rows of columns `[B, H, d, D]`, by kernel where one serves."""
         sink_size = layer.sizes.sink_size
-        kernels = layer.kernels if rows.tokens is None else layer.wide_kernels
+        kernels = layer.wide_kernels if rows.is_wide else layer.kernels
         if kernels is None:
-            return decode_attention(
-                query,
-                store,
-                step.view(store, rows, sink_size),
-                layout=layer.layout,
-                softmax_scale=self.scale,
-            )
-        plan = step.plan(kernels, rows, sink_size)
+            view = rows.view(store, sink_size, step.max_length)
+            return decode_attention(query, store, view, layout=layer.layout, softmax_scale=self.scale)
+        plan = rows.plan(kernels, sink_size)
         attended: torch.Tensor = kernels.attend(
             query, store, rows.seen, rows.pruned, plan, sink_size=sink_size, softmax_scale=self.scale
         )
         return attended
+
+
+def find_flash_attention(head_size: int, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return vLLM's own flash attention, in its version for this device; None where it does not serve."""
+    if not current_platform.is_cuda():
+        return None
+    try:  # both are CUDA's alone
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    except ImportError:  # a build without its extensions
+        return None
+    if dtype not in FlashAttentionBackend.supported_dtypes:
+        return None
+    if not FlashAttentionBackend.supports_head_size(head_size):
+        return None
+    version = get_flash_attn_version(head_size=head_size)
+    return None if version is None else partial(flash_attn_varlen_func, fa_version=version)
 
 
 def _to_columns(states: torch.Tensor, num_columns: int) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -27,15 +29,17 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from leank_convert._runtime.configuration_leank import LeanKSettings, read_settings
-from leank_convert._runtime.find_kernels_leank import find_kernels
+from leank_convert._runtime.decode_kernels_leank import DecodeKernels
+from leank_convert._runtime.find_kernels_leank import find_kernels, kernel_key
 from leank_convert._runtime.fp8_leank import FP8, SCALE_NAMES, check_scales
-from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
+from leank_convert._runtime.kernel_key_leank import MAX_DRAFT, KernelKey
 from leank_convert._runtime.layout_leank import order_channels
 from leank_convert._runtime.mask_file_leank import load_key_means
 from leank_convert.families import ARCHITECTURES, LEANK_PREFIX
 from leank_convert.vllm import BACKEND, FP8_NAMES, configs
 from leank_convert.vllm.backend import LeanKBackend
 from leank_convert.vllm.cache import LeanKKeptSpec, LeanKWindowSpec
+from leank_convert.vllm.page_copies import PageKernels, find_page_kernels
 from leank_convert.vllm.pages import BLOCK_SIZE, ModelPages
 from leank_convert.vllm.refusals import check_options, choose_cache_dtype
 
@@ -84,8 +88,7 @@ class LeanKAttention(Attention):
         layout: How the channels of the rank's heads are cut.
         start: Where the layer begins in a token's numbers.
         window: Whose cache the window's pages are; None where no layer drops a channel.
-        kernels: What decodes; None is plain torch.
-        wide_kernels: The same for rows of up to `MAX_DRAFT` new tokens.
+        most_keys: Tokens put together at once, of prompts with earlier chunks; one prompt has no more.
         key_mean: What comes off keys before they are stored `[1, H_kv, D]`; None without.
         key_scale: In a cache in FP8, what its keys are multiplied by `[1, H_kv, D]`; else None.
         value_scale: The same of values.
@@ -116,8 +119,7 @@ class LeanKAttention(Attention):
             )
         self.sizes = settings.windows
         self.pages = pages
-        self.kernels: Any = None
-        self.wide_kernels: Any = None
+        self.most_keys = vllm_config.model_config.max_model_len
         drafts = vllm_config.speculative_config
         self._num_columns = 1 + (drafts.num_speculative_tokens if drafts else 0)
         self._load_tokens = _load_tokens(pages, coming_block_size(vllm_config.cache_config))
@@ -152,27 +154,50 @@ class LeanKAttention(Attention):
         (first,) = self._first
         return self._own_window if first is None else first._own_window
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Find what decodes, which may take its compilation: no request is to wait for it."""
-        super().process_weights_after_loading(act_dtype)
-        if self.chunk_index.device.type != "cuda":
-            return
-        cache_dtype = self.kv_cache_torch_dtype if self.key_scale is None else FP8
+    @cached_property
+    def kernels(self) -> DecodeKernels | None:
+        """What decodes; None is plain torch. Its compilation is waited for."""
+        return self._find_kernels(self._num_columns)
+
+    @cached_property
+    def wide_kernels(self) -> DecodeKernels | None:
+        """The same for rows of up to `MAX_DRAFT` new tokens."""
+        return self._find_kernels(MAX_DRAFT)
+
+    @cached_property
+    def page_kernels(self) -> PageKernels | None:
+        """What writes and gathers tokens of prompts; None is plain torch."""
+        with set_default_torch_dtype(torch.float32):
+            return find_page_kernels(self.wide_kernels)
+
+    @property
+    def kernel_keys(self) -> list[KernelKey]:
+        """What the layer's kernels are found by; none on a CPU."""
+        device = self.chunk_index.device
+        if device.type != "cuda":
+            return []
+        return [
+            kernel_key(device, self.dtype, **self._shape(count)) for count in (self._num_columns, MAX_DRAFT)
+        ]
+
+    def _find_kernels(self, num_columns: int) -> DecodeKernels | None:
+        if _compilation is not None:
+            _compilation.join()
         with set_default_torch_dtype(torch.float32):  # kernels are held to plain torch before they serve
-            self.kernels, self.wide_kernels = (
-                find_kernels(
-                    self.chunk_index.device,
-                    self.dtype,
-                    head_dim=self.head_size,
-                    num_groups=self.num_heads // self.num_kv_heads,
-                    chunk_size=self.layout.chunk_size,
-                    max_chunks=self.layout.max_chunks,
-                    num_columns=columns,
-                    load_tokens=self._load_tokens,
-                    cache_dtype=None if cache_dtype == self.dtype else cache_dtype,
-                )
-                for columns in (self._num_columns, MAX_DRAFT)
-            )
+            return find_kernels(self.chunk_index.device, self.dtype, **self._shape(num_columns))
+
+    def _shape(self, num_columns: int) -> dict[str, Any]:
+        cache_dtype = self.kv_cache_torch_dtype if self.key_scale is None else FP8
+        return {
+            "head_dim": self.head_size,
+            "num_groups": self.num_heads // self.num_kv_heads,
+            "chunk_size": self.layout.chunk_size,
+            "max_chunks": self.layout.max_chunks,
+            "num_columns": num_columns,
+            "load_tokens": self._load_tokens,
+            "cache_dtype": None if cache_dtype == self.dtype else cache_dtype,
+            "has_glue": False,
+        }
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return what vLLM is to allocate for kept channels."""
@@ -229,6 +254,7 @@ class _LeanKForCausalLM:
             first = first or module.attn
         self._pages = pages
         self._attentions = [module.attn for module in modules]
+        _compile_ahead(dict.fromkeys(key for attention in self._attentions for key in attention.kernel_keys))
         self._has_output_bias = modules[0].o_proj.bias is not None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -320,9 +346,31 @@ class _LeanKForCausalLM:
                 f"`{name}` is of shape {list(tensor.shape)}, dimension {dim} should be {expected}: "
                 f"{sum(counts)} heads of {head_dim}; export the checkpoint again"
             )
+        if (order.diff() > 0).all():  # as they are, without a copy
+            return tensor
         blocks = tensor.split([count * head_dim for count in counts], dim)
         heads = [block.unflatten(dim, (len(order), -1)).index_select(dim, order) for block in blocks]
         return torch.cat([block.flatten(dim, dim + 1) for block in heads], dim)
+
+
+# What compiles kernels, until a layer asks for one.
+_compilation: threading.Thread | None = None
+
+
+def _compile_ahead(keys: Collection[KernelKey]) -> None:
+    """Begin to compile while weights are loaded and vLLM compiles the model, so that no request waits."""
+
+    def compile_all() -> None:
+        # TileLang remembers what it compiled. Whatever fails here does so again when a layer asks.
+        with contextlib.suppress(Exception):
+            for key in keys:
+                torch.cuda.set_device(key.device)  # a thread's own
+                PageKernels(DecodeKernels(key))
+
+    global _compilation
+    if keys:
+        _compilation = threading.Thread(target=compile_all, daemon=True)
+        _compilation.start()
 
 
 def _check_layers(names: Iterable[str]) -> None:

@@ -1,19 +1,25 @@
-"""Rows and prompts of one engine step, for the decode kernels.
+"""Rows and prompts of one engine step, for the decode kernels and for dense attention.
 
 A request with few new tokens is a row. A longer input is cut where its prompt ends: the prompt's part attends
 densely, tokens behind it (a request that was preempted computes its answer again) make rows of their own.
+Prompts that lie side by side in the step's input are one run, which attends in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
+from leank_convert._runtime.step_leank import StoredView
+from leank_convert._runtime.stored_leank import StoreTensors
 from leank_convert._runtime.windows_leank import Windows
+from leank_convert.vllm.attention import view_tables
 from leank_convert.vllm.rule import pruned_tokens
 
 
@@ -32,24 +38,98 @@ class Prompt(NamedTuple):
     stop: int
     num_tokens: int
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing of it was read before."""
+        return self.num_tokens == self.stop - self.first
+
 
 @dataclass(frozen=True)
+class PromptRun:
+    """Prompts side by side in the step's input, all fresh or none.
+
+    Attributes:
+        parts: The prompts.
+        starts: Each one's first token in the run, and one past the last `[n + 1]`, int32.
+        key_starts: The same of all their tokens, earlier ones among them.
+        requests: Their requests `[n]`, int32.
+    """
+
+    parts: tuple[Prompt, ...]
+    starts: torch.Tensor
+    key_starts: torch.Tensor
+    requests: torch.Tensor
+
+    @cached_property
+    def tokens(self) -> slice:
+        """Their tokens in the step's input."""
+        return slice(self.parts[0].first, self.parts[-1].stop)
+
+    @cached_property
+    def longest(self) -> int:
+        """Most new tokens of one."""
+        return max(part.stop - part.first for part in self.parts)
+
+    @cached_property
+    def longest_keys(self) -> int:
+        """Most tokens of one."""
+        return max(part.num_tokens for part in self.parts)
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Tokens of all."""
+        return sum(part.num_tokens for part in self.parts)
+
+
+@dataclass
 class Rows:
-    """Rows of columns, all as long as the longest.
+    """Rows of columns, all as long as the longest; what layers share is made by the first that asks.
 
     Attributes:
         seen: Tokens of its row that a column sees, itself among them `[B, d]`, int32.
         pruned: Pruned ones among them `[B, d]`, int32.
+        is_wide: Whether a row may have more columns than a decode step.
         tokens: The column's token in the step's input `[B, d]`; None where every request is a row, in order.
-        valid: Columns that are no padding `[B, d]`; None with `tokens` None.
+        real: Places of columns that are no padding among all `[n]`; None where none is.
         requests: The row's request `[B]`; None with `tokens` None.
     """
 
     seen: torch.Tensor
     pruned: torch.Tensor
+    is_wide: bool = False
     tokens: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
+    real: torch.Tensor | None = None
     requests: torch.Tensor | None = None
+    _tables: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+    _plan: torch.Tensor | None = field(default=None, repr=False)
+    _view: StoredView | None = field(default=None, repr=False)
+
+    def store(self, store: StoreTensors) -> StoreTensors:
+        """Give a store of requests the tables of the rows."""
+        if self.requests is None:
+            return store
+        if self._tables is None:
+            self._tables = store.page_table[self.requests], store.window_table[self.requests]
+        return store._replace(page_table=self._tables[0], window_table=self._tables[1])
+
+    @cached_property
+    def places(self) -> torch.Tensor | None:
+        """Tokens of the step's input that are columns, in the order of `real`."""
+        if self.tokens is None:
+            return None
+        return self.tokens.flatten() if self.real is None else self.tokens.flatten()[self.real]
+
+    def plan(self, kernels: Any, sink_size: int) -> torch.Tensor:
+        """What the kernels do with the rows."""
+        if self._plan is None:
+            self._plan = kernels.plan(self.seen, self.pruned, sink_size)
+        return self._plan
+
+    def view(self, store: StoreTensors, sink_size: int, max_length: int) -> StoredView:
+        """What plain torch reads for the rows of a store that has their tables."""
+        if self._view is None:
+            self._view = view_tables(store, self.seen, self.pruned, sink_size, max_length)
+        return self._view
 
 
 def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int, sizes: Windows) -> Rows:
@@ -66,43 +146,99 @@ def uniform_rows(lengths: torch.Tensor, prompts: torch.Tensor, num_columns: int,
     return Rows(seen, pruned_tokens(seen, prompts, sizes))
 
 
-def cut_rows(
+def cut_requests(
     starts: Sequence[int],
     lengths: Sequence[int],
     prompts: Sequence[int],
-    sizes: Windows,
     most_columns: int,
-    device: torch.device,
-) -> tuple[Rows | None, list[Prompt]]:
-    """Cut the requests of a step into rows and prompts.
+    num_columns: int,
+    most_keys: int,
+) -> tuple[list[list[tuple[int, int, int, int]]], list[list[Prompt]]]:
+    """Cut the requests of a step into rows and runs of prompts, on the host.
 
     Args:
         starts: First token of every request in the step's input, and one past the last of all.
-        lengths: Tokens of every request, the new ones counted.
+        lengths: Tokens of every request, the new ones counted; of one that decodes at least as many.
         prompts: Tokens of its prompt.
-        sizes: The window's.
         most_columns: Most tokens of a prompt that make a row although it is read at once.
-        device: Where rows lie.
+        num_columns: Columns of a decode step.
+        most_keys: Tokens that the prompts of a run which is not fresh have together; one prompt has no more.
+
+    Returns:
+        Rows of at most `num_columns` tokens and longer ones, each its request, its first token, their number
+        and how many of the request are behind them; and runs.
     """
-    parts: list[Prompt] = []
-    rows: list[tuple[int, int, int, int]] = []  # request, first token, tokens, tokens seen by the first
+    rows: list[list[tuple[int, int, int, int]]] = [[], []]
+    runs: list[list[Prompt]] = []
     for request, length in enumerate(lengths):
         first, stop = starts[request], starts[request + 1]
         before = length - (stop - first)
         if stop - first > (MAX_DRAFT if before else most_columns) and before < prompts[request]:
             end = min(stop, first + prompts[request] - before)
-            parts.append(Prompt(request, first, end, before + end - first))
-            before, first = before + end - first, end
+            part = Prompt(request, first, end, before + end - first)
+            last = runs[-1] if runs else []
+            if (
+                last
+                and last[-1].stop == first
+                and last[-1].is_fresh == part.is_fresh
+                and (part.is_fresh or sum(own.num_tokens for own in last) + part.num_tokens <= most_keys)
+            ):
+                last.append(part)
+            else:
+                runs.append([part])
+            first = end
         for token in range(first, stop, MAX_DRAFT):
-            rows.append((request, token, min(MAX_DRAFT, stop - token), before + token - first + 1))
-    if not rows:
-        return None, parts
-    request, first, count, seen = torch.tensor(rows).T
-    column = torch.arange(int(count.max())).minimum(count[:, None] - 1)  # padding is the last real one again
-    seen = (seen[:, None] + column).to(torch.int32)
-    pruned = pruned_tokens(seen, torch.tensor(prompts, dtype=torch.int32)[request], sizes)
-    valid = torch.arange(column.shape[1]) < count[:, None]
-    return (
-        Rows(*(part.to(device) for part in (seen, pruned, first[:, None] + column, valid, request))),
-        parts,
-    )
+            count = min(MAX_DRAFT, stop - token)
+            rows[count > num_columns].append((request, token, count, stop - token - count))
+    return rows, runs
+
+
+def cut_step(
+    starts: Sequence[int],
+    host_lengths: Sequence[int],
+    host_prompts: Sequence[int],
+    lengths: torch.Tensor,
+    prompts: torch.Tensor,
+    sizes: Windows,
+    *,
+    most_columns: int,
+    num_columns: int,
+    most_keys: int,
+) -> tuple[list[Rows], list[PromptRun]]:
+    """Cut a step into rows and runs of prompts: one copy to the device, which is not waited for.
+
+    Args:
+        starts: As in `cut_requests`, like those without an entry here.
+        host_lengths: Its `lengths`.
+        host_prompts: Its `prompts`.
+        lengths: Tokens of every request `[B]`, int32; they may be fewer than the host knows.
+        prompts: Tokens of its prompt `[B]`, int32.
+        sizes: The window's.
+        most_columns: See `cut_requests`.
+        num_columns: See there.
+        most_keys: See there.
+    """
+    rows, runs = cut_requests(starts, host_lengths, host_prompts, most_columns, num_columns, most_keys)
+    parts: list[torch.Tensor] = []
+    for own in filter(None, rows):
+        request, first, count, behind = torch.tensor(own, dtype=torch.int32).T
+        # Padding is the last real one again.
+        column = torch.arange(int(count.max()), dtype=torch.int32).minimum(count[:, None] - 1)
+        real = (torch.arange(column.shape[1]) < count[:, None]).flatten().nonzero().to(torch.int32)
+        parts += [request, first[:, None] + column, behind[:, None] + (count[:, None] - 1 - column), real]
+    for run in runs:
+        for sizes_of in ([p.stop - p.first for p in run], [p.num_tokens for p in run]):
+            parts.append(torch.tensor([0, *accumulate(sizes_of)], dtype=torch.int32))
+        parts.append(torch.tensor([part.request for part in run], dtype=torch.int32))
+    there = torch.cat([part.flatten() for part in parts]).to(lengths.device, non_blocking=True)
+    split = iter(there.split([part.numel() for part in parts]))
+    made: list[Rows] = []
+    for is_wide, own in enumerate(rows):
+        if own:
+            request, tokens, behind, real = (next(split) for _ in range(4))
+            tokens, behind = (part.view(len(own), -1) for part in (tokens, behind))
+            seen = lengths[request][:, None] - behind
+            pruned = pruned_tokens(seen, prompts[request], sizes)
+            columns = None if len(real) == tokens.numel() else real.long()
+            made.append(Rows(seen, pruned, bool(is_wide), tokens.long(), columns, request))
+    return made, [PromptRun(tuple(run), *(next(split) for _ in range(3))) for run in runs]

@@ -58,12 +58,16 @@ def test_buffers_fit_in_shared_memory(per_sm, per_block, queries):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
 @pytest.mark.parametrize(
-    ("generation", "instructions", "num_kernels", "num_overlapping"),
-    [((9, 0), ("wgmma_ss", "tma_load"), 11, 9), ((8, 0), ("mma", "cp_async_gs"), 7, 0)],
-    ids=["Hopper", "Ampere"],
+    ("generation", "instructions", "num_kernels", "num_overlapping", "has_glue"),
+    [
+        ((9, 0), ("wgmma_ss", "tma_load"), 11, 9, True),
+        ((9, 0), ("wgmma_ss", "tma_load"), 3, 2, False),
+        ((8, 0), ("mma", "cp_async_gs"), 7, 0, True),
+    ],
+    ids=["Hopper", "Hopper, attention alone", "Ampere"],
 )
 def test_what_decoding_launches_compiles_without_a_gpu(
-    generation, instructions, num_kernels, num_overlapping, monkeypatch
+    generation, instructions, num_kernels, num_overlapping, has_glue, monkeypatch
 ):
     properties = SimpleNamespace(
         major=generation[0],
@@ -82,7 +86,7 @@ def test_what_decoding_launches_compiles_without_a_gpu(
         return kernel
 
     monkeypatch.setattr(tilelang, "compile", compiled)
-    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8))
+    DecodeKernels(KernelKey(torch.device("cpu"), torch.bfloat16, 128, 4, 32, 4, 8, has_glue=has_glue))
     assert len(sources) == num_kernels
     (attention,) = (source for source in sources if "leank_attention" in source)
     assert all(instruction in attention for instruction in instructions)

@@ -10,20 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-tilelang = pytest.importorskip("tilelang")
+pytest.importorskip("tilelang")
 
-from runtime.decode_kernels_leank import DecodeKernels  # noqa: E402
-from runtime.kernel_generic_leank import generic_attention  # noqa: E402
-from runtime.kernel_glue_leank import add_norm, append_tokens, rope_append, silu_mul  # noqa: E402
-from runtime.kernel_key_leank import KernelKey  # noqa: E402
-from runtime.kernel_leank import KernelShape  # noqa: E402
-from runtime.kernel_merge_leank import merge_parts  # noqa: E402
-from runtime.kernel_product_leank import STEPS, product  # noqa: E402
-from runtime.kernel_turn_leank import copy_row  # noqa: E402
-from runtime.layout_leank import order_channels  # noqa: E402
-from runtime.self_check_leank import disagreement, in_parts  # noqa: E402
-from tests.runtime.decode_cases import make_case, run_case  # noqa: E402
-from tests.runtime.tiny_inputs import random_masks  # noqa: E402
+from runtime.kernel_leank import KernelShape
+from runtime.layout_leank import order_channels
+from runtime.self_check_leank import disagreement, in_parts
+from tests.runtime.cpu_kernels import CpuKernels
+from tests.runtime.decode_cases import make_case, run_case
+from tests.runtime.tiny_inputs import random_masks
 
 D, E, GROUPS, SINK = 64, 32, 2, 8
 SCALE = 0.2
@@ -43,43 +37,6 @@ ROWS = [
     (200, 192),
 ]
 WIDTHS = [(0, 16, 32, 64), (0, 0, 0), (64, 64), (1, 63, 17), (48,), (5, 0, 64, 20, 16)]
-
-
-NAMES = {merge_parts: "merge", append_tokens: "append"}
-
-
-class CpuKernels(DecodeKernels):
-    """Kernels on the CPU: the generic body, any number of program instances."""
-
-    def __init__(self, shape, num_programs):
-        self.key = KernelKey(
-            torch.device("cpu"), torch.float32, shape.head_dim, shape.num_groups, shape.chunk_size,
-            shape.max_chunks, shape.num_queries, shape.load_tokens,
-            torch.float8_e4m3fn if shape.is_fp8 else None, shape.has_sinks,
-        )  # fmt: skip
-        self.num_programs, self._plan = num_programs, None
-        self._attention = compiled_when_called(generic_attention, shape)
-        for make in (merge_parts, append_tokens, rope_append, add_norm, silu_mul, copy_row):
-            setattr(self, f"_{NAMES.get(make, make.__name__)}", compiled_when_called(make, shape))
-        self._products = {8: compiled_when_called(product, "float32", 8)}
-        self._steps, self._num_multiprocessors = STEPS, num_programs
-        self._make_placeholders()
-
-    def append(self, *arguments):
-        self._launch_append(*arguments)
-
-    def attend(self, query, store, seen, pruned, plan, *, sink_size, softmax_scale, sinks=None):
-        return self._launch_attend(query, store, seen, pruned, plan, sink_size, softmax_scale, sinks)
-
-
-def compiled_when_called(make, *arguments):
-    """Compiling takes a second, and few tests need every kernel."""
-    return lambda *given: compiled_for_cpu(make, *arguments)(*given)
-
-
-@functools.cache
-def compiled_for_cpu(make, *arguments):
-    return tilelang.compile(make(*arguments, cpu=True), target="c", execution_backend="cython")
 
 
 @pytest.fixture(autouse=True)

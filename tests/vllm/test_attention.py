@@ -135,8 +135,8 @@ def test_pages_that_were_given_back_are_not_read(case):
 def test_a_prompt_attends_densely_to_what_both_groups_hold(case, num_queries):
     layout, mask, store, keys, values = case
     gathered = gather_tokens(store, layout, 0, 70, torch.float32)
-    torch.testing.assert_close(gathered[0], keys[0].transpose(0, 1))
-    torch.testing.assert_close(gathered[1], values[0].transpose(0, 1))
+    torch.testing.assert_close(gathered[0], keys[0])
+    torch.testing.assert_close(gathered[1], values[0])
     query = torch.randn(num_queries, len(mask) * GROUPS, HEAD_DIM)
     output = attend_densely(query, *gathered, SCALE)
     for number in range(num_queries):
@@ -173,9 +173,9 @@ def test_a_prompt_in_chunks_attends_as_to_keys_with_their_mean():
     store = store.map_memory(torch.Tensor.double)._replace(key_mean=mean.float())
     write_rows(store, layout, keys, values)
     gathered = gather_tokens(store, layout, 0, 70, torch.float64)
-    torch.testing.assert_close(gathered[0], (keys[0] - mean.float()).transpose(0, 1))
+    torch.testing.assert_close(gathered[0], keys[0] - mean.float())
     query = torch.randn(9, len(mask) * GROUPS, HEAD_DIM, dtype=torch.float64)
-    expected = attend_densely(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), SCALE)
+    expected = attend_densely(query, keys[0], values[0], SCALE)
     torch.testing.assert_close(attend_densely(query, *gathered, SCALE), expected)
 
 

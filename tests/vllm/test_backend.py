@@ -1,5 +1,7 @@
 """What a step asks of the decode kernels, and that a captured step may be replayed: without a GPU."""
 
+import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.windows_leank import Windows
 from leank_convert.vllm import backend
-from leank_convert.vllm.attention import append_by_slot, attend_densely, view_tables
+from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.models import coming_block_size
 from leank_convert.vllm.pages import Numbers, numbers_of
@@ -46,10 +48,34 @@ class Kernels:
         return decode_attention(query, store, view, layout=LAYOUT, softmax_scale=softmax_scale)
 
 
+class PageKernels:
+    """The same for those that write and gather prompts."""
+
+    def append(self, keys, values, store, slots, window_slots):
+        append_by_slot(keys, values, store, LAYOUT, slots, window_slots)
+
+    def gather(self, store, requests, starts, longest, num_tokens):
+        assert longest == int(starts.diff().max()) and num_tokens == int(starts[-1])
+        rows = zip(requests.tolist(), starts.diff().tolist(), strict=True)
+        parts = [gather_tokens(store, LAYOUT, *row, torch.float32) for row in rows]
+        return [torch.cat(states) for states in zip(*parts, strict=True)]
+
+
+def flash_attention(
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal
+):
+    """Stands for vLLM's own, written out."""
+    assert causal and (len(q), len(k), len(v)) == (cu_seqlens_q[-1], cu_seqlens_k[-1], cu_seqlens_k[-1])
+    bounds = [[slice(*pair) for pair in pairwise(starts.tolist())] for starts in (cu_seqlens_q, cu_seqlens_k)]
+    for queries, keys in zip(*bounds, strict=True):
+        assert len(q[queries]) <= max_seqlen_q and len(k[keys]) <= max_seqlen_k
+        out[queries] = attend_densely(q[queries], k[keys], v[keys], softmax_scale)
+
+
 def make_layer(kernels, is_fp8):
     generator = torch.Generator().manual_seed(0)
     mask = torch.stack([torch.randperm(HEAD_DIM, generator=generator) < width for width in LAYOUT.widths])
-    pools = [torch.randn(40, 1, PAGE, count, generator=generator) for count in numbers_of(LAYOUT)]
+    pools = [torch.randn(50, 1, PAGE, count, generator=generator) for count in numbers_of(LAYOUT)]
     layer = SimpleNamespace(
         sizes=SIZES,
         layout=LAYOUT,
@@ -59,6 +85,8 @@ def make_layer(kernels, is_fp8):
         head_table=torch.tensor(LAYOUT.head_table, dtype=torch.int32),
         kernels=kernels,
         wide_kernels=kernels,
+        page_kernels=kernels and PageKernels(),
+        most_keys=200,
         key_mean=torch.randn(1, len(LAYOUT.widths), HEAD_DIM, generator=generator),
         key_scale=None,
         value_scale=None,
@@ -101,6 +129,7 @@ def batch(queries, lengths, prompts, first_page=1):
         max_seq_len=max(lengths),
         query_start_loc_cpu=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
         rswa_prefix_lens=None if prompts is None else torch.tensor(prompts),
         block_table_tensor=table,
         slot_mapping=torch.tensor(slots),
@@ -118,8 +147,9 @@ def batch(queries, lengths, prompts, first_page=1):
             [80, 90, 5],
             [30, 40, 4],
         ),  # the second computes 20 tokens of its prompt, 50 of its answer
+        ([1, 2, 40, 33, 70, 35, 50], [30, 96, 40, 33, 80, 90, 50], [20, 90, 40, 33, 80, 95, 50]),
     ],
-    ids=["one token each", "drafts", "padding", "mixed"],
+    ids=["one token each", "drafts", "padding", "mixed", "prompts, some in chunks"],
 )
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
 def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, is_fp8, monkeypatch):
@@ -139,6 +169,7 @@ def test_kernels_and_plain_torch_are_asked_the_same(queries, lengths, prompts, i
         monkeypatch.setattr(backend, "get_forward_context", lambda context=context: context)
         output = torch.zeros_like(query)
         impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
+        impl.flash_attention = kernels and flash_attention
         impl.forward(layer, query, key, value, kept, steps[0], output)
         outputs.append(output[real])
         held.append([pool[1:] for pool in (kept, layer.window.kv_cache)])  # page 0 is nobody's
@@ -155,7 +186,7 @@ def test_a_prompt_attends_to_what_it_is_not_to_what_pages_round_it_to(monkeypatc
     )
     layer, kept = make_layer(None, is_fp8=True)
     impl = LeanKImpl(num_heads * GROUPS, HEAD_DIM, 0.2, num_heads)
-    expected = attend_densely(query, key.transpose(0, 1), value.transpose(0, 1), 0.2)
+    expected = attend_densely(query, key, value, 0.2)
     for first, stop in ((0, 20), (17, 20)):
         steps = [make_builder(is_fp8=True).build(0, batch([stop - first], [stop], [stop])) for _ in range(2)]
         context = SimpleNamespace(attn_metadata={"window": steps[1]})
@@ -173,6 +204,34 @@ def test_what_a_captured_step_reads_of_the_builder_stays_where_it_is():
     assert first.prompts.data_ptr() == second.prompts.data_ptr() and second.prompts.tolist() == [15, 19]
     warming_up = builder.build(0, batch([1, 1, 1], [1, 1, 1], None))
     assert warming_up.num_columns == 1 and len(warming_up.prompts) == 3
+
+
+def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda states, *size: made.append(size))
+    layer, output = SimpleNamespace(most_keys=500), torch.ones(7, 6, HEAD_DIM)
+    impl = LeanKImpl(6, HEAD_DIM, 0.2, 3)
+    assert not impl.forward(layer, output, output[:, :3], output[:, :3], None, None, output).any()
+    assert made == [(2, 500, 3, HEAD_DIM)]
+
+
+def test_flash_attention_is_vllms_where_it_serves(monkeypatch):
+    assert backend.find_flash_attention(128, torch.bfloat16) is None  # on a CPU
+    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    versions = iter([3, None])
+    own = SimpleNamespace(
+        flash_attn_varlen_func=lambda **given: given, get_flash_attn_version=lambda head_size: next(versions)
+    )
+    stock = SimpleNamespace(supported_dtypes=[torch.bfloat16], supports_head_size=lambda size: size == 128)
+    package = "vllm.v1.attention.backends"
+    monkeypatch.setitem(sys.modules, f"{package}.fa_utils", own)
+    monkeypatch.setitem(sys.modules, f"{package}.flash_attn", SimpleNamespace(FlashAttentionBackend=stock))
+    assert backend.find_flash_attention(64, torch.bfloat16) is None
+    assert backend.find_flash_attention(128, torch.float32) is None
+    assert backend.find_flash_attention(128, torch.bfloat16)(q=1) == {"q": 1, "fa_version": 3}
+    assert backend.find_flash_attention(128, torch.bfloat16) is None  # no version for this device
+    monkeypatch.setitem(sys.modules, f"{package}.fa_utils", None)  # its extensions are not there
+    assert backend.find_flash_attention(128, torch.bfloat16) is None
 
 
 def test_steps_are_captured_where_kernels_decode_every_layer():

@@ -1,6 +1,7 @@
 """Weights, means of keys and scales of an FP8 cache go to the ranks that have their heads."""
 
 import hashlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,13 @@ def test_heads_of_a_weight_are_put_in_the_order_of_ranks(weight, heads):
     ]
     name = f"model.layers.0.self_attn.{weight}"
     assert model._with_ordered_heads(name, torch.cat(blocks)).equal(torch.cat(expected))
+    of_one_rank = object.__new__(_LeanKForCausalLM)
+    of_one_rank.__dict__.update(
+        model.__dict__, _pages=SimpleNamespace(heads=((range(4),) * 2,), widths=((),) * 2)
+    )
+    del of_one_rank.__dict__["_head_orders"]
+    whole = torch.cat(blocks)
+    assert of_one_rank._with_ordered_heads(name, whole) is whole
 
 
 def test_what_has_no_heads_stays_as_it_is():
@@ -146,3 +154,27 @@ def test_transformers_builds_its_own_model_whatever_code_a_checkpoint_names():
     with torch.device("meta"):
         model = AutoModel.from_config(config, trust_remote_code=True)
     assert isinstance(model, SmolLM3Model)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_layer_waits_for_the_compilation_that_was_begun(fails, monkeypatch):
+    """And looks for its kernels itself, whatever became of that."""
+    events, go_on = [], threading.Event()
+
+    def compile_kernels(key):
+        go_on.wait()
+        events.append(key)
+        if fails:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(models, "DecodeKernels", compile_kernels)
+    monkeypatch.setattr(models, "PageKernels", lambda kernels: None)
+    monkeypatch.setattr(models, "find_kernels", lambda device, dtype, columns: events.append(columns))
+    models._compile_ahead([SimpleNamespace(device=0), SimpleNamespace(device=0)])
+    threading.Timer(0.1, go_on.set).start()
+    layer = SimpleNamespace(
+        chunk_index=torch.zeros(1), dtype=torch.bfloat16, _shape=lambda columns: {"columns": columns}
+    )
+    models.LeanKAttention._find_kernels(layer, 5)
+    assert len(events) == (2 if fails else 3) and events[-1] == 5

@@ -1,23 +1,47 @@
 """A step's requests become rows of columns for the kernels, and prompts."""
 
+from itertools import accumulate
+
 import torch
 
 from leank_convert._runtime.kernel_key_leank import MAX_DRAFT
 from leank_convert._runtime.windows_leank import Windows
-from leank_convert.vllm.rows import Prompt, cut_rows, uniform_rows
+from leank_convert.vllm.rows import Prompt, cut_step, uniform_rows
 from leank_convert.vllm.rule import pruned_tokens_of
 
 SIZES = Windows(4, 8, 3)
-CPU = torch.device("cpu")
 
 
-def columns_of(rows):
+def cut(starts, lengths, prompts, *, more=0, **options):
+    """Cut a step, of which the host may know more tokens than there are."""
+    on_device = (torch.tensor(numbers, dtype=torch.int32) for numbers in (lengths, prompts))
+    known = [length + more for length in lengths]
+    options = {"most_columns": MAX_DRAFT, "num_columns": 1, "most_keys": 1000, **options}
+    return cut_step(starts, known, prompts, *on_device, SIZES, **options)
+
+
+def columns_of(groups):
     """Token of the input, request, tokens seen and pruned ones, of each real column."""
-    real = rows.valid
-    requests = rows.requests[:, None].expand_as(real)
-    return sorted(
-        zip(*(part[real].tolist() for part in (rows.tokens, requests, rows.seen, rows.pruned)), strict=True)
-    )
+    columns = []
+    for rows in groups:
+        requests = rows.requests[:, None].expand_as(rows.tokens)
+        parts = (rows.tokens, requests, rows.seen, rows.pruned)
+        real = torch.arange(rows.seen.numel()) if rows.real is None else rows.real
+        columns += zip(*(part.flatten()[real].tolist() for part in parts), strict=True)
+        assert rows.places.tolist() == [column[0] for column in columns[-len(real) :]]
+    return sorted(columns)
+
+
+def parts_of(runs):
+    """The prompts of every run, after a look at what says where they are."""
+    for run in runs:
+        for starts, sizes in (
+            (run.starts, [part.stop - part.first for part in run.parts]),
+            (run.key_starts, [part.num_tokens for part in run.parts]),
+        ):
+            assert starts.diff().tolist() == sizes and starts[0] == 0 and starts.dtype == torch.int32
+        assert run.requests.tolist() == [part.request for part in run.parts]
+    return [list(run.parts) for run in runs]
 
 
 def test_requests_that_are_alike_are_rows_in_order():
@@ -29,30 +53,82 @@ def test_requests_that_are_alike_are_rows_in_order():
 
 def test_a_long_prompt_attends_densely_and_short_inputs_are_rows():
     # A decoding request with a draft, the second part of a prompt, and a prompt of few tokens.
-    starts, lengths, prompts = [0, 2, 102, 105], [60, 150, 3], [50, 170, 3]
-    rows, parts = cut_rows(starts, lengths, prompts, SIZES, MAX_DRAFT, CPU)
-    assert parts == [Prompt(request=1, first=2, stop=102, num_tokens=150)]
+    groups, runs = cut([0, 2, 102, 105], [60, 150, 3], [50, 170, 3], num_columns=2)
+    assert parts_of(runs) == [[Prompt(request=1, first=2, stop=102, num_tokens=150)]]
     pruned = [pruned_tokens_of(seen, 50, SIZES) for seen in (59, 60)]
     decoding = [(0, 0, 59, pruned[0]), (1, 0, 60, pruned[1])]
-    assert columns_of(rows) == [*decoding, (102, 2, 1, 0), (103, 2, 2, 0), (104, 2, 3, 0)]
+    assert columns_of(groups) == [*decoding, (102, 2, 1, 0), (103, 2, 2, 0), (104, 2, 3, 0)]
+
+
+def test_rows_longer_than_a_decode_step_widen_no_others():
+    groups, _ = cut([0, 1, 4, 5, 25], [60, 9, 70, 20], [50, 9, 60, 20])
+    assert [(rows.is_wide, rows.seen.shape) for rows in groups] == [(False, (2, 1)), (True, (2, 20))]
+    assert [rows.requests.tolist() for rows in groups] == [[0, 2], [1, 3]]
+    assert [column[:2] for column in columns_of(groups)] == [
+        (token, request)
+        for request, of in ((0, [0]), (1, [1, 2, 3]), (2, [4]), (3, range(5, 25)))
+        for token in of
+    ]
+
+
+def test_of_a_request_that_decodes_the_device_knows_the_length():
+    """The host may count drafts that are not accepted yet."""
+    starts, lengths, prompts = [0, 3, 6], [60, 45], [50, 40]
+    assert columns_of(cut(starts, lengths, prompts, more=2, num_columns=3)[0]) == columns_of(
+        cut(starts, lengths, prompts, num_columns=3)[0]
+    )
+
+
+def test_prompts_side_by_side_are_one_run_if_all_of_them_are_fresh_or_none():
+    queries = [1, 40, 50, 60, 70, 80, 90, 100]
+    lengths = [
+        30,
+        40,
+        50,
+        160,
+        170,
+        180,
+        90,
+        100,
+    ]  # those of 60, 70 and 80 tokens have a hundred earlier ones
+    starts = [0, *accumulate(queries)]
+
+    def requests(runs):
+        return [[part.request for part in parts] for parts in parts_of(runs)]
+
+    groups, runs = cut(starts, lengths, [20, *lengths[1:]])
+    assert requests(runs) == [[1, 2], [3, 4, 5], [6, 7]] and [len(rows.seen) for rows in groups] == [1]
+    first, chunks, last = runs
+    assert (first.tokens, first.longest, first.longest_keys, first.num_keys) == (slice(1, 91), 50, 50, 90)
+    assert (chunks.tokens, chunks.longest, chunks.longest_keys, chunks.num_keys) == (
+        slice(91, 301),
+        80,
+        180,
+        510,
+    )
+    assert last.tokens == slice(301, 491)
+    # No more tokens are put together at once than there is room for, and a prompt alone always fits.
+    assert requests(cut(starts, lengths, lengths, most_keys=340)[1]) == [[1, 2], [3, 4], [5], [6, 7]]
+    # An answer that is computed again lies between its prompt and the next.
+    assert requests(cut([0, 100, 200], [100, 100], [60, 100])[1]) == [[0], [1]]
 
 
 def test_an_answer_that_is_computed_again_is_cut_from_its_prompt():
     (starts, length, prompt) = [0, 200], 300, 150  # tokens 100 … 299, of which 150 … are the answer's
-    rows, parts = cut_rows(starts, [length], [prompt], SIZES, MAX_DRAFT, CPU)
-    assert parts == [Prompt(request=0, first=0, stop=50, num_tokens=150)]
+    groups, runs = cut(starts, [length], [prompt])
+    assert parts_of(runs) == [[Prompt(request=0, first=0, stop=50, num_tokens=150)]]
+    (rows,) = groups
     assert rows.seen.shape == (-(-150 // MAX_DRAFT), MAX_DRAFT)
-    assert columns_of(rows) == [
+    assert columns_of(groups) == [
         (token, 0, 101 + token, pruned_tokens_of(101 + token, prompt, SIZES)) for token in range(50, 200)
     ]
     # What a kernel may do with padding needs columns that never see less than the one before.
     assert (rows.seen.diff() >= 0).all() and (rows.pruned.diff() >= 0).all()
-    assert cut_rows([0, 100], [100], [150], SIZES, MAX_DRAFT, CPU)[0] is None
+    assert cut([0, 100], [100], [150])[0] == []
 
 
 def test_where_pages_round_a_short_prompt_attends_to_itself_too():
     # Whole prompts of 3 tokens and of one, and the last 3 tokens of a prompt whose others lie in pages.
-    starts, lengths, prompts = [0, 3, 4, 7], [3, 1, 90], [3, 1, 90]
-    rows, parts = cut_rows(starts, lengths, prompts, SIZES, 1, CPU)
-    assert parts == [Prompt(request=0, first=0, stop=3, num_tokens=3)]
-    assert columns_of(rows) == [(3, 1, 1, 0), *((4 + place, 2, 88 + place, 0) for place in range(3))]
+    groups, runs = cut([0, 3, 4, 7], [3, 1, 90], [3, 1, 90], most_columns=1)
+    assert parts_of(runs) == [[Prompt(request=0, first=0, stop=3, num_tokens=3)]]
+    assert columns_of(groups) == [(3, 1, 1, 0), *((4 + place, 2, 88 + place, 0) for place in range(3))]

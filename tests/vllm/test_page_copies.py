@@ -1,0 +1,168 @@
+"""Kernels that copy tokens to pages and back, on TileLang's CPU target, against plain torch."""
+
+import contextlib
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+import tilelang
+
+from leank_convert._runtime.find_kernels_leank import find_kernels
+from leank_convert._runtime.fp8_leank import as_bytes, quantise
+from leank_convert._runtime.kernel_leank import KernelShape
+from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
+from leank_convert._runtime.stored_leank import StoreTensors
+from leank_convert.vllm.attention import append_by_slot
+from leank_convert.vllm.page_copies import PageKernels, find_page_kernels, gather_run, is_exact
+from leank_convert.vllm.page_kernels import append_slots, gather_rows
+from leank_convert.vllm.rows import Prompt, PromptRun
+from tests.runtime.cpu_kernels import CpuKernels, compiled_for_cpu
+
+D = 32
+
+
+class CpuPageKernels(PageKernels):
+    """The kernels on the CPU, which knows no strides: they are given copies, which are copied back."""
+
+    def __init__(self, chunk_size=16, max_chunks=3, is_fp8=False):
+        shape = KernelShape(D, 2, chunk_size, max_chunks, "float32", 1, 8, is_fp8=is_fp8)
+        self.kernels = CpuKernels(shape, 1)
+        self._append, self._gather = (self._with_copies(make, shape) for make in (append_slots, gather_rows))
+
+    @staticmethod
+    def _with_copies(make, shape):
+        def call(*given):
+            copies = [part.contiguous() if isinstance(part, torch.Tensor) else part for part in given]
+            compiled_for_cpu(make, shape)(*copies)
+            for part, copy in zip(given, copies, strict=True):
+                if copy is not part:
+                    part.copy_(copy)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def no_device_to_choose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+
+def make_store(widths, page_sizes, num_pages=24, is_fp8=False, is_centred=True):
+    """A pool of used pages whose tables name them in no order; nothing is written."""
+    generator = torch.Generator().manual_seed(0)
+    layout = ChunkLayout(widths, D, 16)
+    mask = torch.stack([torch.randperm(D, generator=generator) < width for width in widths])
+    pools = []
+    for page_size, (chunks, heads) in zip(
+        page_sizes,
+        (
+            (layout.num_kept_chunks, len(layout.value_heads)),
+            (layout.num_dropped_chunks, len(layout.window_heads)),
+        ),
+        strict=True,
+    ):
+        pools += [
+            torch.full((num_pages, count, page_size, size), 3.0) for count, size in ((chunks, 16), (heads, D))
+        ]
+    if is_fp8:
+        pools = [quantise(pool, torch.tensor(1.0)) for pool in pools]
+    tables = [
+        1 + torch.randperm(num_pages - 1, generator=generator)[:18].view(3, 6).to(torch.int32)
+        for _ in range(2)
+    ]
+    size = (1, len(widths), D)
+    scales = [2.0 ** torch.randint(-7, -4, size, generator=generator) for _ in range(2)]
+    return layout, StoreTensors(
+        *pools,
+        layout.chunk_index(order_channels(mask)[None]),
+        torch.tensor(layout.head_table, dtype=torch.int32),
+        *tables,
+        torch.randn(size, generator=generator) if is_centred else None,
+        *(scales if is_fp8 else (None, None)),
+    )
+
+
+def slots_of(table, page_size, row, tokens):
+    return table[row, tokens // page_size].long() * page_size + tokens % page_size
+
+
+CASES = [
+    ((0, 16, 32), (16, 32), False),
+    ((0, 5, 20, 32), (48, 16), False),
+    ((0, 0), (32, 32), False),
+    ((32, 32), (16, 64), False),
+    ((0, 16, 32), (32, 48), True),
+]
+
+
+@pytest.mark.parametrize(("widths", "page_sizes", "is_fp8"), CASES, ids=str)
+@pytest.mark.parametrize("is_centred", [True, False], ids=["centred", "as they come"])
+def test_tokens_go_where_their_slots_say_and_come_back(widths, page_sizes, is_fp8, is_centred):
+    """The middle of one row, a single token of another, the start of a third, and padding among them."""
+    layout, store = make_store(widths, page_sizes, is_fp8=is_fp8, is_centred=is_centred)
+    copies = CpuPageKernels(is_fp8=is_fp8)
+    parts = [(0, torch.arange(0, 90)), (2, torch.arange(0, 1)), (1, torch.arange(0, 70))]
+    nowhere = torch.full((3,), -1)
+    slots, window_slots = (
+        torch.cat([*(slots_of(table, size, *part) for part in parts), nowhere])
+        for table, size in zip((store.page_table, store.window_table), page_sizes, strict=True)
+    )
+    keys, values = torch.randn(2, len(slots), len(widths), D, generator=torch.Generator().manual_seed(1))
+    expected = store.map_memory(torch.clone)
+    copies.append(keys, values, store, slots, window_slots)
+    append_by_slot(keys, values, expected, layout, slots, window_slots)
+    for ours, others in zip(store[:4], expected[:4], strict=True):
+        assert torch.equal(as_bytes(ours)[1:], as_bytes(others)[1:])
+        assert (ours[0].float() == 3).all(), "page 0 is nobody's"
+    # In another order, one of them in part, tables of no meaning behind what they have.
+    store.page_table[0, -(-90 // page_sizes[0]) :] = 2**30
+    store.window_table[0, -(-90 // page_sizes[1]) :] = -(2**30)
+    lengths = {1: 65, 0: 90, 2: 1}
+    starts = torch.tensor([0, *lengths.values()]).cumsum(0).to(torch.int32)
+    run = PromptRun(
+        tuple(Prompt(request, 0, 1, length) for request, length in lengths.items()),
+        starts,
+        starts,
+        torch.tensor(list(lengths), dtype=torch.int32),
+    )
+    ours = gather_run(copies, store, layout, run, torch.float32)
+    others = gather_run(None, store, layout, run, torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(ours, others, strict=True))
+    if not is_fp8:
+        mean = store.key_mean if is_centred else 0
+        assert torch.equal(ours[0][starts[1] : starts[2]], (keys[:90] - mean))
+        assert torch.equal(ours[1][: starts[1]], values[91 : 91 + 65])
+
+
+@pytest.mark.parametrize("chunks", [(16, 2), (16, 3), (8, 4)], ids=str)
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["as they come", "fp8"])
+def test_the_check_on_first_use_is_exact_and_notices_either_kernel(chunks, is_fp8):
+    copies = CpuPageKernels(*chunks, is_fp8=is_fp8)
+    with torch.device("meta"):
+        assert is_exact(copies)
+    for name in ("_append", "_gather"):
+        copies = CpuPageKernels(*chunks, is_fp8=is_fp8)
+        setattr(copies, name, lambda *given: None)
+        assert not is_exact(copies)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc compiles the kernels for GPUs")
+def test_pages_are_read_and_written_by_16_bytes():
+    shape = KernelShape(128, 4, 32, 4, "bfloat16", 1, 8)
+    append, gather = (
+        tilelang.compile(make(shape), target={"kind": "cuda", "arch": "sm_90a"}).get_kernel_source()
+        for make in (append_slots, gather_rows)
+    )
+    assert "*(uint4*)(values" in append and "*(uint2*)(kept_keys" in append
+    assert "*(uint4*)(dense_keys" in gather and "= *(uint4*)(kept_keys" in gather
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["as they come", "fp8"])
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.bfloat16, (128, 32, 4)), (torch.float16, (80, 16, 6))])
+def test_on_a_gpu_they_are_exact(dtype, sizes, cache_dtype):
+    shape = dict(zip(("head_dim", "chunk_size", "max_chunks"), sizes, strict=True))
+    options = {"num_groups": 4, "num_columns": 32, "cache_dtype": cache_dtype, "has_glue": False}
+    assert find_page_kernels(find_kernels(torch.device("cuda"), dtype, **shape, **options)) is not None
