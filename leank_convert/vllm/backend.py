@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -29,6 +26,7 @@ from leank_convert.vllm.attention import append_by_slot, attend_densely
 from leank_convert.vllm.cache import LeanKWindowSpec
 from leank_convert.vllm.page_copies import gather_run
 from leank_convert.vllm.pages import BLOCK_SIZE, STEP, view_layer
+from leank_convert.vllm.prompt_attention import find_flash_attention
 from leank_convert.vllm.rows import PromptRun, Rows, cut_step, uniform_rows
 
 
@@ -233,7 +231,9 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype = "auto"
-        self.flash_attention = find_flash_attention(head_size, torch.get_default_dtype())
+        self.flash_attention = find_flash_attention(
+            num_heads, self.num_kv_heads, head_size, torch.get_default_dtype()
+        )
 
     def forward(
         self,
@@ -335,23 +335,6 @@ class LeanKImpl(AttentionImpl[LeanKMetadata]):
             query, store, rows.seen, rows.pruned, plan, sink_size=sink_size, softmax_scale=self.scale
         )
         return attended
-
-
-def find_flash_attention(head_size: int, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """Return vLLM's own flash attention, in its version for this device; None where it does not serve."""
-    if not current_platform.is_cuda():
-        return None
-    try:  # both are CUDA's alone
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-    except ImportError:  # a build without its extensions
-        return None
-    if dtype not in FlashAttentionBackend.supported_dtypes:
-        return None
-    if not FlashAttentionBackend.supports_head_size(head_size):
-        return None
-    version = get_flash_attn_version(head_size=head_size)
-    return None if version is None else partial(flash_attn_varlen_func, fa_version=version)
 
 
 def _to_columns(states: torch.Tensor, num_columns: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from leank_convert._runtime.kernel_key_leank import plan_tiles
 from leank_convert._runtime.layout_leank import ChunkLayout, order_channels
 from leank_convert._runtime.pruned_attention_leank import decode_attention
 from leank_convert._runtime.windows_leank import Windows
-from leank_convert.vllm import backend
+from leank_convert.vllm import backend, prompt_attention
 from leank_convert.vllm.attention import append_by_slot, attend_densely, gather_tokens, view_tables
 from leank_convert.vllm.backend import LeanKImpl, LeanKMetadataBuilder
 from leank_convert.vllm.models import coming_block_size
@@ -215,23 +215,34 @@ def test_the_memory_of_a_prompt_that_is_put_together_is_measured(monkeypatch):
     assert made == [(2, 500, 3, HEAD_DIM)]
 
 
-def test_flash_attention_is_vllms_where_it_serves(monkeypatch):
-    assert backend.find_flash_attention(128, torch.bfloat16) is None  # on a CPU
-    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    versions = iter([3, None])
+def test_flash_attention_is_vllms_where_it_serves(monkeypatch, caplog):
+    def find(head_size=128, dtype=torch.bfloat16):
+        prompt_attention.find_flash_attention.cache_clear()
+        return prompt_attention.find_flash_attention(4, 2, head_size, dtype)
+
+    assert find() is None  # on a CPU
+    here = SimpleNamespace(is_cuda=lambda: True, device_type="cpu")
+    monkeypatch.setattr(prompt_attention, "current_platform", here)
     own = SimpleNamespace(
-        flash_attn_varlen_func=lambda **given: given, get_flash_attn_version=lambda head_size: next(versions)
+        flash_attn_varlen_func=lambda fa_version, **given: flash_attention(**given),
+        get_flash_attn_version=lambda head_size: 3,
     )
     stock = SimpleNamespace(supported_dtypes=[torch.bfloat16], supports_head_size=lambda size: size == 128)
     package = "vllm.v1.attention.backends"
     monkeypatch.setitem(sys.modules, f"{package}.fa_utils", own)
     monkeypatch.setitem(sys.modules, f"{package}.flash_attn", SimpleNamespace(FlashAttentionBackend=stock))
-    assert backend.find_flash_attention(64, torch.bfloat16) is None
-    assert backend.find_flash_attention(128, torch.float32) is None
-    assert backend.find_flash_attention(128, torch.bfloat16)(q=1) == {"q": 1, "fa_version": 3}
-    assert backend.find_flash_attention(128, torch.bfloat16) is None  # no version for this device
+    assert find(head_size=64) is None
+    assert find(dtype=torch.float32) is None
+    assert find().keywords == {"fa_version": 3} and not caplog.records
+    own.flash_attn_varlen_func = lambda out, **given: None  # leaves what was there
+    assert find() is None and "it disagrees with torch's by" in caplog.text
+    own.flash_attn_varlen_func = lambda query: query
+    assert find() is None and "TypeError" in caplog.text
+    own.get_flash_attn_version = lambda head_size: None  # none for this device
+    assert find() is None
     monkeypatch.setitem(sys.modules, f"{package}.fa_utils", None)  # its extensions are not there
-    assert backend.find_flash_attention(128, torch.bfloat16) is None
+    assert find() is None
+    prompt_attention.find_flash_attention.cache_clear()
 
 
 def test_steps_are_captured_where_kernels_decode_every_layer():

@@ -1,0 +1,98 @@
+"""Attention of prompts: vLLM's own flash attention where it serves this device, else torch's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from leank_convert.vllm.attention import attend_densely
+
+logger = logging.getLogger(__name__)
+
+Attend = Callable[..., Any]
+"""Takes the keywords of vLLM's `flash_attn_varlen_func`, and writes to `out`."""
+
+# Of the check: new tokens of each prompt, and all of its tokens. The second was begun in an earlier step.
+_NEW, _ALL = (70, 33), (70, 200)
+
+
+@functools.cache
+def find_flash_attention(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> Attend | None:
+    """Return vLLM's flash attention, in its version for this device; None where torch's must do.
+
+    The first call for a shape holds it to torch's on two prompts; if that fails, one warning says so.
+    """
+    if not current_platform.is_cuda():
+        return None
+    try:  # both are CUDA's alone
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    except ImportError:  # a build without its extensions
+        return None
+    if dtype not in FlashAttentionBackend.supported_dtypes:
+        return None
+    if not FlashAttentionBackend.supports_head_size(head_size):
+        return None
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        return None
+    found = functools.partial(flash_attn_varlen_func, fa_version=version)
+    try:
+        device = torch.device(current_platform.device_type)
+        error = disagreement(found, num_heads, num_kv_heads, head_size, dtype, device)
+        if error <= 2 * torch.finfo(dtype).eps:
+            return found
+        reason = f"it disagrees with torch's by {error:.1e} of the output"
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about the kernel, and may pass
+    except Exception as exception:  # another signature, or whatever a driver may raise
+        reason = f"{type(exception).__name__}: {str(exception).strip()[-300:]}"
+    logger.warning("vLLM's flash attention does not read prompts, torch's is slower: %s", reason)
+    return None
+
+
+def disagreement(
+    attend: Attend,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Return how far attention to two prompts is from torch's, as a share of the output; NaN counts as 1."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    query, output = random(sum(_NEW), num_heads, head_size), random(sum(_NEW), num_heads, head_size)
+    # K beside V, as a projection leaves them.
+    keys, values = random(sum(_ALL), 2, num_kv_heads, head_size).unbind(1)
+    starts, key_starts = (
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (_NEW, _ALL)
+    )
+    scale = head_size**-0.5
+    attend(
+        q=query,
+        k=keys,
+        v=values,
+        out=output,
+        cu_seqlens_q=starts,
+        max_seqlen_q=max(_NEW),
+        cu_seqlens_k=key_starts,
+        max_seqlen_k=max(_ALL),
+        softmax_scale=scale,
+        causal=True,
+    )
+    parts = zip(query.split(_NEW), keys.split(_ALL), values.split(_ALL), strict=True)
+    expected = torch.cat([attend_densely(q.float(), k.float(), v.float(), scale) for q, k, v in parts])
+    error = float((output.float() - expected).norm() / expected.norm())
+    return error if error == error else 1.0
