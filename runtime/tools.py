@@ -13,7 +13,6 @@ import torch
 
 from .fp8_leank import as_bytes
 from .pages_leank import page_sources
-from .step_leank import Append
 from .store_leank import ChunkStore, take_pages
 from .windows_leank import check_size
 
@@ -337,27 +336,6 @@ def decode_layer(
     step = cache.rows.step(layer.num_columns, query.shape[0], 1, None, query.device)
     layer.num_columns += 1
     return layer.decode(query, key, value, step, _scale_of(query, softmax_scale))
-
-
-def attend_layer(
-    cache: LeanKCache, layer_idx: int, query: torch.Tensor, softmax_scale: float | None = None
-) -> torch.Tensor:
-    """Attend with the last token of one pruned layer again, attention sinks left out; changes nothing.
-
-    Args:
-        cache: The cache.
-        layer_idx: A layer that is split.
-        query: `[B, H, 1, D]`.
-        softmax_scale: Factor on the logits; 1/√D if None.
-
-    Returns:
-        `[B, H, 1, D]`.
-    """
-    layer: LeanKLayer = cache.layers[layer_idx]
-    rows, (seen, pruned) = cache.rows, (counts.to(query.device)[:, None] for counts in cache.rows.counters())
-    assert rows.tables is not None
-    append = Append(None, seen, pruned, rows.bounds, rows.sink_size, rows.tables)
-    return layer.attend(query, append, _scale_of(query, softmax_scale))
 
 
 def _scale_of(query: torch.Tensor, softmax_scale: float | None) -> float:

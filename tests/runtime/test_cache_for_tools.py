@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leank_convert._runtime.configuration_leank import CACHE
-from runtime.tools import attend_layer, concatenate, decode_layer, fill_layer, fork
+from runtime.tools import concatenate, decode_layer, fill_layer, fork
 from tests.runtime.tiny_inputs import WIDTHS
 from tests.twin_caches import ids
 
@@ -192,19 +192,6 @@ def test_layers_are_filled_and_decoded_without_a_model(prune, model):
             if part.start:
                 assert torch.equal(outputs[layer], out.transpose(1, 2))
     assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
-    for layer in range(2):
-        for _ in range(2):
-            assert torch.equal(attend_layer(cache, layer, queries[:, :, 30:]), outputs[layer])
-    assert cache.rows.lengths.tolist() == [31, 31] and cache.get_seq_length() == 31
-
-
-def test_what_a_filled_layer_attends_to_follows_the_cache(model):
-    cache = model.build_cache()
-    keys, query = states(30, 3, 0), states(1, 6, 2)
-    fill_layer(cache, 0, keys, keys)
-    before = attend_layer(cache, 0, query, 0.5)
-    out = decode_layer(cache, 0, query, keys[:, :, :1], keys[:, :, :1], 0.5)
-    assert not torch.equal(before, out) and torch.equal(out, attend_layer(cache, 0, query, 0.5))
 
 
 def test_layers_are_filled_only_where_they_are_empty(model):
