@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ def parse_recipe(
         option = f"--{key.rpartition('.')[2].replace('_', '-')}"
         _write_key(document, key, flag)
         origins[key] = option
-        changes.append(f"{option} {flag}")
+        changes.append(f"--set {key}={json.dumps(flag)}")  # which is YAML, too, and can be read again
     recipe, found = judge(document, origins, training=training)
     problems += found
     if problems:

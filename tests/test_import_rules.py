@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # A module may import those of its own rank's packages and of lower ranks, within leank_convert. `methods` is
 # the table alone, `methods.*` the modules of that folder.
 RANKS = [
-    {"errors", "methods"},
+    {"errors", "methods", "release"},
     {
         "files",
         "windows",
@@ -98,7 +98,7 @@ OPTIONAL_LIBRARIES = {"tilelang"}
 
 # Most lines of Python in a part. What is new makes room in the same change, or raises the budget by what it
 # adds, with a line in CHANGELOG; what shrinks lowers it.
-BUDGETS = {"leank_convert": 26_720, "runtime": 9_150, "tests": 30_840, "bin": 7_800}
+BUDGETS = {"leank_convert": 26_840, "runtime": 9_150, "tests": 30_970, "bin": 7_800}
 
 TOOLKIT = sorted((ROOT / "leank_convert").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime").glob("*.py"))

@@ -18,11 +18,18 @@ from typing import Any, Protocol
 
 from rich.filesize import decimal
 
-from leank_convert.checkpoint_io import CARD_NAME, CONFIG_NAME, INDEX_NAME, Checkpoint, open_checkpoint
+from leank_convert.checkpoint_io import (
+    CARD_NAME,
+    CONFIG_NAME,
+    INDEX_NAME,
+    Checkpoint,
+    find_companions,
+    open_checkpoint,
+)
 from leank_convert.digests import write_digests
 from leank_convert.errors import LeanKError, first_line
 from leank_convert.export.apply import write_shard
-from leank_convert.export.companions import copy_companions
+from leank_convert.export.companions import copy_companions, has_chat_template, read_tokenizer_config
 from leank_convert.export.config_json import (
     build_config,
     build_leank_facts,
@@ -286,6 +293,9 @@ def _describe(export: Export, mask: ChannelMask, cache: Mapping[str, Any], tried
         noted_name=identify_model(checkpoint.folder),
         base_model=export.request.base_model or find_base_model(checkpoint.folder, name, known.model),
         licence=read_licence(checkpoint.folder),
+        chats=has_chat_template(
+            read_tokenizer_config(checkpoint.folder), find_companions(checkpoint.folder)[0]
+        ),
     )
 
 

@@ -46,7 +46,7 @@ def copy_companions(folder: Path, target: Path) -> None:
     else:
         missing.append("tokenizer")
     write_companions(found, target)
-    if "chat_template" not in settings and not any("chat_template" in name for name in found):
+    if not has_chat_template(settings, found):
         missing.append("chat template")
     if "generation_config.json" not in found:
         missing.append("`generation_config.json`")
@@ -57,6 +57,11 @@ def copy_companions(folder: Path, target: Path) -> None:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Whether a tokenizer's files are among a model's companions."""
     return any(name.startswith(_TOKENIZER_FILES) for name in names)
+
+
+def has_chat_template(settings: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether a model's tokenizer_config.json or the names of its companions tell of a chat template."""
+    return "chat_template" in settings or any("chat_template" in name for name in names)
 
 
 def read_companions(folder: Path) -> tuple[dict[str, bytes], bool]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from leank_convert.architectures import ModelFacts
+from leank_convert.errors import LeanKError
 from leank_convert.families import Architecture
 from leank_convert.head_layout import INT4_GROUP_SIZE, BytesPerToken, describe_layers, plan_head_layout
 from leank_convert.held_out import HeldOut
 from leank_convert.hub import hide_local_paths
-from leank_convert.mask import ChannelMask, MaskProvenance
+from leank_convert.mask import ChannelMask, MaskProvenance, package_versions
+from leank_convert.recipe_file import parse_recipe
+from leank_convert.release import PROJECT_URL
 from leank_convert.windows import Windows
 
 _CARD = """\
@@ -22,10 +26,12 @@ _CARD = """\
 
 # {name}, K cache{of_layers} pruned by {ratio:.1%} (LeanK)
 
-{name} with a static choice of which channels of each KV head's cached key are kept. The weights are
-the original ones with the KV heads of each layer in another order, which changes nothing the model computes;
-the cache{of_layers} keeps {kept:.1%} of the key channels of all tokens but the first {sink} and the last
-{recent}.
+{name} with a static choice of which channels of each KV head's cached key are kept, by
+[LeanK](https://arxiv.org/abs/{arxiv}). The weights are the original ones with the KV heads of each layer in
+another order, which changes nothing the model computes. The cache{of_layers} keeps {kept:.1%} of the key
+channels of all tokens but the first {sink} and the last {recent}.
+
+Written by {project}{version}. {licence}
 
 | | |
 |---|---|
@@ -46,24 +52,63 @@ At {element_bytes} bytes per number, over all {pruned_layers}layers and heads.{s
 
 ## Load
 
-It needs `transformers` and `torch`; the files beside the weights do the rest.
+It needs transformers 5.10.1 or later and torch 2.7 or later; the files beside the weights do the rest. With
+`pip install tilelang` NVIDIA GPUs from Ampere on decode by kernels. On a CPU say `dtype="float32"`: few have
+fast bfloat16.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 path = "path/to/this/checkpoint"
-model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map="auto", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(path, config=model.config)
-inputs = tokenizer("The capital of France is", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
+count = {notes}  # of sentences, more than the window holds
+notes = " ".join(f"Room {{i}} has the code {{i * 7919 % 10000}}." for i in range(count))
+{ask}
+answer = model.generate(**inputs.to(model.device), max_new_tokens=20)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :]))
 ```
 
 {stock} loads the same weights as the original dense model.
+
+vLLM serves the checkpoint where leank-convert is installed with its extra `vllm`:
+`vllm serve path/to/this/checkpoint`.
+
+## Limits
+
+- Prompts of up to {window_tokens:,} tokens save nothing: the first {sink} and the last {recent} keep all
+  channels.
+- Prompts are read densely, so the first token takes as long as with the dense model.
+- Static and offloaded caches are refused, and so is transformers' continuous batching.
 {adapters}
 ## Accuracy
 
 {accuracy}{tried}
-{recipe}"""
+{recipe}
+## Citation
+
+```bibtex
+@misc{{zhang2025leank,
+  title = {{LeanK: Learnable K Cache Channel Pruning for Efficient Decoding}},
+  author = {{Yike Zhang and Zhiyuan He and Huiqiang Jiang and Chengruidong Zhang and Yuqing Yang and
+    Jianyong Wang and Lili Qiu}},
+  year = {{2025}},
+  eprint = {{{arxiv}}},
+  archivePrefix = {{arXiv}}
+}}
+```
+"""
+
+_ARXIV = "2508.02215"
+_ASK = """\
+inputs = tokenizer(f"{notes} Room 7 has the code", return_tensors="pt")"""
+_ASK_IN_CHAT = """\
+chat = [{"role": "user", "content": f"{notes} What is the code of room 7?"}]
+inputs = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
+_TOKENS_OF_NOTE = 8  # at least; most tokenizers make 11 to 14 of one
+_NO_LICENCE = "The source names no licence: that of the original holds."
 
 _ADAPTERS = """
 ## Adapters
@@ -101,6 +146,7 @@ _OF_NAMED = """\
 Not measured when this checkpoint was written. The mask was made for {model}, as which this model's
 config.json names it; evaluated: {evaluated}."""
 
+_CHANGE = "# --set "  # how training notes what changed a recipe
 _RECIPE = """
 ## Recipe
 
@@ -124,6 +170,7 @@ def build_model_card(
     base_model: str | None = None,
     licence: Mapping[str, str] | None = None,
     tried: str | None = None,
+    chats: bool = False,
 ) -> str:
     """Build a checkpoint's README.md.
 
@@ -140,6 +187,7 @@ def build_model_card(
         base_model: The model's hub id, if it is known.
         licence: `license`, `license_name` and `license_link` of the model, those that are known.
         tried: What came of the trial of a cache of a dtype of its own, a sentence without its full stop.
+        chats: Whether the model has a chat template.
     """
     held_out = known.held_out
     # Of another model or other windows it says nothing about this checkpoint.
@@ -147,11 +195,19 @@ def build_model_card(
         held_out = None
     kv_dtype = leank.get("kv_dtype")
     in_own_dtype = _IN_OWN_DTYPE if tried is None else _TRIED_APART
-    given_name, name, mask_model = name, escaped(name), escaped(known.model)
+    title, mask_model = escaped((base_model or name).rpartition("/")[2]), escaped(known.model)
     heads = sorted(width for layer in mask.widths for width in layer)
+    most_whole = windows.sink_size + windows.recent_size
     return _CARD.format(
-        front_matter=_build_front_matter(name, base_model, licence or {}, None if kv_dtype else held_out),
-        name=name,
+        front_matter=_build_front_matter(title, base_model, licence or {}, None if kv_dtype else held_out),
+        name=title,
+        arxiv=_ARXIV,
+        project=f"[leank-convert]({PROJECT_URL}) " if PROJECT_URL else "leank-convert ",
+        version=package_versions()["leank-convert"],
+        licence=_describe_licence(licence or {}),
+        notes=-(-most_whole // _TOKENS_OF_NOTE) + 100,
+        ask=_ASK_IN_CHAT if chats else _ASK,
+        window_tokens=most_whole,
         ratio=mask.pruning_ratio,
         kept=1 - mask.pruning_ratio,
         sink=windows.sink_size,
@@ -169,11 +225,11 @@ def build_model_card(
         **_describe_layers(facts, cache, windows, element_bytes),
         element_bytes=element_bytes,
         stock=_describe_stock(facts.architecture),
-        adapters=_ADAPTERS.format(name=name) if _moves_heads(mask) else "",
+        adapters=_ADAPTERS.format(name=title) if _moves_heads(mask) else "",
         accuracy=(in_own_dtype.format(kv_dtype=kv_dtype) if kv_dtype and held_out else "")
-        + _describe_accuracy(held_out, known, given_name, noted_name),
+        + _describe_accuracy(held_out, known, name, noted_name),
         tried="" if tried is None else f"\n\nRounding alone, with the same channels pruned: {tried}.",
-        recipe=_describe_recipe(known.recipe) if known.recipe else "",
+        recipe=_describe_recipe(known) if known.recipe else "",
     )
 
 
@@ -272,7 +328,7 @@ def _build_front_matter(
         license_link=licence.get("license_link"),
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["leank", "kv-cache", "pruning"],
+        tags=["leank", "kv-cache", "pruning", f"arxiv:{_ARXIV}"],
         model_name=name if results else None,
         eval_results=results or None,
     )
@@ -298,7 +354,19 @@ def _describe_accuracy(
     return measured + "".join(f"\n\n> **Warning:** {escaped(text)}" for text in held_out.warnings)
 
 
-def _describe_recipe(recipe: str) -> str:
+def _describe_licence(licence: Mapping[str, str]) -> str:
+    named = licence.get("license_name") or licence.get("license")
+    return f"Licence of the original: {escaped(named)}." if named else _NO_LICENCE
+
+
+def _describe_recipe(known: MaskProvenance) -> str:
+    """The recipe that ran, every key spelt out, with this mask's ratio; as it is where it cannot be read."""
+    recipe = known.recipe or ""
+    changes = [line.removeprefix(_CHANGE) for line in recipe.splitlines() if line.startswith(_CHANGE)]
+    if known.pruning_ratio_asked is not None:
+        changes.append(f"pruning_ratio={known.pruning_ratio_asked}")
+    with contextlib.suppress(LeanKError):
+        recipe = parse_recipe("recipe", recipe, changes).to_yaml()
     text = hide_local_paths(recipe.rstrip("\n"))
     longest = max(map(len, re.findall("`+", text)), default=0)
     return _RECIPE.format(text=text, fence="`" * max(3, longest + 1))

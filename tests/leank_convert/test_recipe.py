@@ -220,7 +220,11 @@ def test_defaults_yield_to_the_file_then_to_overrides_then_to_flags_and_the_last
     assert (recipe.stage1.steps, recipe.width_multiple, recipe.seed) == (9, 16, 3)
     assert (recipe.windows.sink_size, recipe.windows.flush_size) == (4, 16)
     assert recipe.windows.recent_size == Recipe().windows.recent_size
-    assert recipe.text.splitlines()[-3:] == [f"# --set {overrides[-1]}", "# --flush-size 16", "# --seed 3"]
+    assert recipe.text.splitlines()[-3:] == [
+        f"# --set {overrides[-1]}",
+        "# --set windows.flush_size=16",
+        "# --set seed=3",
+    ]
     error = problems_of(path, ["windows.flush_size=4"], flags={"windows.flush_size": 0})
     assert str(error).endswith("greater than or equal to 1 (from `--flush-size`)")
 

@@ -167,4 +167,4 @@ def test_converting_without_training_leaves_checkpoints_of_every_ratio(tmp_path)
         facts = json.loads(done("inspect", folder, "--json"))
         assert facts["provenance"]["method"] == "static-norm"
         assert facts["pruning_ratio"] == ratio
-        assert "# --budget global" in facts["provenance"]["recipe"]
+        assert '# --set budget="global"' in facts["provenance"]["recipe"]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from markdown import markdown
 
@@ -70,7 +71,7 @@ def test_bytes_of_a_token_are_counted_by_head():
 
 def test_the_card_says_what_was_pruned_and_what_it_saves():
     text = card()
-    assert "# owner/model, K cache pruned by 62.5% (LeanK)" in text
+    assert "# model, K cache pruned by 62.5% (LeanK)" in text
     assert "| dense model | all | 64 | 64 | |" in text
     assert "| window | first 4, last 16 to 18 | 64 | 64 | 0% |" in text
     assert "| pruned | all between | 24 | 32 | 56.2% |" in text
@@ -83,7 +84,7 @@ def test_the_card_says_what_was_pruned_and_what_it_saves():
 
 def test_the_card_warns_of_adapters_where_heads_moved():
     text = card("owner/it's | <b>")  # the first layer's heads keep all and no channels
-    assert "KV heads are in another order than in owner/it's \\| &lt;b>, so an adapter" in text
+    assert "KV heads are in another order than in it's \\| &lt;b>, so an adapter" in text
     assert "`PeftModel.from_pretrained(model, adapter)` does not" in text
     assert "`leank-convert adapter LORA --checkpoint path/to/this/checkpoint -o NEW`" in text
     ordered = ChannelMask(torch.ones(2, 2, 8, dtype=torch.bool))
@@ -118,21 +119,46 @@ def test_the_card_tells_what_is_known_of_the_mask(known, told):
     assert all(part in text for part in told) and "learned" not in text
 
 
+def test_the_card_is_titled_after_the_model_that_a_folder_holds():
+    text = card("my-folder", about={"base_model": "owner/base", "licence": {"license": "mit"}})
+    assert "# base, K cache pruned" in text and "my-folder" not in text.partition("| mask |")[0]
+    assert ModelCard(text).data.base_model == "owner/base"
+    assert "Licence of the original: mit." in text and "names no licence" in card()
+
+
+def test_the_card_shows_the_recipe_that_ran_and_how_to_cite_the_method():
+    text = card(recipe="# Expect: much\nseed: 7\n# --set stage1.steps=5\n", pruning_ratio_asked=0.6)
+    _, _, shown = text.partition("```yaml\n")
+    ran = yaml.safe_load(shown.partition("```")[0])
+    assert (ran["seed"], ran["stage1"]["steps"], ran["pruning_ratio"]) == (7, 5, 0.6)
+    assert "Expect" not in text and "eprint = {2508.02215}" in text
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_the_example_of_the_card_asks_more_than_the_window_holds(chats):
+    _, _, code = card(about={"chats": chats}).partition("```python\n")
+    code = code.partition("```")[0]
+    assert ("apply_chat_template" in code) == chats
+    names = {}
+    exec("\n".join(code.splitlines()[5:7]), names)  # the notes, in words of at least one token
+    assert len(names["notes"].split()) > 4 + 16
+    compile(code, "card", "exec")
+
+
 def test_the_front_matter_names_nothing_that_is_not_known():
     data = ModelCard(card()).data
     assert data.to_dict() == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["leank", "kv-cache", "pruning"],
+        "tags": ["leank", "kv-cache", "pruning", "arxiv:2508.02215"],
     }
 
 
 @pytest.mark.parametrize("name", ["owner/model", "a: b", "---\nlicense: mit\n---", "it's | <b>`\"\u2028x\0"])
 def test_the_hub_reads_the_front_matter_whatever_the_name(name):
     licence = {"license": "other", "license_name": "a: {b", "license_link": "https://a/b#c d"}
-    text = card(name, held_out=HELD_OUT, about={"base_model": "owner/model", "licence": licence})
+    text = card(name, held_out=HELD_OUT, about={"licence": licence})
     found = ModelCard(text).data
-    assert found.base_model == "owner/model"
     assert {key: getattr(found, key) for key in licence} == licence
     assert [(result.metric_type, result.metric_value) for result in found.eval_results] == [
         ("accuracy", 0.875),
