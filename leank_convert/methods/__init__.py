@@ -3,15 +3,23 @@
 A method is LeanK's training or a part of it, or a function that scores channels without training; those with
 the highest scores are kept (`train.selection`). To add one, write a function that takes a
 `calibration.Calibration` and returns scores [L, H_kv, D] in a file of this folder, and give it a row: recipes
-and commands read the table.
+and commands read the table. Rows of other packages are found by their entry points (`ENTRY_POINTS`).
 
 Importing this module does not import torch.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Literal
+
+ENTRY_POINTS = "leank_convert.methods"
+"""Group of the entry points by which a package adds methods, each a `Method`."""
+
+_logger = logging.getLogger("leank_convert")
 
 Budget = Literal["uniform", "global"]
 Part = Literal["gates", "stage1", "stage2"]
@@ -99,3 +107,20 @@ METHODS = {
         ),
     )
 }
+
+
+def _installed() -> Iterator[Method]:
+    """Rows of installed packages; what cannot be one is left out with a warning."""
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            row = point.load()
+        except Exception as error:  # whatever a package may raise
+            row = f"{type(error).__name__}: {error}"
+        if not isinstance(row, Method) or row.name in METHODS:
+            reason = row if isinstance(row, str) else "it is no `Method` with a name of its own"
+            _logger.warning("method `%s` of `%s` is left out: %s", point.name, point.value, reason)
+            continue
+        yield row
+
+
+METHODS |= {row.name: row for row in _installed()}
