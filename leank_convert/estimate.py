@@ -18,7 +18,7 @@ from leank_convert.files import read_json, user_path
 from leank_convert.head_layout import BYTES_PER_ELEMENT, BytesPerToken, count_row_bytes, describe_layers
 from leank_convert.hub import TESTBED, download_file, is_hub_id, known_name, resolve_model
 from leank_convert.recipe_file import load_recipe, packaged_recipe
-from leank_convert.windows import Windows
+from leank_convert.windows import Windows, derive_windows
 
 # The paper's.
 _PRUNING_RATIO = 0.7
@@ -63,7 +63,7 @@ def estimate_model(path: str | Path, config_file: Path) -> dict[str, Any]:
     is_local = str(path) != TESTBED and Path(path).exists()
     known = known_name(config_file.parent if is_local else path)
     name = None if known is None else packaged_recipe(known)
-    ratio, windows = _PRUNING_RATIO, Windows()
+    ratio, windows = _PRUNING_RATIO, derive_windows(facts.max_position_embeddings)
     if name is not None:
         recipe = load_recipe(name)
         ratio = recipe.pruning_ratio if isinstance(recipe.pruning_ratio, float) else _PRUNING_RATIO

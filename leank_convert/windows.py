@@ -33,3 +33,9 @@ class Windows(RuntimeWindows):  # type: ignore[misc]
             super().__post_init__()
         except ValueError as error:
             raise LeanKError(str(error)) from None
+
+
+def derive_windows(positions: int) -> Windows:
+    """Return window sizes for a model without a recipe: the paper's, and smaller where positions are few."""
+    recent = 1024 if positions >= 32768 else positions // 32
+    return Windows(min(128, positions // 128), recent, max(1, min(32, recent // 4)))

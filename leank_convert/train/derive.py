@@ -29,6 +29,7 @@ from leank_convert.errors import LeanKError, cut
 from leank_convert.recipe import Recipe
 from leank_convert.recipe_file import DERIVED, parse_recipe
 from leank_convert.train.model import ModelFiles, count_bytes, open_model
+from leank_convert.windows import derive_windows
 
 PRUNING_RATIO = 0.7
 # As SmolLM2-135M-Instruct was trained.
@@ -90,8 +91,7 @@ def derive_recipe(
 def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]]:
     """What would be best, then what needs less and less memory."""
     positions, head_dim = files.positions, files.facts.head_dim
-    sink = min(128, positions // 128)
-    recent = 1024 if positions >= 32768 else positions // 32
+    windows = derive_windows(positions)
     if positions >= 131072:
         shortest, longest = 16384, 98304  # the paper's, for Llama-3.1-8B
     elif positions >= 32768:
@@ -99,17 +99,13 @@ def _propose(files: ModelFiles, device: torch.device) -> Iterator[dict[str, Any]
     else:
         shortest, longest = max(_LEAST_LENGTH, positions // 8), positions - positions // 16
     if device.type != "cuda":
-        longest = min(longest, max(_CPU_LENGTH, 4 * (sink + recent)))
+        longest = min(longest, max(_CPU_LENGTH, 4 * (windows.sink_size + windows.recent_size)))
     for offload in (False, True):
         for part in range(_SHORTENED, _SHORTENED // 4 - 1, -1):
             length = longest * part // _SHORTENED
             yield {
                 "model": {"id": files.name},
-                "windows": {
-                    "sink_size": sink,
-                    "recent_size": recent,
-                    "flush_size": min(32, recent // 4),
-                },
+                "windows": windows.sizes,
                 "pruning_ratio": PRUNING_RATIO,
                 # A quarter of head_dim for the usual ones; the decode kernel works on 16 channels at a time.
                 "width_multiple": gcd(32 if head_dim >= 128 else min(16, max(1, head_dim // 4)), head_dim),

@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from leank_convert.cli import main
+from leank_convert.inspection import inspect_artifact
 from leank_convert.mask import load_mask
 from leank_convert.methods.make import train_mask
 from leank_convert.recipe_file import load_recipe
@@ -70,8 +71,10 @@ def test_windows_and_lengths_follow_from_positions_and_the_multiple_from_channel
     positions, head_dim, expected, source_model, gpu
 ):
     gpu()
-    recipe = derive_recipe(source_model(head_dim=head_dim, max_position_embeddings=positions))
+    model = source_model(head_dim=head_dim, max_position_embeddings=positions)
+    recipe = derive_recipe(model)
     assert in_brief(recipe) == expected
+    assert inspect_artifact(model)["windows"] == recipe.windows.model_dump()  # the forecast is of these
     assert (recipe.pruning_ratio, recipe.method, recipe.offload_context) == (0.7, "leank", False)
 
 
