@@ -6,6 +6,7 @@ What held-out samples showed comes last in log.jsonl, in lines with a `kind`; a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from leank_convert.progress import Advance, progress_bar
 from leank_convert.recipe import Recipe
 
 LOG_NAME = "log.jsonl"
+
+_logger = logging.getLogger("leank_convert")
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,11 @@ class TrainingLog:
         self._stack.__exit__(*error)
 
     def _start_tensorboard(self, stack: ExitStack) -> Callable[..., None]:
-        # It takes a while to import.
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:  # here, as it takes a while to import
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            _logger.info("TensorBoard is not installed, so there are no events: %s has all figures", LOG_NAME)
+            return lambda values, step: None
         events: Any = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._start + 1)
         stack.enter_context(events)
 

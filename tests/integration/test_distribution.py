@@ -66,7 +66,7 @@ def test_wheel_holds_runtime_recipes_masks_and_the_shipped_model(wheel):
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"leank_convert"}
 
 
-def test_sdist_holds_what_the_wheel_is_built_from(distributions):
+def test_sdist_holds_the_whole_project(distributions):
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -74,6 +74,8 @@ def test_sdist_holds_what_the_wheel_is_built_from(distributions):
     assert {f"recipes/{recipe}" for recipe in RECIPES} <= names
     assert {f"leank_convert/masks/{mask}" for mask in MASKS} <= names
     assert "leank_convert/testbed/model/model.safetensors" in names
+    whole = {"tests/conftest.py", "tests/runtime/conftest.py", "docs/serving.md", "bin/setup", "bin/release"}
+    assert whole | {"examples/serve.py", ".ci/run", "constraints.txt", "CITATION.cff", "Dockerfile"} <= names
 
 
 def test_installed_wheel_exports_without_a_checkout(wheel, tmp_path):

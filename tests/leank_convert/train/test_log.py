@@ -113,6 +113,14 @@ def test_steps_beyond_the_one_that_is_resumed_are_dropped_everywhere(write, fold
     assert scalars["stage1/distillation"] == pytest.approx({1: 0.01, 2: 0.5, 3: 0.25})
 
 
+def test_a_run_without_tensorboard_says_so_and_has_its_log(write, folder, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level("INFO"):
+        write(record(1), trackers=("tensorboard",))
+    assert "TensorBoard is not installed" in caplog.text and not (folder / "tensorboard").exists()
+    assert read_log(folder / "log.jsonl") == [record(1)]
+
+
 def test_tensorboard_has_every_figure_of_a_step_and_tags_for_every_ratio(write, folder):
     write(
         record(1),

@@ -1,0 +1,12 @@
+# Serves a converted checkpoint by vLLM on NVIDIA GPUs. Build the wheel first:
+#
+#   python -m build --wheel
+#   docker build -t leank-convert .
+#   docker run --gpus all --ipc=host -p 8000:8000 -v "$PWD/out:/out" leank-convert /out
+FROM vllm/vllm-openai:v0.33.0
+COPY dist/*.whl /tmp/
+# vLLM asks for a tilelang that is too old for the kernels.
+RUN pip install --no-cache-dir /tmp/*.whl \
+    && pip install --no-cache-dir --no-deps "tilelang==0.1.15" \
+    && rm /tmp/*.whl
+ENTRYPOINT ["vllm", "serve"]
