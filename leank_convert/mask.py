@@ -189,6 +189,13 @@ class ChannelMask:
         _check_numbers("scaling_factors", self.scaling_factors, torch.float32, mask)
         _check_numbers("key_mean", self.key_mean, torch.float16, mask)
 
+    def __repr__(self) -> str:
+        """Say shape, ratio and origin; tensors are no use in a line."""
+        shape = " x ".join(map(str, self.channel_mask.shape))
+        known = self.provenance
+        origin = "imported" if known is None else f"{known.method}, {known.model}"
+        return f"ChannelMask([{shape}], {self.pruning_ratio:.1%} removed, {origin})"
+
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:
         """Kept channels `[layer][head]`, original head order."""

@@ -111,7 +111,7 @@ class Comparison:
     pruning_ratio_asked: float | None  # none if the mask was imported
     pruning_ratio: float  # reached
     num_whole: int  # prompts so short that nothing of them is pruned
-    outcomes: tuple[Outcome, ...]  # one per prompt
+    outcomes: tuple[Outcome, ...] = field(repr=False)  # one per prompt
     cache: CacheBytes  # bytes at the longest prompt
     used: dict[str, UsedBytes] = field(default_factory=dict)  # there, by variant, `against` left out
 
@@ -153,6 +153,27 @@ class Comparison:
             "cache_bytes": asdict(self.cache),
             "used_bytes": {name: asdict(used) for name, used in self.used.items()},
         }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat row for every length, task and variant, as `pandas.DataFrame` takes them."""
+        rows = []
+        for length, task, score in self.rows():
+            for name in self.variants:
+                difference = score.differences.get(name)  # None of the baseline
+                low, high = (None, None) if difference is None else difference.interval
+                rows.append(
+                    {
+                        "length": length,
+                        "task": task,
+                        "n": score.n,
+                        "variant": name,
+                        "score": score.means[name],
+                        "difference": None if difference is None else difference.mean,
+                        "interval_low": low,
+                        "interval_high": high,
+                    }
+                )
+        return rows
 
     def rows(self) -> list[tuple[int, str, PairedScore]]:
         """Every length's tasks, in that order."""
@@ -282,16 +303,10 @@ def write_results(result: Comparison, folder: Path) -> list[Path]:
 
 def _to_csv(result: Comparison) -> str:
     """One line for every length, task and variant."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ["length", "task", "n", "variant", "score", "difference", "interval_low", "interval_high"]
-    )
-    for length, task, score in result.rows():
-        for variant in result.variants:
-            difference = score.differences.get(variant)
-            cells = ("", "", "") if difference is None else (difference.mean, *difference.interval)
-            writer.writerow([length, task, score.n, variant, score.means[variant], *cells])
+    text, rows = io.StringIO(), result.to_rows()
+    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -61,6 +61,11 @@ def test_a_saved_mask_is_read_back_whole(tmp_path, ragged_mask):
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
+def test_a_mask_says_in_a_line_what_it_is(ragged_mask):
+    mask = ChannelMask(ragged_mask())
+    assert repr(mask) == f"ChannelMask([3 x 4 x 12], {mask.pruning_ratio:.1%} removed, imported)"
+
+
 def test_unknown_facts_stay_unknown(tmp_path, ragged_mask):
     imported = provenance(pruning_ratio_asked=None, width_multiple=None, recipe=None, seed=None)
     save_mask(ChannelMask(ragged_mask(), None, imported), tmp_path / "m.safetensors")

@@ -158,3 +158,12 @@ def test_the_plot_has_the_tables_units_titles_and_intervals(tmp_path, monkeypatc
     ):
         interval = [100 * (score.means["dense"] + end) for end in score.differences["pruned"].interval]
         assert [start[1], end[1]] == pytest.approx([interval[0], min(100, interval[1])])
+
+
+def test_rows_are_flat_for_a_data_frame():
+    outcome = Outcome("vt", 512, 512, {"dense": 1.0, "pruned": 0.5})
+    result = comparison([outcome], variants=("dense", "pruned"))
+    first, second = result.to_rows()
+    assert (first["variant"], first["score"], first["difference"]) == ("dense", 1.0, None)
+    assert (second["variant"], second["score"], second["difference"], second["n"]) == ("pruned", 0.5, -0.5, 1)
+    assert "Outcome" not in repr(result)
