@@ -83,7 +83,7 @@ METHODS = {
         ),
         Method(
             "random",
-            "keeps channels by lot, from the recipe's seed",
+            "keeps channels at random, by the recipe's seed",
             score="leank_convert.methods.scores:random",
             budget="uniform",
         ),
