@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import click
 from bin.benchmarks.geometries import GEOMETRIES, TOY
 from leank_convert.cli import Group, configure_logging
 from leank_convert.cli.options import MAX_COUNT, MAX_TOKENS, FiniteRange
-from leank_convert.errors import LeanKError, out_of_memory, shorten
+from leank_convert.errors import out_of_memory, shorten
 
 if TYPE_CHECKING:
     from bin.benchmarks.random_models import Setup
@@ -66,9 +65,6 @@ _DEFAULTS: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 
 
-_MOST_TOY_TOKENS = 2**18
-
-
 def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run], _Run]:
     """Add the options of what is measured and where, and give a command what they choose as `setup`.
 
@@ -98,8 +94,6 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
                 geometry = geometry or TOY
             setup = choose_setup(mask, geometry, chosen, dtype, kv_dtype)
             for name, values in _DEFAULTS[run.__name__].items():
-                if chosen.type == "cpu":
-                    _check_toy(options[name])
                 options[name] = options[name] or values[setup.is_toy]
             _finish(run(setup, **options))
 
@@ -110,17 +104,6 @@ def case_options(*, masked: bool = True, stored: bool = False) -> Callable[[_Run
         return decorated
 
     return decorate
-
-
-def _check_toy(sizes: Any) -> None:
-    """Refuse what only a GPU could measure: one case, several, or no sizes at all."""
-    for case in sizes if isinstance(sizes, list) else [sizes]:
-        if isinstance(case, tuple) and math.prod(case) > _MOST_TOY_TOKENS:
-            size = "x".join(map(str, case))
-            raise LeanKError(
-                f"`{size}` is no toy size, and `--device cpu` runs those alone",
-                hint=f"stay below {_MOST_TOY_TOKENS} in all, or run it on a machine with a GPU",
-            )
 
 
 def _finish(document: dict[str, Any]) -> None:
@@ -148,7 +131,7 @@ def _size_option(
         if len(numbers) not in (count, count + (further is not None)) or min(numbers) < 1:
             example = "x".join(("64", "32k", "128")[:count])
             raise click.BadParameter(f"`{shorten(given)}` is not {names}, such as {example}")
-        if max(numbers) > MAX_TOKENS or math.prod(numbers[:2]) > 4 * MAX_TOKENS:  # batch x tokens
+        if max(numbers) > MAX_TOKENS:
             raise click.BadParameter(f"`{shorten(given)}` is more than any machine holds")
         return numbers
 

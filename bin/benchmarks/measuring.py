@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from bin.benchmarks.tables import Report
+from bin.benchmarks.tables import REPLAYED, Report
 from leank_convert.device import choose_device
 from leank_convert.errors import LeanKError, first_line
 
 Call = Callable[[], object]
 
-REPLAYED = "CUDA graph replay"  # how most figures are measured
 # One replay lasts about this long or longer, so that what surrounds a graph is small beside what is in it.
 _MIN_REPLAY_MS = 2.0
 _MAX_CALLS = 512

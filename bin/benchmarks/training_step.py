@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from bin.benchmarks.measuring import peak_memory, release_memory, time_whole
 from bin.benchmarks.random_models import TOO_LARGE, Setup
-from bin.benchmarks.tables import Report, number, ratio
+from bin.benchmarks.tables import Column, Report, number, ratio
 from bin.benchmarks.training_check import (
     CHECKED_TOKENS,
     build_trainee,
@@ -30,6 +31,12 @@ from leank_convert.train.passes import run_context_pass
 from leank_convert.train.scaling import l1_penalty
 
 _LEARNING_RATE, _L1_WEIGHT = 0.02, 0.06
+_COLUMNS: dict[str, Column] = {
+    "seconds": ("seconds", partial(number, digits=3)),
+    "of our\nprefill": ("ratio_to_own_prefill", ratio),
+    "peak\nGB": ("peak_bytes", partial(number, unit=1e9)),
+    "of weights\n+ K/V": ("ratio", ratio),
+}
 
 
 def benchmark_train(
@@ -97,8 +104,8 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, ro
     device, facts, length = setup.device, setup.geometry.facts, samples[0].num_tokens
 
     def seconds(call: Callable[[], object]) -> dict[str, Any]:
-        timing = asdict(time_whole(call, device, rounds=rounds))
-        return {"seconds": timing["milliseconds"] / 1e3, "spread": timing["spread"], "rounds": rounds}
+        timing = time_whole(call, device, rounds=rounds)
+        return {"seconds": timing.milliseconds / 1e3, **asdict(timing)}
 
     # What several questions share, the shortest context of all: no step is flattered by its prefill.
     prefix = min((sample.prefix_ids for sample in samples), key=len)
@@ -120,24 +127,12 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, ro
 
 
 def _print_step(report: Report, found: dict[str, Any]) -> None:
-    rows = [["our prefill", number(found["prefill"]["seconds"], 3), "", "", ""]]
-    rows += [
-        [
-            f"step, {step['questions']} on a context",
-            number(step["seconds"], 3),
-            ratio(step["ratio_to_own_prefill"]),
-            number(step["peak_bytes"], unit=1e9),
-            ratio(step["ratio"]),
-        ]
-        for step in found["steps"]
+    rows = [("our prefill", found["prefill"])]
+    rows += [(f"step, {step['questions']} on a context", step) for step in found["steps"]]
+    notes = [
+        f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
+        f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
+        f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
     ]
-    report.table(
-        f"one step on {found['length']:,} tokens, by questions on a context",
-        ["", "seconds", "of our\nprefill", "peak\nGB", "of weights\n+ K/V"],
-        rows,
-        [
-            f"prefill: of the {found['context']:,} tokens that questions share, without logits, alone",
-            f"medians of {found['prefill']['rounds']} rounds after one; a step includes Adam and the clamp",
-            f"weights and K/V of the context: {(found['weight_bytes'] + found['cache_bytes']) / 1e9:.2f} GB",
-        ],
-    )
+    title = f"one step on {found['length']:,} tokens, by questions on a context"
+    report.table(title, _COLUMNS, rows, notes)
