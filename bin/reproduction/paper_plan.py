@@ -170,8 +170,8 @@ QUICK_SMOLLM2 = replace(
 )  # fmt: skip
 
 
-def make_paper_plan(sizes: Sizes) -> Plan:
-    """Lay out all experiments."""
+def make_paper_plan(sizes: Sizes, packaged: bool = False) -> Plan:
+    """Lay out all experiments; the main masks may be the package's."""
     recipe = load_recipe(sizes.recipe, sizes.overrides)
     tables = _Tables(sizes, recipe)
     compared = tables.compare_methods()
@@ -199,6 +199,7 @@ def make_paper_plan(sizes: Sizes) -> Plan:
         pace=sizes.pace,
         pairs=tuple((compared[a, ratio], compared[b, ratio]) for ratio in shown for a, b in worse),
         main_ratio=sizes.main_ratio,
+        packaged=(MAIN,) if packaged else (),
     )
     return plan if sizes.real is None else _add_real(plan, sizes, sizes.real, compared, recipe)
 

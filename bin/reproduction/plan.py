@@ -7,7 +7,7 @@ validation prompts: no baseline is shown below its best.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAIN, DENSE_NAME, VALIDATION = "leank", "dense", "validation"
@@ -130,6 +130,8 @@ class Plan:
         weighed: Caches whose bytes are counted, on the last cell of the part that `weighed_on` names.
         has_scales: Whether scales of an FP8 cache are measured for the main mask.
         main_ratio: The ratio that all tables show.
+        packaged: Runs whose masks are the package's.
+        most_int4: Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.
     """
 
     title: str
@@ -146,6 +148,13 @@ class Plan:
     weighed_on: str = ""
     has_scales: bool = False
     main_ratio: float = 0.7
+    packaged: tuple[str, ...] = ()
+    most_int4: Mapping[int, int] = field(default_factory=dict)
+
+    def num_asked(self, entry: Entry, cell: Cell, num_prompts: int) -> int:
+        """How many of a cell's first prompts an entry is asked, where others are asked `num_prompts`."""
+        limit = self.most_int4.get(cell.length, num_prompts) if entry.kv_dtype == "int4" else num_prompts
+        return min(limit, num_prompts)
 
     def rows(self) -> Iterator[Row]:
         """All that answer or are fed, some of them more than once."""
