@@ -37,12 +37,12 @@ def benchmark_memory(
     allocated: Sequence[int],
     prefill: Sequence[int],
     largest: Sequence[tuple[int, int]],
-    limit: int | None,
+    limit: float | None,
 ) -> dict[str, Any]:
     """Count a row's cache, measure the peak of a prefill and find largest batches.
 
     Prompt and new tokens are `allocated`, and those of each batch of `largest`; batch and prompt `prefill`.
-    Weights and cache may take `limit` bytes in a search, None for all there are. If decoding is not right,
+    Weights and cache may take `limit` GB in a search, None for all there are. If decoding is not right,
     the JSON document that is returned has `ok` false and no figures.
 
     Raises:
@@ -50,6 +50,7 @@ def benchmark_memory(
     """
     report = Report(setup.device, setup.describe())
     results: dict[str, Any] = {}
+    most = None if limit is None else round(limit * 1e9)
     lengths = [sum(case) for case in largest] + [allocated[0]]
     with checked_models(setup, max(lengths), report) as models:
         # Plain torch holds more during a step, so fewer rows fit.
@@ -58,7 +59,7 @@ def benchmark_memory(
         if models.check["ok"]:
             results["allocated"] = count_allocated(report, models.ours, setup, *allocated)
             results["prefill"] = measure_prefill(report, sides, *prefill)
-            results["largest_batch"] = [find_batches(sides, *case, limit=limit) for case in largest]
+            results["largest_batch"] = [find_batches(sides, *case, limit=most) for case in largest]
             _print_batches(report, results["largest_batch"], label)
     return report.document("memory", **models.facts, **results)
 

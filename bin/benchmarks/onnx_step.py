@@ -63,32 +63,33 @@ Cached = Sequence[tuple[Tensor, Tensor]]
 
 def benchmark_onnx(
     setup: Setup,
-    lengths: Sequence[int],
     *,
-    weights: str | None,
+    lengths: Sequence[int],
+    weights: str,
     threads: int,
     rounds: int,
 ) -> dict[str, Any]:
     """Measure a step at each length of the cache, and print a table.
 
-    `weights` of both graphs are `int8`, `int4` or None for float32. A case whose check failed has `ok` false
+    `weights` of both graphs are `int8`, `int4` or `float32`. A case whose check failed has `ok` false
     in the JSON document, and no figures.
 
     Raises:
         LeanKError: If a library is missing.
     """
     check_available()
+    rounded = None if weights == "float32" else weights
     chosen = choose_layers(setup)
     measured = take_layers(setup, chosen)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES, for_cpu=True)
     report.line(
         f"layers {', '.join(map(str, chosen))} of the mask; {threads} threads, opset {DEFAULT_OPSET}, "
-        f"{weights or 'float32'} weights, float32 cache"
+        f"{weights} weights, float32 cache"
     )
     model = build_stock(measured.geometry)
     exact = copy.deepcopy(model)
-    if weights is not None:
-        round_weights(exact, weights)
+    if rounded is not None:
+        round_weights(exact, rounded)
     exact.double()
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
@@ -96,7 +97,7 @@ def benchmark_onnx(
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
-            folder = export_side(model, measured, side, Path(temporary, side), weights)
+            folder = export_side(model, measured, side, Path(temporary, side), rounded)
             hosts[side] = Description(folder), load_graph(folder / MODEL_FILE, threads, settings)
         read = count_weight_bytes(model, folder)
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
@@ -104,7 +105,7 @@ def benchmark_onnx(
             cached = draw_cache(measured, num_tokens)
             steps = {side: HostStep(*hosts[side], cached, side) for side in SIDES}
             checks = {
-                side: step.check(exact_logits(exact, measured, cached, side), weights)
+                side: step.check(exact_logits(exact, measured, cached, side), rounded)
                 for side, step in steps.items()
             }
             held = {side: step.cache_bytes for side, step in steps.items()}
@@ -125,7 +126,7 @@ def benchmark_onnx(
         "onnx",
         ok=all(case["ok"] for case in cases),
         dtype="float32",
-        weights=weights or "float32",
+        weights=weights,
         opset=DEFAULT_OPSET,
         threads=threads,
         layers=chosen,
