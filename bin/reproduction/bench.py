@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bin.baselines import COMPARED, make_variants
-from bin.reproduction.plan import EVERY_CHANNEL, MAIN, Entry, Plan
+from bin.reproduction.plan import EVERY_CHANNEL, MAIN, MAIN_RATIO, Entry, Plan
 from bin.reproduction.rounded import RoundedPrompt
 from leank_convert.architectures import read_model_facts
 from leank_convert.checkpoint_io import read_config
@@ -147,7 +147,6 @@ class Bench:
         self.model, self.device = model, device
         self.masks = Masks(plan, model, out / "masks", device)
         self.scales_file = out / "constants.pt"
-        self._main_ratio = plan.main_ratio
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
@@ -164,12 +163,12 @@ class Bench:
     def mask(self, entry: Entry) -> ChannelMask:
         """The mask of an entry's run, at the main ratio where the entry keeps all channels."""
         assert entry.run is not None
-        return self.masks[entry.run][entry.ratio or self._main_ratio]
+        return self.masks[entry.run][entry.ratio or MAIN_RATIO]
 
     def measure_scales(self, run: str) -> None:
         """Measure scales for FP8 of a run's centred keys, as an export does, and keep them."""
         scales = measure_cache(self.model, self.recipe, device=self.device).scales(
-            self.masks[run][self._main_ratio]
+            self.masks[run][MAIN_RATIO]
         )
         torch.save({"key_scale": scales.keys, "value_scale": scales.values}, self.scales_file)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +136,7 @@ class Experiment:
             units.append(Unit("bytes", self._is_weighed, self._weigh, needs))
         return units
 
-    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterable[Unit]:
+    def _list_rounds(self, part: Part, last: dict[str, tuple[int, str]]) -> Iterator[Unit]:
         """A unit for every cell and round of a part; notes each cell's last one."""
         answers = self.parts[part.name]
 
@@ -167,27 +167,25 @@ class Experiment:
         answers = (pace.of(row[0]) * self.plan.num_asked(row[0], cell, num_prompts) for row in rows)
         return num_prompts * pace.of_prompt(cell.length) + sum(answers)
 
-    def _list_text_units(self) -> list[Unit]:
+    def _list_text_units(self) -> Iterator[Unit]:
         text, pace = self.plan.text, self.plan.pace
         if text is None:
-            return []
+            return
 
-        def call(function: Callable[..., Any], rows: Sequence[Row], *arguments: Any) -> Any:
-            return function(*arguments, self._pick(rows))
+        def make(name: str, rows: Sequence[Row], done: Callable[..., bool], do: Callable[..., None]) -> Unit:
+            def call(function: Callable[..., Any]) -> Any:
+                return function(self._pick(rows))
 
-        whole, units = self.out / "text.json", []
+            return Unit(
+                name, partial(call, done), partial(call, do), self._needs(rows), pace.text * len(rows)
+            )
+
         for texts in self.texts:
             for length in text.lengths:
-                is_fed = partial(_any_exists, whole, texts.fed_file(length))
-                feed = partial(call, texts.feed, text.rows, length)
-                needs, seconds = self._needs(text.rows), pace.text * len(text.rows)
-                units.append(Unit(f"text/{texts.kind}-{length}", is_fed, feed, needs, seconds))
-        units.append(Unit("text", whole.exists, self._join_texts, tuple(unit.name for unit in units)))
+                has, feed = partial(texts.has_fed, length), partial(texts.feed, length)
+                yield make(f"text/{texts.kind}-{length}", text.rows, has, feed)
         for texts in self.texts if text.answering else ():
-            has, answer = (partial(call, each, text.answering) for each in (texts.has_answered, texts.answer))
-            needs, seconds = self._needs(text.answering), pace.text * len(text.answering)
-            units.append(Unit(f"text/{texts.kind}-answers", has, answer, needs, seconds))
-        return units
+            yield make(f"text/{texts.kind}-answers", text.answering, texts.has_answered, texts.answer)
 
     def _needs(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Units that make what these rows answer by."""
@@ -205,15 +203,6 @@ class Experiment:
         """Each row's entry, once validation is done."""
         found = [self.choose(row) for row in rows]
         return list(dict.fromkeys(choice[0] for choice in found if choice is not None))
-
-    def _join_texts(self) -> None:
-        assert self.plan.text is not None
-        found = {
-            f"{texts.kind}, {length}": read_json(texts.fed_file(length))
-            for texts in self.texts
-            for length in self.plan.text.lengths
-        }
-        write_atomically(self.out / "text.json", json.dumps(found, indent=1).encode())
 
     @property
     def bytes_file(self) -> Path:
@@ -271,7 +260,3 @@ def _make(unit: Unit) -> None:
 def _name_unit(part: Part, cell: Cell, each: Round) -> str:
     """Name a round of a cell; two rounds may ask as many prompts, of other caches."""
     return f"{part.name}/{cell.name}-{len(each.rows)}x{each.num_prompts}"
-
-
-def _any_exists(*paths: Path) -> bool:
-    return any(path.exists() for path in paths)

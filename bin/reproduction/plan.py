@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAIN, DENSE_NAME, VALIDATION = "leank", "dense", "validation"
+MAIN_RATIO = 0.7  # the pruning ratio that all tables show
 EVERY_CHANNEL = 0.0
 """The pruning ratio of caches that keep all channels."""
 
@@ -129,7 +130,6 @@ class Plan:
         text: What is asked of natural text; None for a model that knows no language.
         weighed: Caches whose bytes are counted, on the last cell of the part that `weighed_on` names.
         has_scales: Whether scales of an FP8 cache are measured for the main mask.
-        main_ratio: The ratio that all tables show.
         packaged: Runs whose masks are the package's.
         most_int4: Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.
     """
@@ -147,7 +147,6 @@ class Plan:
     weighed: tuple[Entry, ...] = ()
     weighed_on: str = ""
     has_scales: bool = False
-    main_ratio: float = 0.7
     packaged: tuple[str, ...] = ()
     most_int4: Mapping[int, int] = field(default_factory=dict)
 

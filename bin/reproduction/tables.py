@@ -182,9 +182,9 @@ def _byte_table(experiment: Experiment) -> str:
 
 
 def _read_texts(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    path = experiment.out / "text.json"
-    found: dict[str, dict[str, Any]] = read_json(path) if path.exists() else {}
-    return found
+    lengths = experiment.plan.text.lengths if experiment.plan.text else ()
+    found = {f"{texts.kind}, {length}": texts.fed(length) for texts in experiment.texts for length in lengths}
+    return {where: results for where, results in found.items() if results}
 
 
 def _text_table(experiment: Experiment) -> str:

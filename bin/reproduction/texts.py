@@ -67,9 +67,13 @@ class Texts:
     out: Path
     plan: TextPlan
 
-    def fed_file(self, length: int) -> Path:
-        """What `feed` leaves."""
-        return self.out / f"{self.kind}-{length}.json"
+    def fed(self, length: int) -> dict[str, Any]:
+        """What `feed` found, by entry's name; nothing where it has not been called."""
+        return _read(self._fed(length))
+
+    def has_fed(self, length: int, entries: Sequence[Entry]) -> bool:
+        """Whether `feed` has left its results."""
+        return self.fed(length).keys() >= {entry.name for entry in entries}
 
     def feed(self, length: int, entries: Sequence[Entry]) -> None:
         """Compare next-token predictions from entries' caches, behind so many tokens, with the dense ones."""
@@ -88,7 +92,7 @@ class Texts:
             }
             for place, variant in enumerate(variants)
         }
-        self._write(self.fed_file(length), results)
+        self._write(self._fed(length), results)
 
     def has_answered(self, entries: Sequence[Entry]) -> bool:
         """Whether `answer` has left its results."""
@@ -128,8 +132,10 @@ class Texts:
 
     def answered(self) -> dict[str, Any]:
         """By entry's name, tokens of each answer, and their log-likelihood a token under the dense model."""
-        kept: dict[str, Any] = read_json(self._answered) if self._answered.exists() else {}
-        return kept
+        return _read(self._answered)
+
+    def _fed(self, length: int) -> Path:
+        return self.out / f"{self.kind}-{length}.json"
 
     @property
     def _answered(self) -> Path:
@@ -167,6 +173,10 @@ class Texts:
                 for piece in pieces
             ],
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
 def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:

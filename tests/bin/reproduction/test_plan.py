@@ -6,7 +6,7 @@ import torch
 from bin.baselines import COMPARED, make_variants
 from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
-from bin.reproduction.plan import DENSE, MAIN
+from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
 from bin.reproduction.plans import PLANS, make_plan
 from leank_convert.mask import load_mask
 from leank_convert.masks import FOLDER
@@ -38,7 +38,7 @@ def entries(plan):
 
 def test_every_mask_that_answers_is_made_and_nothing_is_made_twice(plan):
     made = {(name, ratio) for name, run in plan.runs.items() for ratio in run.ratios}
-    asked = {(entry.run, entry.ratio or plan.main_ratio) for entry in entries(plan) if entry.run is not None}
+    asked = {(entry.run, entry.ratio or MAIN_RATIO) for entry in entries(plan) if entry.run is not None}
     assert asked <= made
     assert len(set(plan.runs.values())) == len(plan.runs)
 

@@ -30,11 +30,7 @@ def sizes(retriever_folder):
             "calibration_prompts=1",
             "held_out_samples=0",
         ),
-        ratios=(0.5, 0.9),
-        main_ratio=0.5,
-        hard_ratio=0.9,
-        head_ratio=0.5,
-        combined_ratio=0.9,
+        ratios=(0.7, 0.9),
         num_seeds=2,
         l1_weights=(0.3,),
         width_multiples=(8,),
@@ -108,7 +104,7 @@ def test_killed_while_answering_only_the_rest_is_asked(copied, plan):
 
 def test_killed_while_masks_are_made_only_the_missing_ones_are(copied, plan, monkeypatch):
     shutil.rmtree(copied / "masks" / "random-uniform" / "ratio-0.9")
-    (copied / "masks" / "up-to-220" / "ratio-0.5" / "channel_mask.safetensors").unlink()
+    (copied / "masks" / "up-to-220" / "ratio-0.7" / "channel_mask.safetensors").unlink()
     (copied / "masks" / "static-norm-uniform" / "ratio-0.9" / "leank" / "recipe.yaml").unlink()
     made = []
     original = bench.train_masks

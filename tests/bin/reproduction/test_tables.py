@@ -40,11 +40,12 @@ def test_tables_pair_answers_and_leave_out_what_the_dense_model_cannot_do(tmp_pa
             "fwe-8192": {"dense": [0.0, 0.0, 0.5], "leank 70%": [1.0, 1.0, 1.0]},
         },
     )
-    text = {"documentation, 12": {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}}
-    (tmp_path / "text.json").write_text(json.dumps(text))
+    text = {"fp8": {"kl": 0.01234, "agreement": 0.5, "nll": 1.0, "dense_nll": 1.0}}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "documentation-4000.json").write_text(json.dumps(text))
     # In no time, nothing is begun: what an earlier run has left is told.
     report = Experiment(tmp_path, CENTRED, "testbed", device="cpu", minutes=0).run().read_text()
-    assert "| documentation, 12 | fp8 | 0.0123 | 50.0% |" in report
+    assert "| documentation, 4000 | fp8 | 0.0123 | 50.0% |" in report
     header, found = rows(report, "RULER's tasks")
     assert header == ["", "asked", "n", "score", "against dense", "4096", "8192", "vt"]
     assert found["dense"][1:] == ["", "6", "75.0", "", "66.7", "83.3", "75.0"]
@@ -92,7 +93,8 @@ def test_bytes_stand_beside_the_score_on_prompts_that_all_answered(tmp_path):
     }
     (tmp_path / "bytes.json").write_text(json.dumps({**found, "tokens": 8}))
     kl = {name: {"kl": 0.02, "agreement": 1, "nll": 1, "dense_nll": 1} for name in ("kivi", "leank, 0.7")}
-    (tmp_path / "text.json").write_text(json.dumps({"essays, 4096": kl}))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "documentation-4096.json").write_text(json.dumps(kl))
     report = Experiment(tmp_path, SMOLLM2, "testbed", device="cpu", minutes=0).run().read_text()
     _, found = rows(report, "Bytes of a cache of 8 tokens")
     assert found["dense"][:5] == ["dense", "1,000", "100.0%", "100.0%", "75.0"]
