@@ -4,7 +4,6 @@ import functools
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from bin.benchmarks.__main__ import benchmark
 from bin.benchmarks.decode_attention import FilledLayer
 from bin.benchmarks.geometries import GEOMETRIES
 from bin.benchmarks.random_models import choose_setup, synthetic_mask, write_folder
-from leank_convert.train import graphs
+from leank_convert.train.graphs import Gradients
 
 CPU = ("--device", "cpu")
 KERNEL = ("kernel", *CPU, "--case", "2x64", "--case", "1x90x8", "--rounds", "2")
@@ -142,14 +141,16 @@ def test_a_training_step_is_checked_and_timed_beside_its_prefill(measured):
     assert "not by a graph's replay but by wall clock: our prefill" in table
 
 
-def test_a_window_of_one_token_less_is_a_wrong_step_which_is_not_timed(monkeypatch):
-    def narrower(model, sample, student, **options):
-        windows = replace(student.windows, recent_size=student.windows.recent_size - 1)
-        return right(model, sample, replace(student, windows=windows), **options)
+def test_a_wrong_training_step_is_not_timed(monkeypatch):
+    right = Gradients.add
+    made = []
 
-    right = graphs.distil
-    monkeypatch.setattr(graphs, "distil", narrower)
-    result = run(*TRAIN, "--dtype", "float32")
+    def wrong(self, sample, student, weight):
+        made.append(self)
+        return right(self, sample, student, 1.1 if made[0] is self else 1.0)
+
+    monkeypatch.setattr(Gradients, "add", wrong)
+    result = run(*TRAIN)
     document = json.loads(result.stdout)
     assert (result.exit_code, document["ok"], "step" in document) == (1, False, False)
     assert "WRONG, nothing is measured" in result.stderr
