@@ -9,8 +9,8 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,24 +64,15 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@dataclass
-class Peak:
-    """Bytes that were allocated at most, and at the beginning; None on the CPU, which counts nothing."""
-
-    bytes: int | None = None
-    before: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Count the peak of what is allocated inside."""
-    peak = Peak()
-    if device.type == "cuda":
-        peak.before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    yield peak
-    if device.type == "cuda":
-        peak.bytes = torch.cuda.max_memory_allocated(device)
+def peak_bytes(device: torch.device, call: Call) -> tuple[int | None, int]:
+    """Most bytes that were allocated during a call, None on the CPU, which counts nothing; those before."""
+    if device.type != "cuda":
+        call()
+        return None, 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device), before
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:

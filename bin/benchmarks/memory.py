@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from bin.benchmarks.generate import call_generate
-from bin.benchmarks.measuring import peak_memory, release_memory, synchronize
+from bin.benchmarks.measuring import peak_bytes, release_memory, synchronize
 from bin.benchmarks.random_models import COMPILED, Setup, checked_models, random_prompt
 from bin.benchmarks.tables import Column, Report, number, ratio, share
 from leank_convert._runtime.configuration_leank import CACHE
@@ -107,10 +107,8 @@ def measure_prefill(
     prompt = random_prompt(sides[OURS], batch_size, num_prompt)
     for name, side in sides.items():
         release_memory(prompt.device)
-        with peak_memory(prompt.device) as peak:
-            output = side(prompt, use_cache=True, logits_to_keep=1)
-        del output
-        result[name] = {"peak_bytes": None if peak.bytes is None else peak.bytes - (peak.before or 0)}
+        peak, before = peak_bytes(prompt.device, partial(side, prompt, use_cache=True, logits_to_keep=1))
+        result[name] = {"peak_bytes": None if peak is None else peak - before}
     release_memory(prompt.device)
     ours, theirs = (result[name]["peak_bytes"] for name in sides)
     result["share_of_dense"] = ours / theirs if ours and theirs else None

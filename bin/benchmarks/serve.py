@@ -68,7 +68,7 @@ class Load:
     prompt: int
     new: int
     requests: int
-    at_once: int | None
+    at_once: int | None = None
 
     def describe(self) -> str:
         """As a table is headed."""
@@ -89,15 +89,8 @@ def benchmark_serve(
 ) -> dict[str, Any]:
     """Measure and print a table for each case of prompt and new tokens.
 
-    Args:
-        setup: The mask, the shape, the dtype, and that of all sides' caches.
-        cases: Prompt and new tokens, and perhaps requests, of one run in which they are all sent at once.
-        requests: Requests that are all sent at once, of cases that do not say how many.
-        concurrency: Requests at a time, of as many further runs of such cases.
-        memory: GB of the cache, of every side.
-        options: Further options of vLLM's server, of all sides.
-        dense_options: The same of the dense side alone.
-        peers: Names among `PEERS`, between commas, or `none`.
+    Of a case without requests of its own so many `requests` are sent at once, and then twice as many as each
+    `concurrency`, so many at a time. All sides' caches take `memory` GB. `options` are vLLM's, of all sides.
 
     Raises:
         LeanKError: If vLLM is not there, a peer is unknown, or nothing could be measured.
@@ -106,7 +99,10 @@ def benchmark_serve(
         raise LeanKError("vLLM is not installed", hint="pip install 'leank-convert[vllm]'")
     named = read_peers(peers, PEERS)
     report = Report(setup.device, setup.describe(), packages=_PACKAGES)
-    loads = [load for case in cases for load in _loads_of(case, requests, concurrency)]
+    loads: list[Load] = []
+    for prompt, new, *own in cases:
+        loads.append(Load(prompt, new, own[0] if own else requests))
+        loads += [Load(prompt, new, 2 * count, count) for count in (() if own else concurrency)]
     length = max(load.prompt + load.new for load in loads) + 16  # tokens that a tokenizer may add
     given = {
         "--dtype": setup.dtype_name,
@@ -157,13 +153,6 @@ def benchmark_serve(
     return report.document("serve", ok=ok, memory_bytes=given["--kv-cache-memory-bytes"], sides=sides)
 
 
-def _loads_of(case: tuple[int, ...], requests: int, concurrency: Sequence[int]) -> list[Load]:
-    prompt, new, *own = case
-    if own:
-        return [Load(prompt, new, own[0], None)]
-    return [Load(prompt, new, count * 2 if count else requests, count) for count in (None, *concurrency)]
-
-
 def _measure_side(
     report: Report, name: str, side: dict[str, Any], loads: Sequence[Load], folder: Path, log: Path
 ) -> None:
@@ -177,7 +166,7 @@ def _measure_side(
             server.warm_up(load)
             run = server.measure(load)
             side["runs"].append(run)
-            report.line(f"{name}, {load.describe()}: {_describe(run)}")
+            report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
 
 
 class _Server:
@@ -315,13 +304,6 @@ def _not_started(log: Path) -> LeanKError:
     lines = _read_log(log)
     said = [line for line in lines if "Error" in line] or lines or ["nothing"]
     return LeanKError(f"vLLM's server did not start: {said[-1]}", exit_code=1)
-
-
-def _describe(run: dict[str, Any]) -> str:
-    return (
-        f"{run['output_tokens_per_second']:,.0f} tokens/s, {run['most_running']} at once, first token "
-        f"{run['first_token_milliseconds']:,.1f} ms, then {run['token_milliseconds']:.2f} ms each"
-    )
 
 
 def _print_load(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bin.benchmarks.decode_attention import EXACT, judge, relative_error
-from bin.benchmarks.measuring import peak_memory, release_memory, time_whole
+from bin.benchmarks.measuring import peak_bytes, release_memory, time_whole
 from bin.benchmarks.random_models import Setup, random_prompt, stock_config
 from bin.benchmarks.tables import Column, Report, number, ratio
 from leank_convert.architectures import ModelFacts
@@ -204,15 +204,15 @@ def measure_step(model: Any, samples: Sequence[TrainingSample], setup: Setup, ro
     weights = sum(weight.nbytes for weight in model.parameters())
     cache = 2 * facts.num_hidden_layers * facts.num_key_value_heads * facts.head_dim * length
     cache *= model.dtype.itemsize
-    steps = []
-    for sample in samples:
+
+    def measure(sample: TrainingSample) -> dict[str, Any]:
+        found: dict[str, Any] = {"questions": len(sample.questions)}
         release_memory(device)
-        with peak_memory(device) as peak:
-            step = seconds(optimizer_step(model, sample, setup))
-        step |= {"questions": len(sample.questions), "peak_bytes": peak.bytes}
-        step["ratio_to_own_prefill"] = step["seconds"] / prefill["seconds"]
-        step["ratio"] = peak.bytes and peak.bytes / (weights + cache)
-        steps.append(step)
+        peak, _ = peak_bytes(device, lambda: found.update(seconds(optimizer_step(model, sample, setup))))
+        found["ratio_to_own_prefill"] = found["seconds"] / prefill["seconds"]
+        return {**found, "peak_bytes": peak, "ratio": peak and peak / (weights + cache)}
+
+    steps = [measure(sample) for sample in samples]
     sizes = {"length": length, "context": len(prefix), "weight_bytes": weights, "cache_bytes": cache}
     return {**sizes, "prefill": prefill, "steps": steps}
 

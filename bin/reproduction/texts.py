@@ -180,29 +180,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def compare_answers(answers: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, float]:
-    """How far an entry's answers agree with the dense model's to the same prompts.
-
-    Args:
-        answers: As `Texts.answered` gives them.
-        dense: The dense model's.
+    """How far an entry's answers, as `Texts.answered` gives them, agree with the dense model's.
 
     Returns:
         By name: the share of answers that are equal, the median of tokens before the first difference, the
         share of places with equal tokens; means of tokens and of log-likelihoods per token.
     """
-    firsts, equal, places = [], 0, 0
-    for answer, other in zip(answers["answers"], dense["answers"], strict=True):
-        same = [a == b for a, b in zip(answer, other, strict=False)]
-        longest = max(len(answer), len(other))
-        firsts.append(same.index(False) if False in same else len(same))
-        equal += sum(same)
-        places += longest
     pairs = list(zip(answers["answers"], dense["answers"], strict=True))
+    same = [[a == b for a, b in zip(answer, other, strict=False)] for answer, other in pairs]
     return {
         "identical": sum(a == b for a, b in pairs) / len(pairs),
-        "first_difference": float(statistics.median(firsts)),
-        "equal_tokens": equal / places,
-        "tokens": statistics.fmean(len(answer) for answer in answers["answers"]),
+        "first_difference": float(statistics.median([*each, False].index(False) for each in same)),
+        "equal_tokens": sum(map(sum, same)) / sum(max(len(a), len(b)) for a, b in pairs),
+        "tokens": statistics.fmean(len(answer) for answer, _ in pairs),
         "log_likelihood": statistics.fmean(answers["log_likelihood"]),
     }
 
