@@ -204,6 +204,7 @@ def capture(warm_up: Call, batch: Call) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(stream):
         warm_up()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.empty_cache()  # a capture has memory of its own, and cannot free what lies cached for others
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):

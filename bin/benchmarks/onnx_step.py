@@ -93,13 +93,18 @@ def benchmark_onnx(
     exact.double()
     # Both sides take turns: none may wait busily while the other one runs.
     settings = {"session.force_spinning_stop": "1"}
-    cases = []
+    masks, windows, cases = torch.stack(measured.channel_masks), measured.windows, []
     with TemporaryDirectory() as temporary:
         hosts = {}
         for side in SIDES:
-            folder = export_side(model, measured, side, Path(temporary, side), rounded)
+            folder = Path(temporary, side)
+            folder.mkdir()
+            kept = masks if side == "leank" else torch.zeros_like(masks)
+            pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
+            export_graph(pruned, folder, weights=rounded)
             hosts[side] = Description(folder), load_graph(folder / MODEL_FILE, threads, settings)
-        read = count_weight_bytes(model, folder)
+        # Those in the graph's file, without the embedding's.
+        read = (folder / f"{MODEL_FILE}.data").stat().st_size - model.get_input_embeddings().weight.nbytes
         report.line(f"{read / 1e6:,.1f} MB of weights are read")
         for num_tokens in lengths:
             cached = draw_cache(measured, num_tokens)
@@ -172,21 +177,6 @@ def build_stock(geometry: Geometry) -> Any:
             stock_config(replace(geometry, config=config), initializer_range=scale), dtype=torch.float32
         )
     return model.eval().requires_grad_(False)
-
-
-def export_side(model: Any, setup: Setup, side: str, folder: Path, weights: str | None) -> Path:
-    """Write the graph of one of `SIDES` into a new folder; `weights` are `int8`, `int4` or None."""
-    masks, windows = torch.stack(setup.channel_masks), setup.windows
-    kept = masks if side == "leank" else torch.zeros_like(masks)
-    folder.mkdir()
-    pruned = PrunedModel(model, kept, windows.sink_size, windows.recent_size, windows.flush_size)
-    export_graph(pruned, folder, weights=weights)
-    return folder
-
-
-def count_weight_bytes(model: Any, folder: Path) -> int:
-    """Bytes of the weights that a step reads: those in the graph's file, without the embedding's."""
-    return (folder / f"{MODEL_FILE}.data").stat().st_size - int(model.get_input_embeddings().weight.nbytes)
 
 
 def draw_cache(setup: Setup, num_tokens: int) -> Cached:

@@ -29,23 +29,14 @@ Scores = dict[Cell, list[float]]
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompts of one seed, and what was found on them.
+    """Prompts of one seed, and what was found on them."""
 
-    Attributes:
-        bench: The model and the masks.
-        plan: How many prompts an entry is asked, and how many together.
-        folder: Where answers are kept.
-        seed: Of the prompts.
-        cells: Which tasks at which lengths.
-        floor: A cell is left out once the dense model scores no more.
-    """
-
-    bench: Bench
-    plan: Plan
-    folder: Path
-    seed: int
-    cells: tuple[Cell, ...]
-    floor: float
+    bench: Bench  # the model and the masks
+    plan: Plan  # how many prompts an entry is asked, and how many together
+    folder: Path  # where answers are kept
+    seed: int  # of the prompts
+    cells: tuple[Cell, ...]  # which tasks at which lengths
+    floor: float  # a cell is left out once the dense model scores no more
 
     def is_done(self, cell: Cell, count: int, entries: Sequence[Entry]) -> bool:
         """Whether all have answered what they are asked, or need not, as the dense model cannot."""

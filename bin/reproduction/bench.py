@@ -38,14 +38,7 @@ from leank_convert.train.state import TrainingDirectory
 
 
 class Masks(Mapping[str, Mapping[float, ChannelMask]]):
-    """Masks by run and pruning ratio, in a folder each; read once.
-
-    Args:
-        plan: The runs, and the recipe that they change.
-        model: What they are made for.
-        folder: Where they lie.
-        device: Where they are made.
-    """
+    """Masks of a plan's runs for a model, by run and pruning ratio, in a folder each; read once."""
 
     def __init__(self, plan: Plan, model: str, folder: Path, device: torch.device) -> None:
         self._plan, self._model, self._folder, self._device = plan, model, folder, device
@@ -133,14 +126,7 @@ def _find_packaged(model: str, ratio: float) -> Path:
 
 
 class Bench:
-    """A model with all of its channels, which any mask can be tried on.
-
-    Args:
-        plan: What is tried.
-        model: A folder, a hub id, or `testbed`.
-        out: Where masks and scales are kept.
-        device: Where it is measured.
-    """
+    """A model (a folder, a hub id, or `testbed`) with all of its channels, which any mask can be tried on."""
 
     def __init__(self, plan: Plan, model: str, out: Path, device: torch.device) -> None:
         self.recipe = load_recipe(plan.recipe, plan.overrides)

@@ -115,39 +115,24 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is made, measured and told.
+    """Everything that is made, measured and told."""
 
-    Attributes:
-        title: Of the report.
-        recipe: Name of the recipe that every run changes.
-        overrides: Changes to it that all runs share.
-        runs: Masks, by the name of their folder, in the order they are made.
-        parts: In the order in which they are asked.
-        tables: Of the report.
-        batch_tokens: Tokens of prompts that are answered together.
-        pace: For the forecast.
-        pairs: Rows whose difference is told beside those to the dense model and to LeanK.
-        text: What is asked of natural text; None for a model that knows no language.
-        weighed: Caches whose bytes are counted, on the last cell of the part that `weighed_on` names.
-        has_scales: Whether scales of an FP8 cache are measured for the main mask.
-        packaged: Runs whose masks are the package's.
-        most_int4: Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.
-    """
-
-    title: str
-    recipe: str
-    overrides: tuple[str, ...]
-    runs: Mapping[str, Run]
-    parts: tuple[Part, ...]
-    tables: tuple[Table, ...]
-    batch_tokens: int
-    pace: Pace
-    pairs: tuple[tuple[Row, Row], ...] = ()
-    text: TextPlan | None = None
+    title: str  # of the report
+    recipe: str  # name of the recipe that every run changes
+    overrides: tuple[str, ...]  # changes to it that all runs share
+    runs: Mapping[str, Run]  # masks, by the name of their folder, in the order they are made
+    parts: tuple[Part, ...]  # in the order in which they are asked
+    tables: tuple[Table, ...]  # of the report
+    batch_tokens: int  # of prompts that are answered together
+    pace: Pace  # for the forecast
+    pairs: tuple[tuple[Row, Row], ...] = ()  # rows whose difference is told beside those of the tables
+    text: TextPlan | None = None  # None for a model that knows no language
+    # Caches whose bytes are counted, on the longest cell of the part that `weighed_on` names.
     weighed: tuple[Entry, ...] = ()
     weighed_on: str = ""
-    has_scales: bool = False
-    packaged: tuple[str, ...] = ()
+    has_scales: bool = False  # whether scales of an FP8 cache are measured for the main mask
+    packaged: tuple[str, ...] = ()  # runs whose masks are the package's
+    # Of a cell, by its length, how many prompts caches in int4 are asked: no kernels read them.
     most_int4: Mapping[int, int] = field(default_factory=dict)
 
     def num_asked(self, entry: Entry, cell: Cell, num_prompts: int) -> int:

@@ -51,21 +51,13 @@ def find_kinds(folder: Path | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Texts:
-    """A kind of text, and what was measured on it.
+    """A kind of text, and what was measured on it."""
 
-    Attributes:
-        bench: The model and the masks.
-        kind: Which.
-        folder: Where text of the fetched kinds lies.
-        out: Where results are kept.
-        plan: How much is measured.
-    """
-
-    bench: Bench
-    kind: str
-    folder: Path | None
-    out: Path
-    plan: TextPlan
+    bench: Bench  # the model and the masks
+    kind: str  # one of `KINDS`
+    folder: Path | None  # where text of the fetched kinds lies
+    out: Path  # where results are kept
+    plan: TextPlan  # how much is measured
 
     def fed(self, length: int) -> dict[str, Any]:
         """What `feed` found, by entry's name; nothing where it has not been called."""

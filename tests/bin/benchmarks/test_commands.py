@@ -8,13 +8,12 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoTokenizer
 
-from bin.benchmarks import decode_step, kernel, random_models
+from bin.benchmarks import kernel, random_models
 from bin.benchmarks.__main__ import benchmark
 from bin.benchmarks.decode_attention import FilledLayer
 from bin.benchmarks.geometries import GEOMETRIES
-from bin.benchmarks.random_models import choose_setup, synthetic_mask, write_folder
+from bin.benchmarks.random_models import choose_setup, synthetic_mask
 from leank_convert.train.graphs import Gradients
 
 CPU = ("--device", "cpu")
@@ -219,20 +218,6 @@ def test_wrong_decoding_is_not_timed_and_exits_1(command, monkeypatch):
     assert "WRONG" in result.stderr
 
 
-def test_a_peer_whose_decoding_is_wrong_has_a_reason_and_no_figures(monkeypatch):
-    right = decode_step.PreallocatedLayer.update
-    monkeypatch.setattr(
-        decode_step.PreallocatedLayer,
-        "update",
-        lambda layer, keys, values, *rest, **more: right(layer, keys, 2 * values),
-    )
-    result = run("generate", *CPU, "--case", "1x30x4", "--rounds", "1", "--peers", "dense-graph-cudnn")
-    (case,) = json.loads(result.stdout)["cases"]
-    assert case["sides"]["dense-graph-cudnn"]["why"] == "its result is wrong"
-    assert set(case["ratios"]["dense-graph-cudnn"].values()) == {None}
-    assert case["sides"]["leank"]["step_milliseconds"] > 0
-
-
 @pytest.mark.parametrize("command", ["kernel", "generate", "memory", "train"])
 def test_the_cpu_has_to_be_asked_for(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -285,10 +270,3 @@ def test_a_synthetic_mask_is_spread_like_a_learned_one():
         mask = synthetic_mask(geometry)
         assert 0.6 < mask.pruning_ratio < 0.75
         assert 0 in {width for layer in mask.widths for width in layer}
-
-
-def test_an_engines_tokenizer_has_a_word_for_every_id_that_random_weights_may_choose(tmp_path):
-    setup = choose_setup(None, "llama-3.1-8b")
-    write_folder(setup, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert None not in tokenizer.convert_ids_to_tokens(list(range(setup.geometry.config["vocab_size"])))

@@ -125,11 +125,3 @@ def test_masks_of_another_recipe_are_refused(copied, sizes):
     changed = dataclasses.replace(sizes, overrides=(*sizes.overrides, "stage1.steps=3"))
     with pytest.raises(LeanKError, match="was made by another recipe"):
         Experiment(copied, make_paper_plan(changed), device="cpu").run()
-
-
-def test_more_prompts_are_asked_beside_those_that_were(copied, sizes):
-    answers = copied / "test" / "retrieval-200" / "answers.jsonl"
-    before = answers.read_bytes()
-    Experiment(copied, make_paper_plan(dataclasses.replace(sizes, num_prompts=2)), device="cpu").run()
-    assert answers.read_bytes().startswith(before)
-    assert len(answers.read_bytes().splitlines()) == 2 * len(before.splitlines())
