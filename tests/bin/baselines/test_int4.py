@@ -7,7 +7,7 @@ import torch
 
 from bin.baselines import int4
 from bin.baselines.compared_cache import Compared, ComparedLayer
-from bin.baselines.int4 import HadamardLayer, assign_chunks, hadamard, quantise
+from bin.baselines.int4 import HadamardLayer
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
 LENGTHS = (30, 12)
@@ -72,37 +72,6 @@ def test_every_token_is_rounded_in_chunks_of_its_kept_and_its_dropped_channels(p
                         numbers = given[row, head, token, chunk].tolist()
                         rounded = torch.tensor(round_slowly(rotate_slowly(numbers)))
                         torch.testing.assert_close(stored[row, head, token, chunk].float(), rounded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sixteen_evenly_spaced_numbers_stay_as_they_are(dtype, monkeypatch):
-    monkeypatch.setattr(int4, "CHUNK_SIZE", 32)
-    generator = torch.Generator().manual_seed(1)
-    chunks = assign_chunks(torch.rand(3, 96, generator=generator) < 0.4)
-    codes = torch.randint(16, (2, 3, 20, 96), generator=generator)
-    for head, of_head in enumerate(chunks):
-        for chunk in of_head.unique():
-            channels = (of_head == chunk).nonzero().flatten()
-            codes[:, head, :, channels[0]], codes[:, head, :, channels[-1]] = 0, 15
-    states = ((codes - 5) * 0.125).to(dtype)
-    assert torch.equal(quantise(states, chunks), states)
-    equal = torch.full_like(states, 0.3)
-    assert torch.equal(quantise(equal, chunks), equal)
-
-
-def test_a_rotation_leaves_scores_of_kept_and_of_dropped_channels_as_they_are(monkeypatch):
-    monkeypatch.setattr(int4, "CHUNK_SIZE", 32)
-    generator = torch.Generator().manual_seed(2)
-    mask = torch.rand(4, 96, generator=generator) < torch.tensor([0.0, 0.3, 0.6, 1.1])[:, None]
-    query, keys = (torch.randn(4, 10, 96, generator=generator) for _ in range(2))
-    matrices = hadamard(assign_chunks(mask))
-    rotated_query, rotated_keys = query @ matrices, keys @ matrices
-    for part in (mask[:, None], ~mask[:, None]):
-        scores, after = (query * part) @ keys.mT, (rotated_query * part) @ rotated_keys.mT
-        torch.testing.assert_close(after, scores, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(rotated_keys @ matrices, keys)
-    # Of a channel that stands out, a whole chunk takes equal parts.
-    assert torch.equal(torch.unique(hadamard(torch.zeros(1, 32)).abs()), torch.tensor([32**-0.5]))
 
 
 def test_without_rounding_a_rotated_cache_predicts_what_the_plain_one_does(prefill, masks, monkeypatch):

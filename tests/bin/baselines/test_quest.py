@@ -5,7 +5,7 @@ import torch
 
 from bin.baselines import quest
 from bin.baselines.compared_cache import Compared, ComparedLayer
-from bin.baselines.quest import QuestLayer, page_scores
+from bin.baselines.quest import QuestLayer
 from leank_convert.windows import Windows
 from tests.bin.baselines.conftest import EVERY_CHANNEL, decode
 
@@ -68,18 +68,6 @@ def test_the_best_pages_the_last_one_and_the_window_are_read(evaluated, prefill,
             for place, group in enumerate(groups):
                 expected = read_slowly(layer, row, head, queries[row, head, group], tokens)
                 assert set(read[row, head, place].nonzero().flatten().tolist()) == expected
-
-
-def test_a_pages_score_is_at_least_each_of_its_tokens_logits():
-    generator = torch.Generator().manual_seed(3)
-    query, keys = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(1, 2, 22, 8, generator=generator)
-    seen = torch.arange(22).view(1, 1, 22) < 18
-    scores = page_scores(query, keys, seen, 4)
-    logits = query @ keys.mT
-    for page in range(5):
-        tokens = logits[..., 4 * page : min(4 * page + 4, 18)]
-        assert bool((scores[..., page, None] >= tokens - 1e-5).all())
-    assert bool((scores[..., 5] < -1e30).all())
 
 
 def test_only_reads_are_saved_and_what_pages_are_chosen_by_counts(evaluated, prefill):

@@ -8,8 +8,7 @@ from bin.benchmarks.measuring import (
     outgrow_l2,
     time_calls,
 )
-from bin.benchmarks.memory import Trial, find_largest
-from bin.benchmarks.random_models import build_model, choose_setup
+from bin.benchmarks.memory import find_largest
 
 CPU = torch.device("cpu")
 # What a tiny model's dense cache takes: K and V of 2 layers, 4 heads of 64 channels in fp32.
@@ -44,17 +43,3 @@ def test_the_search_ends_at_the_largest_that_fits(guess, largest):
     assert largest == 0 or tried[largest]
     assert not tried[largest + 1]
     assert find_largest(lambda count: count <= 40, 40)[1] == {40: True, 41: False}
-
-
-def test_a_batch_that_does_not_fit_is_found_by_its_error(monkeypatch):
-    setup = choose_setup(None, "tiny")
-    with torch.no_grad():
-        trial = Trial(build_model(setup), 40, 20, limit=None)
-        # 60 tokens, all of them whole, take a page of 64 for what is kept and one for what is dropped.
-        assert trial.row_bytes == 64 * DENSE_ROW
-
-    def fail(model, *_, **__):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(type(trial._model), "forward", fail)
-    assert not trial.fits(1)
