@@ -112,8 +112,6 @@ class Answers:
             settings["data"] = recipe.data.model_dump(mode="json", exclude=excluded)
         if cell.most_tokens is not None:
             settings["most_tokens"] = cell.most_tokens
-        if self.plan.packaged:
-            settings["packaged"] = self.plan.packaged
         return settings
 
 

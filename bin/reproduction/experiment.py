@@ -60,7 +60,11 @@ class Experiment:
     ) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         check_folder(out)
-        self.out, self.plan = out, plan
+        self.out, self.plan, self._mark = out, plan, out / "packaged"
+        # Answers go by names that trained and packaged masks share.
+        if out.exists() and any(out.iterdir()) and self._mark.exists() != bool(plan.packaged):
+            found = "packaged" if self._mark.exists() else "trained"
+            raise LeanKError(f"`{out}` holds answers by {found} masks", hint="name another output folder")
         self._deadline = None if minutes is None else time.time() + 60 * minutes
         self.bench = Bench(plan, model or _name_model(plan), out, choose_device(device))
         self.parts = {
@@ -78,6 +82,8 @@ class Experiment:
     def work(self, prefix: str = "") -> None:
         """Do what no other process does, until all is done or time is up."""
         self.out.mkdir(parents=True, exist_ok=True)
+        if self.plan.packaged:
+            self._mark.touch()
         console = Console(stderr=True)
         units = [replace(unit, make=partial(_make, unit)) for unit in self.list_units()]
         deadline = self._deadline

@@ -8,6 +8,7 @@ from bin.reproduction.experiment import Experiment
 from bin.reproduction.paper_plan import SMOLLM2, UNALIGNED
 from bin.reproduction.plan import DENSE, MAIN, MAIN_RATIO
 from bin.reproduction.plans import PLANS, make_plan
+from leank_convert.errors import LeanKError
 from leank_convert.mask import load_mask
 from leank_convert.masks import FOLDER
 from leank_convert.methods import METHODS
@@ -118,3 +119,13 @@ def test_packaged_masks_stand_in_for_those_of_leank_at_every_ratio(tmp_path, nam
         expected = load_mask(FOLDER / f"{stem}-{100 * ratio:g}.safetensors").channel_mask
         assert torch.equal(mask.channel_mask, expected)
     assert f"main setting: packaged masks {stem}-50" in experiment.describe()[2]
+
+
+def test_trained_and_packaged_masks_answer_in_folders_of_their_own(tmp_path):
+    trained, packaged = (make_plan("smollm2", quick=False, on_gpu=True, packaged=p) for p in (False, True))
+    for first, second, found in ((trained, packaged, "trained"), (packaged, trained, "packaged")):
+        out = tmp_path / found
+        Experiment(out, first, "testbed", device="cpu", minutes=0).run()
+        Experiment(out, first, "testbed", device="cpu", minutes=0)
+        with pytest.raises(LeanKError, match=f"holds answers by {found} masks"):
+            Experiment(out, second, "testbed", device="cpu")
